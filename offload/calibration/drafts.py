@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from offload.calibration.estimate import estimate, name_of
+from offload.calibration.estimate import estimate
+from offload.calibration.model_facts import name_of
 from offload.errors import UserError
 from offload.planning.cost_model import Prediction
 from offload.planning.near_copy import BITS, copy_bits

@@ -9,31 +9,39 @@ Invariant: no weights are fetched, and none are read but for the 0.3 s that meas
 exponents tell what packing would win.
 """
 
-import math
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
+from offload.calibration.model_facts import ModelFacts
 from offload.calibration.packing import Packing, packing_of
 from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import is_here
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.vocabulary import require_one_vocabulary
 from offload.config import Sampling, format_bytes, parse_rate, require
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files, ram_warning
+from offload.memory.planner import Files, ram_warning, shape_of
+from offload.memory.prompt_rows import row_s
 from offload.model.headers import describe
-from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, link_alone, step_time
+from offload.planning.cost_model import (
+    Costs,
+    Curve,
+    Prediction,
+    PromptPass,
+    Traffic,
+    costs_on,
+    link_alone,
+    prompt_pass,
+    step_time,
+)
 from offload.planning.expert_choice import with_experts
-from offload.planning.hardware import Hardware, find_hardware
+from offload.planning.hardware import Hardware, find_hardware, rates_of
 from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.near_copy import check_held, copy_bits, files_of, models_to_read
 from offload.planning.options import LoadOptions
@@ -51,31 +59,6 @@ if TYPE_CHECKING:  # it brings torch along, which other machines are planned wit
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
 
-def name_of(model: str) -> str:
-    """As it was given, less the folders around it."""
-    path = Path(os.path.abspath(model))  # a hub id has no folder here, and its last part is its name all the same
-    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
-
-
-class ModelFacts(NamedTuple):
-    """What one model is, whatever the machine."""
-
-    name: str
-    num_parameters: int
-    num_bytes: int  # as stored, or as held in memory
-    is_held: bool = False  # in fewer bits than it is stored in
-    left_out: Mapping[str, int] = MappingProxyType({})  # bytes of towers and extra layers, which are never read
-
-    @classmethod
-    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
-        """From headers."""
-        num_bytes, shape = checkpoint.num_bytes, model_shape(checkpoint) if checkpoint.held else None
-        if shape is not None:
-            num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
-        count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
-        return cls(name_of(model), count, num_bytes, is_held=shape is not None, left_out=dict(checkpoint.left_out))
-
-
 class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
@@ -90,6 +73,7 @@ class Estimate(NamedTuple):
     is_measured: bool  # the link, here and now
     packing: Packing | None  # None where there is nothing to pack
     traffic: Traffic  # of the plan
+    prompt: PromptPass | None  # of a prompt that fills one; None where computing is not known, or nothing streams
 
     @property
     def sweep_bytes(self) -> int:
@@ -126,6 +110,7 @@ class Estimate(NamedTuple):
             "hardware": self.hardware.name if self.hardware else None,
             "predictions": [prediction.as_dict() for prediction in self.predictions],
             "basis": self.basis,
+            "prompt": self.prompt and self.prompt.as_dict(),
             "packing": self.packing and self.packing.as_dict(),
             "notes": list(self.notes),
         }
@@ -204,6 +189,10 @@ def estimate(
     room = _room(options, machine, device)
     dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=room.gpu is None)
     options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
+    if machine is None and device is None:
+        from offload.calibration.rates import with_rates  # it times a product
+
+        room = with_rates(room, files, 1 if tree.is_chosen else tree.num_nodes, disk_bytes_per_s=disk_bytes_per_s)
     room = with_experts(room, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
@@ -222,8 +211,18 @@ def estimate(
     notes = (*([_NO_COSTS] if is_unknown else []), *dtype_notes, *_notes(case, link, plan))
     packing = packing_of(files, room, plan.num_nodes, machine, link) if has_packing else None
     return Estimate(
-        models, plan, machine, link, predictions, costs is None, basis, notes, is_measured, packing, case.traffic(plan)
-    )
+        models, plan, machine, link, predictions, costs is None, basis, notes, is_measured, packing, case.traffic(plan),
+        _prompt(case, costs, plan),
+    )  # fmt: skip
+
+
+def _prompt(case: _Case, costs: Costs | None, plan: MemoryPlan) -> PromptPass | None:
+    """By the curves, or as the rates have it that the rows were chosen by."""
+    rates, most = case.room.rates, plan.max_prompt_rows
+    if rates is not None and costs is None and case.device is None:
+        seconds = most * row_s(shape_of(case.files.target, case.options.dtype), rates.flops_per_s)
+        costs = replace(link_alone(rates.link_bytes_per_s), compute_s=Curve((1, most), (seconds / most, seconds)))
+    return prompt_pass(costs, case.traffic(plan), most) if costs and plan.is_streamed else None
 
 
 def _is_copy(files: Files) -> bool:
@@ -272,7 +271,8 @@ def _room(options: LoadOptions, hardware: Hardware | None, device: "Device | Non
         ram, gpu, place = options.ram or hardware.ram_bytes, hardware.gpu_bytes, "cuda" if hardware.gpu_bytes else None
         require(bool(gpu) or not options.gpu_memory, f"{hardware.name} has no GPU", options.gpu_memory, "leave it out")
         options = replace(options, ram=ram, gpu_memory=options.gpu_memory or gpu)
-    return Room.of(options, place)
+    room = Room.of(options, place)
+    return room if hardware is None else replace(room, rates=rates_of(hardware))
 
 
 def _check(case: _Case) -> None:

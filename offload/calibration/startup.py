@@ -62,6 +62,7 @@ def trees_of(files: Files, options: LoadOptions, room: Room, settings: RunSettin
         usual=usual_for(files.draft),
         routing=routing_in(profile),
         parallel=room.parallel,
+        link_bytes_per_s=room.rates.link_bytes_per_s if room.rates and room.gpu is None else None,
     )
 
 
@@ -123,6 +124,8 @@ def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> int:
 
 
 def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
+    if trees.link_bytes_per_s is not None:  # just now, for the rows of a prompt's pass
+        return trees.link_bytes_per_s
     traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
     if traffic is None or not traffic.is_streamed:
         return LOCAL_BYTES_PER_S

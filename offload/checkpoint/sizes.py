@@ -22,7 +22,9 @@ from offload.errors import UserError
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
 _TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$")
+_INNER_NAME = re.compile(r"\blayers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
 _EXPERT = re.compile(r"\.experts\..*")
+_INNER_COPIES = 3  # of a row within a feed-forward: gate, what it lets through, and up
 _ALL_EXPERTS = ("llama4_text",)  # families whose rows meet every expert, with a weight of 0 where it is not theirs
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _MAX_SIZE = 1 << 63  # products of such numbers can still be told
@@ -43,6 +45,7 @@ class ModelShape:
     row_bytes: int  # activations of one row of a forward pass
     logits_row_bytes: int
     pair_bytes: int = 3  # of a row and a position that it may see: masks, and scores where a family keeps them
+    inner_row_bytes: int = 0  # of `row_bytes`, what lies within feed-forwards that take rows part by part
     vocab_size: int = 0
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
     table_bytes: int = 0  # of the rest, the embedding tables, of which a pass reads a few rows
@@ -88,6 +91,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         rest_bytes=_rest_bytes(rest, computed),
         kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
+        inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
         vocab_size=sizes.get("vocab_size", 0),
@@ -205,7 +209,14 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
     width = sizes["hidden_size"]
     feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
     heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
-    return item_bytes * (4 * width + 3 * feed_forward + 3 * heads_width) + 4 * 3 * width
+    return item_bytes * (4 * width + _INNER_COPIES * feed_forward + 3 * heads_width) + 4 * 3 * width
+
+
+def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
+    """Of these what lies within feed-forwards, where all of them are such as `model.row_parts` finds by their names."""
+    named = {match[0].partition(".mlp")[0] for name in checkpoint.tensors if (match := _INNER_NAME.search(name))}
+    is_all = checkpoint.held is None and len(named) == sizes["num_hidden_layers"]
+    return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
 
 
 def _types_of(checkpoint: Checkpoint, computed: Encoding) -> set[Encoding]:

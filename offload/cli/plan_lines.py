@@ -10,8 +10,9 @@ from offload.memory.plan import MemoryPlan, Tier
 
 if TYPE_CHECKING:  # they bring numpy along
     from offload.calibration.drafts import Drafting
-    from offload.calibration.estimate import Estimate, ModelFacts
-    from offload.planning.cost_model import Prediction
+    from offload.calibration.estimate import Estimate
+    from offload.calibration.model_facts import ModelFacts
+    from offload.planning.cost_model import Prediction, PromptPass
 
 _gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
@@ -28,6 +29,7 @@ def answer_lines(
         ("layers", _layers_words(found.plan)),
         *([("experts", _experts_words(found))] if found.plan.has_experts and found.plan.is_streamed else []),
         *([("a sweep", _sweep_words(found))] if found.plan.is_streamed else []),
+        *([("prompt", _prompt_words(found.prompt))] if found.prompt else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
         *([("packing", _packing_words(found))] if found.packing and found.plan.is_streamed else []),
         *_drafts_rows(drafts),
@@ -137,6 +139,11 @@ def _sweep_words(found: "Estimate") -> str:
 
 _LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the limit",
            "compute": "computing is the limit", "draft": "drafting is the limit"}  # fmt: skip
+
+
+def _prompt_words(prompt: "PromptPass") -> str:
+    speed = f"{prompt.tokens_per_s:.3g}" if prompt.tokens_per_s < 1000 else f"{prompt.tokens_per_s:,.0f}"
+    return f"{speed} tokens/s, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
 
 
 def _packing_words(found: "Estimate") -> str:

@@ -18,6 +18,7 @@ import torch
 from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
+from offload.calibration.rates import with_rates
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import fetch
@@ -154,6 +155,9 @@ def open_decoder(
             return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
+        if options.ranks is None:  # ranks would have to agree on them
+            how = {"num_threads": options.threads, "limit_bytes_per_s": options.limit_bytes_per_s}
+            room = with_rates(room, files, 1 if spec.is_chosen else spec.num_nodes, **how)
         room = with_experts(room, files, num_nodes=None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, settings, device=device.name if device else "cpu")

@@ -12,7 +12,8 @@ from offload.checkpoint.sizes import ModelShape
 from offload.config import NOISE_POSITIONS, format_bytes
 from offload.tree.pace import PACES, most_rows
 
-MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
+PROMPT_ROWS = 512  # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
+INNER_ROWS = 256  # of a feed-forward on a CPU, which takes its rows part by part: also the most of one product
 PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
 MIN_SLOTS, WANTED_SLOTS = 2, 3
 MIN_EXPERTS = 2  # slots with which any pass gets through: one is computed with while another is read
@@ -156,12 +157,12 @@ class MemoryPlan:
     @property
     def cache_slots(self) -> int:
         """S: committed positions of a text, and the rows of the largest sweep, which may all be of it."""
-        return num_slots(self.context, self.num_nodes, self.max_prompt_rows, self.parallel)
+        return num_slots(self.context, self.num_nodes, self.parallel)
 
     @property
     def draft_slots(self) -> int:
         """The same of the draft, whose growth runs rows that no tree takes."""
-        return num_slots(self.context, most_rows(self.num_nodes), self.max_prompt_rows, self.parallel)
+        return num_slots(self.context, most_rows(self.num_nodes), self.parallel)
 
     @property
     def _computing_bytes(self) -> int:
@@ -194,6 +195,7 @@ class MemoryPlan:
             "slots": {name: getattr(self, name) for name in slots},
             "budgets": budgets,
             **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context", "parallel")},
+            "prompt_rows": self.max_prompt_rows,
             "embedding_and_head_bytes": self.rest_bytes,
             **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
             "host_embedding_bytes": self.table_bytes,
@@ -228,21 +230,21 @@ def num_passing(num_slots: int, slot_bytes: int) -> int:
     return max(MIN_EXPERTS, min(MIN_EXPERTS + -(-_AHEAD_BYTES // slot_bytes), num_slots // 4))
 
 
-def num_slots(context: int, num_nodes: int, prompt_rows: int, parallel: int) -> int:
-    """Positions and rows of one text's cache; of several, of which each has one, prompts lie within their contexts."""
-    return context + num_nodes + (prompt_rows if parallel == 1 else 0)
+def num_slots(context: int, num_nodes: int, parallel: int) -> int:
+    """Positions and rows of one text's cache, prompts within its context; of one alone for branches that are scored."""
+    return context + num_nodes + (min(PROMPT_ROWS, context) if parallel == 1 else 0)
 
 
 def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1) -> int:
     """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
     source_tokens = context if draft.encoder_bytes else 0
-    slots = source_tokens + num_slots(context, most_rows(num_nodes), MAX_PROMPT_ROWS, parallel)
+    slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
     kv_bytes = parallel * draft.kv_bytes_per_token * slots
     weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     weights_bytes += draft.scratch_bytes
     if draft.shares_rest:  # but for a table that the target keeps on the host
         weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
-    pass_bytes = activation_bytes(draft, max(MAX_PROMPT_ROWS, num_nodes), num_nodes, context)
+    pass_bytes = activation_bytes(draft, max(PROMPT_ROWS, num_nodes), num_nodes, context, is_gpu=is_gpu)
     return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes + growth_bytes(draft.vocab_size, num_nodes)
 
 
@@ -262,9 +264,10 @@ def noise_bytes(vocab_size: int) -> int:
     return 8 * vocab_size * NOISE_POSITIONS
 
 
-def activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int) -> int:
+def activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int, *, is_gpu: bool) -> int:
     """Activations of the widest pass, its logits, and what it holds for every pair of a row and a position."""
-    num_pairs = num_rows * (context + num_rows)
-    pass_bytes = shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs
+    num_pairs, num_inner_rows = num_rows * (context + num_rows), num_rows if is_gpu else min(num_rows, INNER_ROWS)
+    rows_bytes = (shape.row_bytes - shape.inner_row_bytes) * num_rows + shape.inner_row_bytes * num_inner_rows
+    pass_bytes = rows_bytes + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs
     source_bytes = context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
     return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once

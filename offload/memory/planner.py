@@ -24,8 +24,8 @@ from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.filling import Filling, Place, Pool, fill_all
 from offload.memory.plan import (
-    MAX_PROMPT_ROWS,
     PATH_SCRATCH_BYTES,
+    PROMPT_ROWS,
     MemoryPlan,
     Tier,
     activation_bytes,
@@ -34,6 +34,7 @@ from offload.memory.plan import (
     noise_bytes,
     num_slots,
 )
+from offload.memory.prompt_rows import Rates, with_prompt_rows
 
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
 # Importing numba and its first compilations: 115 to 137 MiB of RSS with an empty cache by one to three kinds of words
@@ -71,6 +72,7 @@ def plan_memory(
     gpu: str | int | None = None,
     experts: str = "auto",
     parallel: int = 1,
+    rates: Rates | None = None,
 ) -> MemoryPlan:
     """The plan that loading follows, from headers alone.
 
@@ -81,6 +83,7 @@ def plan_memory(
         num_nodes: N of the largest tree, or of those of all texts together.
         experts: one of `EXPERTS`, see `make_plan`.
         parallel: texts that are written at a time, each with keys and values of its own.
+        rates: of the machine, where they are known: they decide how many rows a pass over a prompt has.
     """
     require_dtype(dtype)
     target, draft = files
@@ -93,7 +96,7 @@ def plan_memory(
     budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu))
     plan = make_plan(
         *shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions,
-        experts=experts, parallel=parallel,
+        experts=experts, parallel=parallel, rates=rates,
     )  # fmt: skip
     return replace(plan, max_context=_longest_context(target))
 
@@ -133,6 +136,7 @@ def make_plan(
     keeps_distributions: bool = False,
     experts: str = "auto",
     parallel: int = 1,
+    rates: Rates | None = None,
 ) -> MemoryPlan:
     """Fill one place after the other; `num_nodes` is N of the largest tree, or of the trees of `parallel` texts.
 
@@ -142,8 +146,12 @@ def make_plan(
     Raises:
         UserError: a place cannot hold two slots; names the least budget that works.
     """
-    sizes = _Sizes(context, max(num_nodes, parallel), keeps_distributions, parallel)
-    plan_of = partial(_make_plan, draft=draft, budgets=budgets, sizes=sizes)
+    sizes = _Sizes(context, max(num_nodes, parallel), keeps_distributions, parallel, PROMPT_ROWS)
+
+    def plan_of(shape: ModelShape) -> MemoryPlan:
+        in_rows = lambda rows: _make_plan(shape, draft, budgets, sizes._replace(prompt_rows=rows))  # noqa: E731
+        return with_prompt_rows(in_rows, shape, context, rates)
+
     whole = replace(target, experts=None)
     if target.experts is None or experts == "layers":
         return plan_of(whole)
@@ -158,6 +166,7 @@ class _Sizes(NamedTuple):
     num_nodes: int
     keeps_distributions: bool
     parallel: int
+    prompt_rows: int
 
 
 def _staying(plan: Callable[[], MemoryPlan]) -> MemoryPlan | None:
@@ -181,18 +190,18 @@ def on_demand(shape: ModelShape) -> ModelShape:
 
 def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes) -> MemoryPlan:
     """The experts of `target`, if there are any, come one by one."""
-    context, num_nodes, keeps_distributions, parallel = sizes
+    context, num_nodes, keeps_distributions, parallel, rows = sizes
     is_gpu = budgets.gpu_bytes is not None
     source_tokens = context if target.encoder_bytes else 0
-    rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
-    kv_slots = source_tokens + num_slots(context, num_nodes, rows, parallel)
+    num_logits = min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
+    kv_slots = source_tokens + num_slots(context, num_nodes, parallel)
     items = {
         "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
         "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots,
         "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
-        + activation_bytes(target, rows + num_nodes, num_logits, context)
+        + activation_bytes(target, rows + num_nodes, num_logits, context, is_gpu=is_gpu)
         + target.cast_bytes
         + target.scratch_bytes
         + parallel * noise_bytes(target.vocab_size),

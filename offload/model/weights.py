@@ -24,6 +24,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import Part, Parted, lay, seen_by
 from offload.model.path_attention import InvariantAttention, path_attention, path_rows
+from offload.model.row_parts import take_rows_in_parts
 from offload.sampling.logits import Logits
 
 Masks = Mapping[Window, Tensor | PathRows | Parted | None]  # by window; None: nothing is masked
@@ -61,6 +62,8 @@ class StreamedModel(BoundModel):
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
+        if place.type == "cpu" and checkpoint.held is None and not any(layout.coded for layout in self._layouts):
+            take_rows_in_parts(self._layers)  # others would expand their weights for each part
         for layer, window in zip(self._layers, self._windows, strict=True):
             self._hooks.append(layer.register_forward_pre_hook(partial(self._give_mask, window), with_kwargs=True))
         for table in self._tables:

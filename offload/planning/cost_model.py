@@ -214,6 +214,26 @@ def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> lis
     return [demand, StepTime(0.0, compute_s, link_s + ahead_s, *fixed)]
 
 
+class PromptPass(NamedTuple):
+    """A pass that takes in as many tokens of a prompt as one has."""
+
+    num_rows: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_rows / self.seconds
+
+    def as_dict(self) -> dict[str, float]:
+        """The figures by the names that `--json` uses."""
+        return {"rows_per_pass": self.num_rows, "pass_s": self.seconds, "tokens_per_s": self.tokens_per_s}
+
+
+def prompt_pass(costs: Costs, traffic: Traffic, num_rows: int) -> PromptPass:
+    """In the middle of a long prompt: nothing is drafted, nor hidden behind it."""
+    return PromptPass(num_rows, _best_way(_ways(costs, traffic, num_rows, 0.0)).sweep_s)
+
+
 def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:
     """The same bounds, grown at the pace that takes the least time here; of equals the one with fewer rows."""
     shapes = [replace(bounds, pace=pace) for pace in PACES]

@@ -19,6 +19,7 @@ from typing import Any
 from offload.checkpoint.small_files import read_object
 from offload.config import parse_rate, parse_size, require
 from offload.errors import UserError
+from offload.memory.prompt_rows import Rates
 
 _GIB = 1 << 30
 _PCIE_4, _PCIE_5 = 25e9, 52e9
@@ -76,6 +77,14 @@ KNOWN = {
     )
     for name, (mib, gb, tflop, link) in _GPUS.items()
 }
+
+
+def rates_of(hardware: Hardware) -> Rates | None:
+    """What decides how many rows a pass over a prompt has; None where computing is not known."""
+    if hardware.flops_per_s is None:
+        return None
+    flops_per_s, disk = hardware.flops_share * hardware.flops_per_s, hardware.disk_bytes_per_s
+    return Rates(hardware.feed_bytes_per_s, flops_per_s, disk if hardware.gpu_bytes else math.inf)
 
 
 def find_hardware(name: str) -> Hardware:

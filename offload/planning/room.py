@@ -9,6 +9,7 @@ from offload.checkpoint.expert_sizes import ExpertShape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory, shape_of
+from offload.memory.prompt_rows import USUAL_GPU, Rates
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
@@ -27,6 +28,7 @@ class Room:
     rule: str
     experts: str = "auto"
     parallel: int = 1
+    rates: Rates | None = None  # of the machine, where they are known
 
     @classmethod
     def of(cls, options: LoadOptions, place: str | None = None) -> "Room":
@@ -40,6 +42,7 @@ class Room:
             rule=options.rule,
             experts=options.experts if options.ranks is None else "layers",
             parallel=options.parallel,
+            rates=USUAL_GPU if place is not None and options.ranks is None else None,
         )
 
     def plan(self, files: Files, num_nodes: int) -> MemoryPlan:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from offload.calibration.estimate import ModelFacts, planned_tree, tokens_of
+from offload.calibration.estimate import planned_tree, tokens_of
+from offload.calibration.model_facts import ModelFacts
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.vocabulary import require_one_vocabulary
 from offload.errors import UserError

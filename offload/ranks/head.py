@@ -22,7 +22,7 @@ import torch
 
 from offload.config import Sampling, require
 from offload.errors import RankError
-from offload.memory.plan import MAX_PROMPT_ROWS
+from offload.memory.plan import PROMPT_ROWS
 from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
@@ -105,8 +105,8 @@ class Head:
         self._time.begin()
         self._tell("begun")
         self._reset(num_kept, sampling)
-        for lo in range(num_kept, len(tokens), MAX_PROMPT_ROWS):
-            self._issue_prompt(lo, min(lo + MAX_PROMPT_ROWS, len(tokens)))
+        for lo in range(num_kept, len(tokens), PROMPT_ROWS):
+            self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
         self._fill()
 
     def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:

@@ -86,7 +86,8 @@ def test_the_least_budget_is_named_and_it_works() -> None:
     check(least)
     assert (least.num_slots, least.num_expert_slots, least.num_resident) == (2, MIN_EXPERTS, 0)
     exact_bytes = least_budget(plan_of)
-    assert exact_bytes == FIXED + 2 * max(DENSE) + MIN_EXPERTS * EXPERT <= int(named[1]) * MIB
+    assert exact_bytes == least.fixed_bytes + 2 * max(DENSE) + MIN_EXPERTS * EXPERT <= int(named[1]) * MIB
+    assert least.fixed_bytes < FIXED and least.max_prompt_rows < plan_of(FIXED + 2 * GIB).max_prompt_rows
     with pytest.raises(UserError):
         plan_of(exact_bytes - 1)
 

@@ -183,8 +183,8 @@ def test_layers_of_different_size_share_slots_of_the_largest() -> None:
 )
 def test_the_default_context_is_modest(name: str, context: int) -> None:
     assert plan_for(name, 64 * GB).context == context
-    assert plan_for(name, 64 * GB).cache_slots == context + 256 + plan.MAX_PROMPT_ROWS
-    assert plan_for(name, 64 * GB).draft_slots == context + most_rows(256) + plan.MAX_PROMPT_ROWS
+    assert plan_for(name, 64 * GB).cache_slots == context + 256 + plan.PROMPT_ROWS
+    assert plan_for(name, 64 * GB).draft_slots == context + most_rows(256) + plan.PROMPT_ROWS
 
 
 def test_a_small_model_sets_a_small_context() -> None:

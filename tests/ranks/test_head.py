@@ -11,7 +11,7 @@ from simulator import Speeds, World, own_text, simulated, written
 
 from offload.config import Sampling
 from offload.errors import RankError, UserError
-from offload.memory.plan import MAX_PROMPT_ROWS
+from offload.memory.plan import PROMPT_ROWS
 from offload.planning.pipeline import parse_pipeline
 from offload.planning.roles import Roles
 from offload.ranks.head import Head, RowPrice
@@ -51,8 +51,8 @@ def test_a_prompt_goes_in_parts_each_committed_at_once_before_anything_comes_bac
     orders = [message for _, _, message in sent(world, Kind.RUN, Kind.COMMIT)]
     assert [order.kind for order in orders] == [Kind.RUN, Kind.COMMIT] * 3 and world.now_s == 0
     assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [
-        (MAX_PROMPT_ROWS, 0),
-        (MAX_PROMPT_ROWS, 0),
+        (PROMPT_ROWS, 0),
+        (PROMPT_ROWS, 0),
         (176, 1),
     ]
     assert world.head.advance() + world.head.advance() == own_text(prompt, len(prompt) + 2)
