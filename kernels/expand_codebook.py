@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.compiled import compiled
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, rounded
+from offload.kernels.team import share_rows
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _BLOCK = 1024

@@ -6,9 +6,10 @@ Scales number the levels of a table, so that they need not grow in memory. Invar
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.compiled import compiled
 from offload.kernels.expand_codebook import expand_codebook_reference, expand_nibbles
 from offload.kernels.rounding import F32, U32, U64, pairs, rounded_pair
+from offload.kernels.team import share_rows
 
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TWICE = U32(0xC8643210)  # twice these, four bits each, from the lowest

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import Compiled, compiled, share_rows
+from offload.kernels.compiled import Compiled, compiled
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U32, bits_of, numbers, rounded
+from offload.kernels.team import share_rows
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _BLOCK = 2048  # numbers of a row that one program writes
