@@ -85,7 +85,8 @@ def _words_of(argument: Any) -> Sequence[int]:
     """As numba has an array: owner and parent (none), numbers, bytes of one, place, shape, strides."""
     if not isinstance(argument, np.ndarray):
         return (int(argument),)
-    return (0, 0, argument.size, argument.itemsize, argument.ctypes.data, *argument.shape, *argument.strides)
+    place = argument.__array_interface__["data"][0]  # far quicker than `ctypes.data`
+    return (0, 0, argument.size, argument.itemsize, place, *argument.shape, *argument.strides)
 
 
 def _add_at(place: int) -> Any:
