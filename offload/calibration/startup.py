@@ -5,7 +5,6 @@ drift by the hour, so the link is measured in any case. Without a profile the qu
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -31,9 +30,8 @@ from offload.planning.usual import usual_for
 from offload.sampling.sampler import Sampler
 from offload.streaming.source import ByteSource
 from offload.threads import cores
-from offload.threads.fastest import fastest_num_threads
+from offload.threads.fastest import fastest_mode
 from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
-from offload.threads.waiting import ThreadWaiting
 
 _TYPICAL_NODES, _TYPICAL_DRAFTED = 64, 8  # rows of a sweep and of a draft step
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
@@ -111,16 +109,14 @@ def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: i
     """
     place = find_place()
     ladder = thread_ladder(max(1, cores.num_cores() // (1 if place is None else place.num_on_host)))
-    with closing(ThreadWaiting()) as waiting:
-        waiting.let_sleep(True)  # as they will at first
-        sweep = _fastest(ladder, target, num_rows)
-        drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
-    return ThreadPolicy(ladder, Modes(Mode(drafting, is_asleep=True), Mode(sweep, is_asleep=True)))
+    sweep = _fastest(ladder, target, num_rows)
+    drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
+    return ThreadPolicy(ladder, Modes(drafting, sweep))
 
 
-def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> int:
+def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Mode:
     width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
-    return fastest_num_threads(ladder, num_rows, min(width, 4096), model.dtype)
+    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype)
 
 
 def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:

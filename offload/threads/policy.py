@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 _NUM_RECENT = 7  # steps whose median stands for the mode in use
 _NUM_TRIED = 3  # steps in a row by whose median another mode is judged
-_HOPELESS = 1.2  # times as slow as usual: such a trial is given up at its first step
+_HOPELESS = 1.1  # times as slow as usual: such a trial is given up at its first step
+_ALIKE = 4  # times as many rows: what was found for these is where others begin
 _MORE_BAR = 0.95  # times the usual time that what takes more of the cores must stay below; what leaves more wins ties
 _SLOWED = 1.2  # times as slow as when modes were last compared: something has changed
 _LOST_SHARE = 0.01  # of all time, for trials
@@ -44,15 +45,23 @@ class ThreadPolicy:
     def modes(self, num_rows: int) -> Modes:
         """What to compute the next step of so many rows with."""
         known = self._choices.get(num_rows)
-        return Modes(*(choice.mode for choice in known)) if known else self.start
+        return Modes(*(choice.mode for choice in known)) if known else self._found_nearby(num_rows)
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
         """How long a step in these modes was. Tell only what can be compared: a prompt's step is like no other."""
         if num_rows not in self._choices:
-            draft, sweep = (_Choice(self._ladder, mode) for mode in self.start)
+            draft, sweep = (_Choice(self._ladder, mode) for mode in self._found_nearby(num_rows))
             self._choices[num_rows] = draft, sweep
         for choice, seconds in zip(self._choices[num_rows], (draft_s, sweep_s), strict=True):
             choice.took(seconds)
+
+    def _found_nearby(self, num_rows: int) -> Modes:
+        """What steps of nearly as many rows have settled on: trees change from text to text."""
+        near = [rows for rows in self._choices if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)]
+        if not near:
+            return self.start
+        draft, sweep = self._choices[min(near, key=lambda rows: max(rows, num_rows) / min(rows, num_rows))]
+        return Modes(draft.usual, sweep.usual)
 
 
 def thread_ladder(most: int) -> list[int]:
@@ -68,7 +77,7 @@ class _Choice:
     """The mode for one kind of work, and the trial of another."""
 
     def __init__(self, ladder: Sequence[int], start: Mode) -> None:
-        self._ladder, self.mode, self._usual, self._move = ladder, start, start, ""
+        self._ladder, self.mode, self.usual, self._move = ladder, start, start, ""
         self._recent, self._tried = deque[float](maxlen=_NUM_RECENT), list[float]()
         self._wait = dict.fromkeys(("other way", "fewer", "more"), _FIRST_WAIT)  # steps until each is tried
         self._compared_s = float("inf")  # the usual time when modes were last compared
@@ -82,7 +91,7 @@ class _Choice:
         self._wait = {move: wait - 1 for move, wait in self._wait.items()}
         if self._has_slowed():
             self._compared_s, self._wait["fewer"] = median(self._recent), 0  # others are there: leave more
-            if not self._usual.is_asleep:
+            if not self.usual.is_asleep:
                 self._wait["other way"] = 0
         self._try_next()
 
@@ -99,7 +108,7 @@ class _Choice:
 
     def _after(self, move: str) -> Mode | None:
         """The mode that a move leads to, if there is one."""
-        count, is_asleep = self._usual
+        count, is_asleep = self.usual
         if len(self._ladder) == 1 or (move == "other way" and count == 1):
             return None
         if move == "other way":
@@ -112,14 +121,14 @@ class _Choice:
         usual_s, tried_s = median(self._recent), median(self._tried)
         if len(self._tried) < _NUM_TRIED and min(self._tried) < _HOPELESS * usual_s:
             return
-        takes_more = _cores_taken(self.mode) > _cores_taken(self._usual)
+        takes_more = _cores_taken(self.mode) > _cores_taken(self.usual)
         if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
             self._wait[self._move] = _steps_for(sum(self._tried) - len(self._tried) * usual_s, usual_s)
-            self.mode, self._move = self._usual, ""
+            self.mode, self._move = self.usual, ""
         else:
             self._wait = dict.fromkeys(self._wait, 1)
             self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
-            self._usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
+            self.usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
             self._compared_s = tried_s
 
 

@@ -147,13 +147,24 @@ def test_ladder(most: int, ladder: list[int]) -> None:
     assert thread_ladder(most) == ladder
 
 
-@pytest.mark.parametrize(("two_s", "count"), [(0.5, 2), (0.95, 1), (3.0, 1)])
-def test_the_start_is_measured_and_ties_go_to_fewer(two_s: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    seconds = lambda *_, **__: [1.0, two_s][torch.get_num_threads() - 1]  # noqa: E731
-    monkeypatch.setattr(fastest, "median_s", seconds)
-    assert fastest.fastest_num_threads([1, 2], 4, 8, torch.float32) == count
+@pytest.mark.parametrize(
+    ("asleep_s", "looking_s", "mode"),
+    [(0.5, 0.49, Mode(2, True)), (0.5, 0.4, Mode(2)), (0.95, 0.95, Mode(1, True)), (3.0, 2.0, Mode(1, True))],
+)
+def test_the_start_is_measured_and_ties_go_to_what_leaves_more_to_others(
+    asleep_s: float, looking_s: float, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, told = torch.get_num_threads(), iter([1.0, asleep_s, looking_s])
+    monkeypatch.setattr(fastest, "median_s", lambda *_, **__: next(told))
+    assert fastest.fastest_mode([1, 2], 4, 8, torch.float32) == mode
     assert torch.get_num_threads() == before
+
+
+def test_trees_of_another_size_begin_with_what_was_found_for_the_next_one() -> None:
+    policy = ThreadPolicy(thread_ladder(2), both(2))
+    assert usual_modes(policy, 64) == both(1) and policy.modes(128) == policy.modes(16) == both(1)
+    policy.took(128, draft_s=1.0, sweep_s=1.0)
+    assert policy.modes(128) == both(1) and policy.modes(1024) == both(2), "which is far from all"
 
 
 # Cores
