@@ -113,7 +113,7 @@ class Decoder:
             drafter.share_states([one.draft for one in sets])
         self._pool, self.num_score_passes = CachePool(sets, self._start), 0
         self._compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
-        self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows)
+        self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows, self._trees.took)
         found = [self.plan.num_slots and target.stream.note, target.experts and target.experts.carrier.note]
         self.notes = notes  # which the first sweep may add to
         self.notes += dict.fromkeys(note for note in found if note)

@@ -15,6 +15,7 @@ from offload.engine.logprobs import path_logprobs
 from offload.engine.sequence import PassFigures
 from offload.engine.sequence import Sequence as Text
 from offload.model.target import Planted, Target
+from offload.planning.seen import Pass
 from offload.sampling.logits import Rows
 from offload.stats import Moved
 from offload.threads.policy import Mode, ThreadPolicy
@@ -47,14 +48,15 @@ class Forest:
     Args:
         compute_in: from then on computes in this mode.
         max_prompt_rows: committed tokens that one pass takes in, of all texts together.
+        learn: hears of every pass in which several texts had trees, and none a prompt.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, threads: ThreadPolicy, compute_in: Callable[[Mode], None],
-        max_prompt_rows: int,
+        max_prompt_rows: int, learn: Callable[[Pass], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._target, self._drafter, self._threads = target, drafter, threads
-        self._compute_in, self._max_prompt_rows = compute_in, max_prompt_rows
+        self._compute_in, self._max_prompt_rows, self._learn = compute_in, max_prompt_rows, learn
 
     def step(self, texts: Sequence[Text]) -> list[list[int]]:
         """One round of speculation: the newly accepted tokens of each text, none for one whose prompt is under way."""
@@ -78,6 +80,9 @@ class Forest:
                    for share, rows in zip(shares, logits, strict=True)}  # fmt: skip
         if not num_pending:
             self._threads.took(_rows_alike(num_rows), draft_s=times.draft_s, sweep_s=times.sweep_s)
+        if not num_pending and len(shares) > 1:
+            gained = [len(counted[id(share.text)]) for share in shares]
+            self._learn(Pass(shapes, gained, times.draft_s, times.sweep_s, times.moved.stall_s, times.moved.num_bytes))
         for share in shares:
             stats = share.text.stats
             stats.threads, stats.peak_device_bytes = modes, self._target.peak_device_bytes

@@ -2,13 +2,14 @@
 
 One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same tree. It goes by a
 profile of `offload tune` that holds for exactly this run, else by the default acceptance and a quick calibration at
-start. Every caller chooses from the same sizes: how large a tree may be follows from what its rows and its memory cost.
-No torch, no clock. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
+start; where texts share passes, by what their passes have shown since. Every caller chooses from the same sizes: how
+large a tree may be follows from what its rows and its memory cost. No torch, no clock. Invariant: no tree is larger
+than memory was planned for, and what a choice rests on is said.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from offload.config import Sampling, drafting_of
@@ -18,17 +19,19 @@ from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import NEVER, NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
 from offload.planning.routing import Routing
+from offload.planning.seen import Pass, SeenPasses
 from offload.planning.tree_search import DEPTHS, Forest, search
 from offload.planning.usual import SMALL, Usual
 from offload.tree.sizes import SIZES
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
-from offload.tree.topology import DynamicShape, Shape, chain, check_acceptance, isotonic
+from offload.tree.topology import DynamicShape, Floats, Shape, chain, check_acceptance, isotonic
 
 LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section 4)
 LOOKUP_DEPTH = 32  # ... and copies may be long
 _SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
 NUM_SHOWN = 5
 _MOST_KNOWN = 256  # choices that are kept
+_OFTEN, _SELDOM = 8, 4  # passes after each of which a choice is made anew, and later every so many
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
 TrafficOf = Callable[[int], Traffic | None]  # by nodes of the largest tree; None where that does not fit
@@ -75,6 +78,7 @@ class TreeSelector:
     has_draft: bool = True  # without one there are guesses alone, and nothing is known of them beforehand
     usual: Usual = SMALL  # what stands in for a profile
     num_texts: int = 1  # that share a pass, each with such a tree
+    seen: SeenPasses = field(default_factory=SeenPasses)  # of this decoder, where texts share passes
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
         """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
@@ -109,18 +113,19 @@ class TreeSelector:
 
     def _best(self, costs: Costs) -> TreeChoice:
         forest_of = partial(self._forest, max_depth=DEPTHS[-1])
-        forest, best = search(
+        if self._learns and (traffic := self._traffic(1)):
+            costs = self.seen.costs(costs, self.num_texts, traffic.slots_bytes)
+        forest, ranked = search(
             forest_of, self._most, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic,
             num_texts=self.num_texts,
         )  # fmt: skip
-        if not best:
+        if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        why = self._basis
-        if isinstance(best[0].shape, DynamicShape):
+        best, why = self.seen.pick(ranked, self.num_texts) if self._learns else ranked[0], self._basis
+        if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in forest.counted)
             why += f", growth repeated for {counted} sweeps" if counted else ", as if static: dynamic trees yield more"
-        tokens = best[0].tokens_per_sweep / self.num_texts
-        return TreeChoice(best[0].shape, why, tokens, tuple(best[:NUM_SHOWN]))
+        return TreeChoice(best.shape, why, best.tokens_per_sweep / self.num_texts, tuple(ranked[:NUM_SHOWN]))
 
     def _chain(self) -> TreeChoice:
         """Of the integer lengths the one with the largest gain, by the first entry of the acceptance vector."""
@@ -156,10 +161,22 @@ class TreeSelector:
     def _forest(self, max_nodes: int, max_depth: int) -> Forest:
         if self.profile is None:
             p_K, counted = check_acceptance(self.usual.acceptance), self.usual.dynamic_yields
+            if self._learns and not counted:
+                p_K = self.seen.acceptance(p_K, self._expected)
             return Forest(p_K, max_nodes=max_nodes, max_depth=max_depth, counted=counted)
         known = self.profile
         p_K = isotonic(known.acceptance)  # far ranks are noisy
         return Forest(p_K, known.traces, known.smoothing, max_nodes, max_depth, known.dynamic_yields)
+
+    def _expected(self, p_K: Floats, shape: Shape) -> float:
+        """Tokens of a tree of the product form."""
+        forest = _assumed_forest(tuple(p_K.tolist()), max(self.max_nodes, shape.num_nodes))
+        return forest.expected(shape.num_nodes, shape.depth)
+
+    @property
+    def _learns(self) -> bool:
+        """Whether passes may change the choice: not where a text for a seed depends on its trees, or is alone."""
+        return self._is_dynamic and self.num_texts > 1
 
     @property
     def _most(self) -> int:
@@ -175,6 +192,11 @@ class TreeSelector:
         if self.profile is None:
             return f"{self.usual.source}, {self.note}"
         return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
+
+
+@lru_cache(maxsize=64)
+def _assumed_forest(acceptance: tuple[float, ...], max_nodes: int) -> Forest:
+    return Forest(check_acceptance(acceptance), max_nodes=max_nodes, max_depth=DEPTHS[-1])
 
 
 def routing_in(profile: Profile | None) -> Routing | None:
@@ -201,6 +223,15 @@ class Trees:
     routing: Routing | None = None  # of the texts that this is about, where experts were counted
     parallel: int = 1  # texts that may share a pass
     _known: dict[tuple[TreeSpec, str, str, int], TreeChoice] = field(default_factory=dict)
+    _seen: SeenPasses = field(default_factory=SeenPasses)
+
+    def took(self, one: Pass) -> None:
+        """What a pass of several texts has shown; the next choice for several goes by it."""
+        self._seen.add(one)
+        if self._seen.num_passes <= _OFTEN or self._seen.num_passes % _SELDOM == 0:
+            for key in [*self._known]:  # which another thread may be adding to
+                if key[-1] > 1:
+                    self._known.pop(key, None)
 
     def check(self, sampling: Sampling, rule: str) -> None:
         """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises `UserError`."""
@@ -276,8 +307,9 @@ class Trees:
         if spec.kind == "auto_chain":  # it may grow, whoever else is there by then
             max_nodes //= self.parallel
         return TreeSelector(
-            rule, profile, note, costs, self._traffic_of, max_nodes, max_depth, self.has_draft, self.usual, num_texts
-        )
+            rule, profile, note, costs, self._traffic_of, max_nodes, max_depth, self.has_draft, self.usual, num_texts,
+            self._seen,
+        )  # fmt: skip
 
     def ahead_rows(self) -> int:
         """The least rows from which a sweep had better read all experts ahead of their routers, see `Traffic`."""
