@@ -21,8 +21,9 @@ CPU = Rates(1e9, 1e12)
 
 
 def plan_of(shape: ModelShape = DENSE, ram: int = 64 * GB, gpu: int | None = None, **how: Any) -> MemoryPlan:
-    settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, "rates": CPU, **how}
-    return make_plan(shape, None, Budgets(ram, gpu), **settings)
+    settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, **how}
+    rates = settings.pop("rates", CPU)
+    return make_plan(shape, None, Budgets(ram, gpu, rates=rates), **settings)
 
 
 def pass_bytes(plan: MemoryPlan) -> int:
