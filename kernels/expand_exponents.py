@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import ByType, compiled, share_rows
+from offload.kernels.compiled import ByType, compiled
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
+from offload.kernels.team import share_rows
 
 TYPE_OF = {torch.uint8: torch.bfloat16, torch.int8: torch.float16}  # of the weights, by that of their mantissas
 _KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.compiled import compiled
 from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.team import share_rows
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _CHUNK_WORDS = 8  # of a row, likewise

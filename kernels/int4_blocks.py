@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
+from offload.kernels.compiled import HAS_NUMBA, compiled
 from offload.kernels.rounding import F32, I32, U32, numbers, rounded
+from offload.kernels.team import share_rows
 
 BLOCK_ROWS = 64  # rows come in multiples of this, whatever the block of this processor is
 _MIDDLE, _PROBE_COLUMNS, _TILE_COLUMNS = 8, 64, 16

@@ -38,13 +38,16 @@ class RankError(RunError):
         is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
         is_refusal: the other rank has refused what a user can mend; the command line exits with 2.
         is_death: the other rank has ended without a word; a launcher on its host knows more.
+        is_head_silent: nothing was heard of rank 0 for too long; it cannot tell the user.
     """
 
     def __init__(
-        self, message: str, *, is_head_told: bool = False, is_refusal: bool = False, is_death: bool = False
-    ) -> None:
+        self, message: str, *, is_head_told: bool = False, is_refusal: bool = False, is_death: bool = False,
+        is_head_silent: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.is_head_told, self.is_refusal, self.is_death = is_head_told, is_refusal, is_death
+        self.is_head_silent = is_head_silent
 
 
 def ensure(holds: bool, rule: str) -> None:

@@ -61,7 +61,7 @@ def random_blocks(kind: str, num_blocks: int, rng: np.random.Generator) -> np.nd
 def write_gguf(
     config: PreTrainedConfig, path: Path, kind: str = "F16", *, seed: int = 0, max_tensors: int = 0,
     says: Mapping[str, Any] | None = None, changed: Callable[[str, np.ndarray], np.ndarray] | None = None,
-    extra: Mapping[str, np.ndarray] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None, vectors: str = "F32",
 ) -> Written:  # fmt: skip
     """Write a random model whose matrices are of `kind`, the embedding Q6_K where these are Q4_K, as llama.cpp mixes.
 
@@ -70,6 +70,7 @@ def write_gguf(
         says: metadata to be written over, or added to, what the converter says; None drops one.
         changed: stored rows by GGUF's name, for mistakes.
         extra: tensors that the model has not.
+        vectors: their kind; converters leave them as they are, but the format has no such rule.
     """
     model, rng = build(config, seed).float(), np.random.default_rng(seed)
     arch, stored, weights = ARCH[config.model_type], {}, {}
@@ -80,13 +81,12 @@ def write_gguf(
         if name in tied:
             continue
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        raw, used, values = _stored(tensor.numpy(), _kind_of(own, kind), rng)
-        weights[name] = torch.from_numpy(values.copy())
         part = own.split(".")[-2]
-        if arch == "llama" and part in heads:
-            raw = interleaved(raw, heads[part])
-        if arch == "gemma3" and own.endswith("norm.weight"):
-            raw = raw + np.float32(1)
+        num_heads = heads.get(part, 0) if arch == "llama" else 0
+        added = np.float32(arch == "gemma3" and own.endswith("norm.weight"))
+        used = _kind_of(own, kind) if tensor.dim() > 1 else vectors
+        raw, values = _stored(tensor.numpy() + added, used, num_heads, rng)
+        weights[name] = torch.from_numpy(values - added)
         stored[own] = raw, used
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
@@ -108,16 +108,18 @@ def _kind_of(own: str, kind: str) -> str:
     return "Q6_K" if own == "token_embd.weight" and kind == "Q4_K" else kind
 
 
-def _stored(values: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, str, np.ndarray]:
-    """What is written, of which kind, and the numbers that it stands for."""
-    if values.ndim == 1:
-        return values.copy(), "F32", values
+def _stored(values: np.ndarray, kind: str, num_heads: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """What is written, with rows of heads in llama.cpp's order, and the numbers that it stands for, in the model's."""
+    if num_heads and values.ndim == 1:
+        raw, number = _stored(interleaved(values, num_heads), kind, 0, rng)
+        return raw, number[interleaved(np.arange(len(values)), num_heads).argsort()]
     used = GGMLQuantizationType[kind]
     if kind in K_KINDS:
-        raw = random_blocks(kind, values.size // 256, rng).reshape(len(values), -1)
+        raw = random_blocks(kind, values.size // 256, rng).reshape(*values.shape[:-1], -1)
     else:
         raw = quants.quantize(values, used)
-    return raw, kind, quants.dequantize(raw, used).reshape(values.shape).astype(np.float32)
+    number = quants.dequantize(raw, used).reshape(values.shape).astype(np.float32)
+    return (interleaved(raw, num_heads) if num_heads else raw), number
 
 
 def _factors(config: PreTrainedConfig) -> np.ndarray | None:

@@ -52,6 +52,28 @@ def test_logits_are_those_of_the_expanded_weights(name: str, kind: str, tmp_path
     assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "Q8_0") for name in MODELS), ("mistral", "Q6_K"), ("mistral", "F16")]
+)
+def test_norms_and_biases_may_be_of_any_kind(name: str, kind: str, tmp_path: Path) -> None:
+    """`generate` takes what `plan` and `verify` do."""
+    config = MODELS[name]()
+    config.attention_bias = name == "llama"  # whose biases have heads
+    written = write_gguf(config, tmp_path / "m.gguf", "Q4_K", vectors=kind)
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "config.json").write_text(json.dumps(config.to_dict()))
+    checkpoint = open_headers(written.path, tmp_path / "original")
+    assert all(entry.dtype == kind for entry in checkpoint.tensors.values() if len(entry.shape) == 1)
+    assert is_close(own_logits(checkpoint), wanted_logits(written))
+    told = ("--config", tmp_path / "original")
+    for command in (
+        ("verify", written.path),
+        ("plan", "-m", written.path, "--ram", "1GiB", "--disk-speed", "2GB", *told),
+    ):
+        done = shell(*command)
+        assert done.code == 0, done.err
+
+
 def mistaken(checkpoint: Checkpoint, part: str, **mistake: int) -> Checkpoint:
     """Read with another coding of one tensor of each layer."""
     tensors = dict(checkpoint.tensors)

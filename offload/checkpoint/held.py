@@ -19,7 +19,7 @@ _GROUPS = (64, 32)
 _BLOCK_ROWS = 64  # rows are made up to a multiple of it
 _CHUNK_NUMBERS, _CHUNK_ITEM_BYTES = 1 << 20, 10  # rounded at once by torch: float32, codes, words on the way
 FEW_ROWS = 4  # that a CPU multiplies with its integer products, unless trials say otherwise
-_NOT_LINEAR = re.compile(r"\bexperts\.|\.gate\.weight$|relative_attention_bias|embed|norm")
+_NOT_LINEAR = re.compile(r"\bexperts\.|\.(gate|router)\b|relative_attention_bias|embed|norm")
 
 
 class Held(NamedTuple):

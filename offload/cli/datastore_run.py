@@ -120,7 +120,7 @@ def load_coder(model: str) -> tuple[Coder, Callable[[Messages], str]]:
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterator[list[int]]]:
     """All texts of a batch at once, whole, on all cores where the tokenizer can."""
     if not tokenizer.is_fast:
-        return lambda texts: iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return lambda texts: iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

@@ -20,6 +20,7 @@ from offload.errors import UserError, reason
 
 LAUNCHER = "OFFLOAD_LAUNCHER"  # the process that the ranks' parent must be
 EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
+EXIT_HEAD_SILENT = 4  # of others: they have not heard of rank 0 for too long, and the launcher says so
 _COMMANDS = ("generate", "chat", "bench decode")
 _MEET_S = 120
 _HOST_RULE = "--hosts must name this host once"
@@ -117,7 +118,9 @@ def verdict(
         return 128 + signal.SIGINT, []
     if has_head and 0 not in exit_codes:
         return 0, []
-    own, silent = exit_codes.get(0, 0), (EXIT_UNSAID, 128 + signal.SIGTERM)
+    own, silent = exit_codes.get(0, 0), (EXIT_UNSAID, EXIT_HEAD_SILENT, 128 + signal.SIGTERM)
+    if EXIT_HEAD_SILENT in exit_codes.values() and (own < 0 or own in silent):
+        return 1, ["rank 0 has been silent for too long"]
     killed = sorted(rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM)
     if own == EXIT_UNSAID:
         killed = killed or [rank for rank in exit_codes if rank][:1]

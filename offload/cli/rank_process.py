@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from offload.cli.console import error_line
-from offload.cli.launch import EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
+from offload.cli.launch import EXIT_HEAD_SILENT, EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
 from offload.cli.live_line import fitted
 from offload.errors import TOLD, RankError, UserError
 from offload.planning.place import Place, find_place
@@ -51,7 +51,8 @@ def is_worker(ranks: str | None) -> bool:
 def leave(place: Place, error: Exception, line: str, code: int) -> int:
     """The exit code of a rank that has failed. Its line is printed where nobody else can tell as much.
 
-    That is rank 0, and of the death of a rank the launcher, if all ranks are its own.
+    That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the silence of rank 0 it is
+    the launcher beside it, which will have to kill it.
     """
     if place.rank == 0:
         is_known = getattr(error, "is_death", False) and LAUNCHER in os.environ and place.num_on_host == place.num_ranks
@@ -59,9 +60,10 @@ def leave(place: Place, error: Exception, line: str, code: int) -> int:
             print(fitted(error_line(line), sys.stderr), file=sys.stderr)
         return EXIT_UNSAID if is_known else code
     if isinstance(error, RankError):
-        if place.host_index and not error.is_head_told:
+        is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index
+        if (place.host_index and not error.is_head_told) or (error.is_head_silent and not is_known):
             _print(place, line)
-        return 0 if error.is_head_told else code
+        return 0 if error.is_head_told else EXIT_HEAD_SILENT if is_known else code
     if TOLD not in getattr(error, "__notes__", ()) and not _is_heard(place, line):
         _print(place, line)
     return code

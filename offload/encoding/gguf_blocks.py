@@ -60,11 +60,30 @@ class GgufBlocks:
         self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
-        stored_RB = stored_B.view(len(out), -1)
-        if self.num_heads:
-            stored_RB = stored_RB.unflatten(0, (self.num_heads, -1, 2)).transpose(1, 2).reshape(stored_RB.shape)
-        if self.kind in BLOCKS:
-            num_numbers, num_bytes = BLOCKS[self.kind]
-            expansion.blocks(self.kind, stored_RB.view(-1, num_bytes), out.view(-1, num_numbers))
-        else:
-            out.copy_(ENCODINGS[self.kind].decode(stored_RB.flatten(), out.shape).float() - self.added)
+        is_of_whole_blocks = out.dim() > 1 or not self.num_heads  # what changes places: rows, but of vectors numbers
+        if self.kind in BLOCKS and is_of_whole_blocks and not self.added:
+            stored_B = self._in_order(stored_B.view(len(out), -1)) if self.num_heads else stored_B
+            self._expand_blocks(stored_B, out, expansion)
+            return
+        number = self._numbers(stored_B, out, expansion)
+        out.copy_(self._in_order(number).float() - self.added)
+
+    def _numbers(self, stored_B: "Tensor", like: "Tensor", expansion: "Expansion") -> "Tensor":
+        """As they are stored, in a type that rounds none."""
+        import torch
+
+        if self.kind in ENCODINGS:
+            return ENCODINGS[self.kind].decode(stored_B, like.shape)
+        number = torch.empty_like(like, dtype=torch.float32)
+        self._expand_blocks(stored_B, number, expansion)
+        return number
+
+    def _expand_blocks(self, stored: "Tensor", out: "Tensor", expansion: "Expansion") -> None:
+        num_numbers, num_bytes = BLOCKS[self.kind]
+        expansion.blocks(self.kind, stored.view(-1, num_bytes), out.view(-1, num_numbers))
+
+    def _in_order(self, row_R: "Tensor") -> "Tensor":
+        """Rows of heads as the model has them."""
+        if not self.num_heads:
+            return row_R
+        return row_R.unflatten(0, (self.num_heads, -1, 2)).transpose(1, 2).reshape(row_R.shape)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from operator import le
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
 from offload.engine.team import Given, Team
+from offload.engine.warned import warned
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
@@ -112,10 +114,19 @@ def load(
         datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype, experts=experts,
         parallel=parallel,
     )  # fmt: skip
-    return open_decoder(
+    return _without_warnings(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
         hooks=Hooks(on_bytes=on_bytes, on_layer=on_layer),
     )  # fmt: skip
+
+
+def _without_warnings(*asked: Any, **how: Any) -> Decoder:
+    """`open_decoder`, with what transformers warns of meanwhile among its notes."""
+    notes = list[str]()
+    with warned(notes):
+        decoder = open_decoder(*asked, **how)
+    decoder.notes.extend(notes)
+    return decoder
 
 
 def open_decoder(

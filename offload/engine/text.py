@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -82,7 +83,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
         with refusing("the model's tokenizer failed", "download its files again"):
-            return list(tokenizer(prompt)["input_ids"])
+            return list(tokenizer(prompt, verbose=False)["input_ids"])
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 
 
@@ -123,7 +124,7 @@ def _in_template(
     told = {"tools": [*tools]} if tools else {}
     with refusing("the model's chat template failed", remedy):
         text = _rendered(tokenizer, messages, told)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
@@ -150,12 +151,16 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
 
 
 class TextStream:
-    """Turns accepted tokens into text, handed out once characters are complete and no stop string can begin there."""
+    """Turns accepted tokens into text, handed out once characters are complete and no stop string can begin there.
+
+    A character that the prompt begins is new text if new tokens complete it; else what stands for it is the prompt's.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._byte_of = _byte_tokens(tokenizer)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
-        self._context_text = self._decode([]).rstrip(_REPLACEMENT)  # a character that the prompt begins is new text
+        self._context_text = self._decode([])
         self._tokens: list[int] = []
         self.text = ""  # what was handed out
 
@@ -205,12 +210,42 @@ class TextStream:
         return whole
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        return self._decode(tokens)[len(self._context_text) :]
+        text, num_before = self._decode(tokens), len(self._context_text)
+        if self._context_text.endswith(_REPLACEMENT) and not text.startswith(_REPLACEMENT, num_before - 1):
+            num_before -= 1
+        return text[num_before:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        ids = [*self._context, *tokens]
+        ids = _as_utf8([*self._context, *tokens], self._byte_of)
         # Some tokenizers would drop spaces before punctuation afterwards: the text would change behind what was shown.
         with refusing("the model's tokenizer failed", "download its files again"):
             return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
+    """The bytes of tokens such as `<0xE6>`; empty for vocabularies that write bytes otherwise."""
+    if tokenizer is None or "ByteFallback" not in repr(getattr(tokenizer.backend_tokenizer, "decoder", None)):
+        return {}
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = tokenizer.convert_tokens_to_ids(names)
+    is_whole = tokenizer.convert_ids_to_tokens(tokens) == names
+    return {token: byte for byte, token in enumerate(tokens)} if is_whole else {}
+
+
+def _as_utf8(ids: list[int], byte_of: Mapping[int, int]) -> list[int]:
+    """With replacement characters in place of bytes that are no UTF-8, each by itself.
+
+    A tokenizer would replace all tokens of bytes that stand together, characters that are complete included.
+    """
+    if byte_of.keys().isdisjoint(ids):
+        return ids
+    token_of, mended = {byte: token for token, byte in byte_of.items()}, list[int]()
+    for is_byte, run in groupby(ids, byte_of.__contains__):
+        if is_byte:
+            raw = bytes(byte_of[token] for token in run)
+            mended += [token_of[byte] for byte in raw.decode(errors="replace").encode()]
+        else:
+            mended += run
+    return mended

@@ -17,7 +17,7 @@ from offload.checkpoint.held import FEW_ROWS, group_of, is_held, padded_rows
 from offload.kernels.encode_int4 import encode_int4, least_step
 from offload.kernels.int4_blocks import Layout, expand_int4, int4_product, layout_for
 from offload.model.expanded import ExpandedWeights
-from offload.model.places import Place
+from offload.model.places import Place, is_plain_product
 from offload.timer import timed
 
 _MOST_8_BITS = 127
@@ -181,7 +181,7 @@ class HeldWeights:
         """All matrices of a layer that is bound; what else it has is copied, so that its slab can go."""
         for name, module in layer.named_modules():
             expanded.release(module)
-            if isinstance(module, nn.Linear) and is_held(f"{name}.weight", tuple(module.weight.shape)):
+            if is_plain_product(module) and is_held(f"{name}.weight", tuple(module.weight.shape)):
                 self.take(module)
             for place in places:
                 own = place.table[place.key]

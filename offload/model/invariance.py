@@ -57,6 +57,7 @@ class InvariantRows(TorchFunctionMode):
         super().__init__()
         self.num_refused, self._thread_counts = 0, tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product
+        self._plain: dict[Any, RowSizes] = {}  # of a CPU's weights: as many rows need no padding, nor to be cut
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
         self._own |= {product: partial(self._multiply_whole, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
@@ -66,13 +67,18 @@ class InvariantRows(TorchFunctionMode):
         return self._own.get(func, func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        sizes = self._plain.get((weight.shape, weight.stride(), weight.dtype, bias is None, weight.device))
+        if sizes is not None and input.ndim == 3 and len(input) == 1 and input.shape[1] in sizes:
+            return functional.linear(input, weight, bias)
         num_columns = weight.shape[0]
-        left, weight = _widened(input), _widened(_lengthened(weight))
+        left, widened = _widened(input), _widened(_lengthened(weight))
         bias = None if bias is None else _widened(bias)
         rows, is_host = left.reshape(-1, left.shape[-1]), left.device.type == "cpu"
         multiply = functional.linear if is_host else _linear_into
-        sizes, work = self._sizes_of(multiply, weight, bias), lambda part, **out: multiply(part, weight, bias, **out)
-        out = in_parts(work, rows, sizes, None if is_host else len(weight))[:, :num_columns]
+        sizes, work = self._sizes_of(multiply, widened, bias), lambda part, **out: multiply(part, widened, bias, **out)
+        if is_host and widened is weight:
+            self._plain[weight.shape, weight.stride(), weight.dtype, bias is None, weight.device] = sizes
+        out = in_parts(work, rows, sizes, None if is_host else len(widened))[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:

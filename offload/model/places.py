@@ -4,7 +4,7 @@ Invariant: a view is as wide as its parameter and lies inside of the slab, which
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,14 @@ def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn
     """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
     inside = {module for layer in layers for module in layer.modules()}
     return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
+
+
+def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it does what `nn.Linear` does and nothing else, so that another way to multiply may stand in its place.
+
+    Routers and grouped projections of some families are derived from it, and return something else.
+    """
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def share(theirs: Iterable[tuple[str, Place]], own: Iterable[tuple[str, Place]], where: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from offload.errors import UserError
 from offload.model.meta import layer_stacks
+from offload.model.places import is_plain_product
 from offload.ranks.sharding import Role, Sharding
 from offload.ranks.transport import Transport
 
@@ -69,7 +70,7 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, ran
     for layer in layers:
         for name, matrix in sharding.matrices.items():
             module = layer.get_submodule(name)
-            if not isinstance(module, nn.Linear):
+            if not is_plain_product(module):
                 raise UserError(
                     f"layers cannot be shared, {name} is no plain product: run it on one rank, or as stages"
                 )

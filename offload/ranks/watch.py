@@ -32,11 +32,15 @@ class Loss(NamedTuple):
     is_refusal: bool = False  # what a user can mend
     is_told: bool = True  # by the rank itself
     is_death: bool = False  # its connection is closed
+    is_silence: bool = False
 
     def error(self) -> RankError:
         """To be raised on a rank that is left."""
-        is_head_told = self.rank == 0 and self.is_told
-        return RankError(self.line, is_head_told=is_head_told, is_refusal=self.is_refusal, is_death=self.is_death)
+        is_head = self.rank == 0
+        return RankError(
+            self.line, is_head_told=is_head and self.is_told, is_refusal=self.is_refusal, is_death=self.is_death,
+            is_head_silent=is_head and self.is_silence,
+        )  # fmt: skip
 
 
 class Watch:
@@ -110,7 +114,8 @@ class Watch:
             for peer in set(self._ticks) - set(self._ended):
                 self._ticks[peer] += 1
                 if self._ticks[peer] == _TICKS_PER_LIMIT:
-                    self.lose(Loss(peer, f"rank {peer} has been silent for {self._silence_s:g} s", is_told=False))
+                    line = f"rank {peer} has been silent for {self._silence_s:g} s"
+                    self.lose(Loss(peer, line, is_told=False, is_silence=True))
 
     def _say(self, peer: int, kind: int, reason: str) -> None:
         word = _word(kind, reason)

@@ -2,7 +2,8 @@
 
 The compiler recurses along references without a bound of its own: a chain of some thousands ends the process that it
 runs in. Here it has half the stack that a thread has elsewhere, and a bound on time and memory. Prints what is wrong,
-in JSON, null if nothing is. Invariant: nothing of the package is imported, so that it takes a tenth of a second.
+in JSON, null if nothing is; an object of its `failure` where the compiler cannot be had. Invariant: nothing of the
+package is imported, so that it takes a tenth of a second.
 """
 
 import json
@@ -14,7 +15,11 @@ _MEMORY_BYTES = 4 << 30
 
 def main() -> None:
     """Read a grammar as llguidance takes it from standard input."""
-    from llguidance import LLMatcher
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:  # of an installation that is not whole, or a path that only its parent has
+        print(json.dumps({"failure": str(error)}))
+        return
 
     if sys.platform != "win32":
         import resource

@@ -128,7 +128,13 @@ def _try_out(source: str, grammar: Grammar) -> None:
     if told.returncode:
         lines = told.stderr.decode(errors="replace").strip().splitlines() or [f"status {told.returncode}"]
         raise UserError(f"{grammar} is more than its compiler can take, {got} ({lines[-1]:.80}): {_REMEDY}")
-    _require_sound(json.loads(told.stdout), grammar)
+    answer = json.loads(told.stdout)
+    if isinstance(answer, dict):
+        raise UserError(
+            f"grammars are compiled with the package llguidance by {sys.executable}, which lacks it "
+            f"({answer['failure']:.80}): pip install offload[grammar] there"
+        )
+    _require_sound(answer, grammar)
 
 
 def _require_sound(error: str | None, grammar: Grammar) -> None:

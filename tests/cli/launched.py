@@ -16,7 +16,7 @@ from unittest.mock import patch
 from offload.__main__ import main
 from offload.errors import RankError, ReadError, UserError
 
-NUM_WORDS, FATAL_WORD, WORD_S = 120, 5, 0.1
+NUM_WORDS, FATAL_WORD, WORD_S, KILLED_AFTER_S = 120, 5, 0.1, 2
 
 
 def write_text(model: str, draft: None, options: Any, console: Any, request: Any, **_: object) -> None:
@@ -32,7 +32,8 @@ def write_text(model: str, draft: None, options: Any, console: Any, request: Any
     if is_mine and what == "refuse-early":
         raise UserError("`ram` 1 is too small here: give more")
     num_words, failure = NUM_WORDS if what else FATAL_WORD, None
-    with joined(place, "same", options.ranks, [], limit_s=30, exchange_limit_s=20) as ranks:
+    silence_s = 4 if what == "stop" else 20
+    with joined(place, "same", options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
         print(f"pid {place.rank} {os.getpid()}", file=sys.stderr, flush=True)
         try:
             for number in range(num_words):
@@ -51,14 +52,26 @@ def write_text(model: str, draft: None, options: Any, console: Any, request: Any
 def meet(misfortune: str) -> None:
     if misfortune == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if misfortune == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if misfortune == "refuse":
         raise UserError("`ram` 1 is too small here: give more")
     if misfortune == "disk":
         raise ReadError("the disk is broken")
 
 
+def kill_soon() -> None:
+    """A launcher gives ranks half a minute to end in order before it kills them."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    usual = SubprocessContext._close
+    SubprocessContext._close = lambda self, death_sig, timeout=0: usual(self, death_sig, KILLED_AFTER_S)
+
+
 if __name__ == "__main__":
     # The module that it stands in for imports transformers, which takes seconds and is not used here.
     sys.modules["offload.cli.text_run"] = SimpleNamespace(write_text=write_text)  # type: ignore[assignment]
+    if os.environ.get("MISFORTUNE", "").startswith("stop") and "launch" in sys.argv:
+        kill_soon()
     with patch("offload.cli.write_commands.libraries", lambda _: nullcontext()):
         main()

@@ -78,6 +78,13 @@ def test_a_killed_rank_ends_the_run_with_its_text_and_a_reason() -> None:
     assert started.wait_for_ranks() == []
 
 
+def test_a_rank_0_that_stops_is_silent_whoever_kills_it_in_the_end() -> None:
+    started = Started(*LAUNCH, "--ranks", "shards", misfortune="stop:0").join()
+    code, _, err = started.end()
+    assert code == 1 and err.splitlines() == ["offload: rank 0 has been silent for too long"]
+    assert started.wait_for_ranks() == []
+
+
 def test_ctrl_c_ends_the_run_with_its_text() -> None:
     started = Started(*LAUNCH, misfortune="nothing:").join()  # --ranks shards goes without saying
     assert started.process.stdout is not None
@@ -187,6 +194,9 @@ def test_a_host_finds_itself_by_name_or_address() -> None:
         ({2: -15, 1: -11}, 1, ["rank 1 was killed (signal 11)"]),
         ({3: 2}, 2, []),
         ({0: 143, 1: 1}, 1, []),
+        ({1: launch.EXIT_HEAD_SILENT, 0: -9}, 1, ["rank 0 has been silent for too long"]),
+        ({2: launch.EXIT_HEAD_SILENT, 1: 0, 0: 143}, 1, ["rank 0 has been silent for too long"]),
+        ({1: launch.EXIT_HEAD_SILENT, 0: 2}, 2, []),  # it has come back, and said why it ends
     ],
 )
 def test_exit_codes_of_ranks_become_one(exit_codes: dict[int, int], code: int, lines: list[str]) -> None:

@@ -69,6 +69,23 @@ def written(
     return run.result()
 
 
+@pytest.mark.parametrize("name", ["object", "regex"])
+def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(decoder: Decoder, name: str) -> None:
+    """Of prompts given as ids, which may end anywhere."""
+    ids = decoder.tokenizer(PROMPT)["input_ids"]
+    day = decoder.tokenizer("日")["input_ids"]
+    assert len(day) > 1, "the vocabulary has no such character"
+    for half in (day[:1], day[:-1], 3 * day[-1:]):
+        told = written(decoder, GRAMMARS[name], prompt=ids + half)
+        assert "\ufffd" not in told.text
+        wanted = written(decoder, GRAMMARS[name], prompt=ids + half, tree="16x4").text
+        assert told.text == wanted
+        if name == "regex":
+            assert told.text.startswith("def ")
+        else:
+            assert told.text.lstrip().startswith("{")
+
+
 def require_person(text: str) -> None:
     person = json.loads(text)
     assert [*person] == ["name", "age", "tags"] and len(person["name"]) <= 12 and 0 <= person["age"] <= 99

@@ -3,6 +3,7 @@
 Why: what is shown in pieces cannot be taken back. Invariant: no character is broken, nothing of a stop string is shown.
 """
 
+import codecs
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from reciting import NUM_SAID, PIECES, PROMPT, SAID, TREES, generate, open_decoder
 from tiny import save_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload.engine.text import TextStream
 
@@ -95,6 +99,48 @@ def test_bytes_that_are_no_text_are_shown_once_it_is_certain(
     assert [stream.push([token])[0] for token in (lone, letter, lone)] == ["", "\ufffda", ""]
     assert stream.whole() == "\ufffda\ufffd" and stream.text == "\ufffda", "looking takes nothing"
     assert stream.finish() == "\ufffd"
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: words bring their space along, and each byte of what the vocabulary lacks is a token."""
+    words = ["<unk>", "<s>", "\u2581", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    raw = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(spaces)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
+
+
+SAMPLES = ["é", "日", "😀", "a", "日本", "\ufffd"]
+
+
+def drawn_bytes(rng: random.Random, num: int) -> bytes:
+    """Characters, half ones, and bytes that begin none."""
+    raw = [rng.choice(SAMPLES).encode() for _ in range(num)]
+    return b"".join(one[rng.choice([0, 0, 1]) : rng.choice([2, 9])] for one in raw)
+
+
+@pytest.mark.parametrize("is_fallback", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_a_character_that_the_prompt_begins_is_new_text_once_it_is_whole(
+    seed: int, is_fallback: bool, tmp_path: Path
+) -> None:
+    """Else what stands for it is the prompt's, and no part of an answer that has to be valid."""
+    rng = random.Random(seed)
+    tokenizer = byte_fallback() if is_fallback else save_tokenizer(tmp_path)
+    before, after = drawn_bytes(rng, rng.randrange(4)), drawn_bytes(rng, 5)
+    names = {b: f"<0x{b:02X}>" if is_fallback else one for b, one in bytes_to_unicode().items()}
+    id_of = {byte: token for byte, name in names.items() if (token := tokenizer.get_vocab().get(name)) is not None}
+    before, after = (bytes(byte for byte in raw if byte in id_of) for raw in (before, after))
+    begun = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    begun.decode(before)
+    half = begun.getstate()[0]
+    joined = (half + after).decode(errors="replace")
+    wanted = joined[1:] if half and joined.startswith("\ufffd") else joined
+    stream = TextStream(tokenizer, [*tokenizer("a b")["input_ids"], *(id_of[byte] for byte in before)])
+    shown = "".join(
+        [*(stream.push(burst)[0] for burst in bursts([id_of[byte] for byte in after], rng)), stream.finish()]
+    )
+    assert shown == stream.whole() == stream.text == wanted
 
 
 def test_bursts_never_change_where_a_stop_string_ends_a_text(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels.compiled import HAS_NUMBA, Compiled, compiled, share_rows
+from offload.kernels.compiled import HAS_NUMBA, Compiled, compiled
 from offload.kernels.rounding import ByType, numbers, pairs, rounded, rounded_pair, widened
+from offload.kernels.team import share_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")

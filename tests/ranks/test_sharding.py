@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from tiny import FAMILIES, build, save
+from torch import nn
 
 from offload.checkpoint.rows import Rows
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.tensors import Coded
 from offload.encoding.gguf_blocks import GgufBlocks
 from offload.errors import UserError
+from offload.model.meta import build_meta_model
+from offload.ranks.exchange import cut_model
 from offload.ranks.sharding import Role, Sharding, share_layers, split_rows
 
 EVEN_3 = (1 / 3, 1 / 3, 1 / 3)
@@ -110,3 +115,19 @@ def test_features_even_out_what_whole_heads_leave_uneven(tmp_path: Path) -> None
         tensors = sharding.checkpoint_of(rank, whole).tensors.items()
         sizes.append(sum(entry.hi - entry.lo for name, entry in tensors if "layers" in name))
     assert sizes[0] / sum(sizes) == pytest.approx(0.4, abs=0.012)
+
+
+class Doubled(nn.Linear):
+    """A product, and something else."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(row)
+
+
+def test_what_is_more_than_a_product_is_not_cut(checkpoints: dict[str, Checkpoint]) -> None:
+    meta_model = build_meta_model(checkpoints["llama"], torch.float32)
+    layer = meta_model.model.layers[1].self_attn
+    layer.q_proj = Doubled(64, 64, bias=False, device="meta")
+    sharding = share_layers(checkpoints["llama"], (0.5, 0.5))
+    with pytest.raises(UserError, match="q_proj is no plain product: run it on one rank, or as stages"):
+        cut_model(meta_model, sharding, Mock(), 1)

@@ -133,6 +133,19 @@ def test_without_the_package_a_line_says_so(tokenizer: Any, monkeypatch: pytest.
         Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
 
 
+def test_without_the_package_in_the_process_that_compiles_a_line_names_it(
+    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with the grammar."""
+    (tmp_path / "llguidance.py").write_text("raise ModuleNotFoundError(\"No module named 'llguidance'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"package llguidance by .* lacks it \(No module named 'llg.*pip install"
+    ) as told:
+        grammars.mask(Grammar("regex", "[a-c]+ that compiles"))
+    assert "`regex`" not in str(told.value) and "a-c" not in str(told.value)
+
+
 def test_without_a_tokenizer_a_line_says_so() -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(UserError, match=r"tokenizer\.json"):
