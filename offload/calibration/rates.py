@@ -6,9 +6,6 @@ On a CPU products are timed, and the link on the very files; of a GPU usual rate
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch.nn.functional import linear
-
 from offload.calibration.link import link_bytes_per_s
 from offload.checkpoint.hub import is_here
 from offload.checkpoint.safetensors import compute_dtype_name
@@ -43,6 +40,9 @@ def with_rates(
 
 def product_flops_per_s(dtype: str, num_threads: int) -> float:
     """Of products of as many rows as one has at most on a CPU."""
+    import torch  # plans of machines elsewhere are made without it
+    from torch.nn.functional import linear
+
     kind = getattr(torch, dtype)
     weight, rows = torch.ones(_WIDTH, _WIDTH, dtype=kind), torch.ones(INNER_ROWS, _WIDTH, dtype=kind)
     before = torch.get_num_threads()

@@ -155,10 +155,7 @@ def open_decoder(
             return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
-        if options.ranks is None:  # ranks would have to agree on them
-            how = {"num_threads": options.threads, "limit_bytes_per_s": options.limit_bytes_per_s}
-            room = with_rates(room, files, 1 if spec.is_chosen else spec.num_nodes, **how)
-        room = with_experts(room, files, num_nodes=None if spec.is_chosen else spec.num_nodes)
+        room = _settled_room(room, files, options, None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, settings, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
@@ -212,6 +209,14 @@ def _read_headers(
     least_nodes = 1 if spec.is_chosen else spec.num_nodes
     refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
     return as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
+
+
+def _settled_room(room: Room, files: Files, options: LoadOptions, num_nodes: int | None) -> Room:
+    """The room with what all plans have in common besides: rates of this machine, and how experts come."""
+    if options.ranks is None:  # ranks would have to agree on them
+        how = {"num_threads": options.threads, "limit_bytes_per_s": options.limit_bytes_per_s}
+        room = with_rates(room, files, num_nodes or 1, **how)
+    return with_experts(room, files, num_nodes=num_nodes)
 
 
 def _join(given: Given, resources: ExitStack, transport: Transport | None) -> Team:

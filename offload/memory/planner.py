@@ -93,10 +93,10 @@ def plan_memory(
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
     _check_experts(target, shapes[0], experts)
     gpu_bytes = None if gpu is None else parse_size(gpu, "`gpu_memory`")
-    budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu))
+    budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu), rates)
     plan = make_plan(
         *shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions,
-        experts=experts, parallel=parallel, rates=rates,
+        experts=experts, parallel=parallel,
     )  # fmt: skip
     return replace(plan, max_context=_longest_context(target))
 
@@ -110,11 +110,12 @@ def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
 
 
 class Budgets(NamedTuple):
-    """What a run may take."""
+    """What a run may take, and of what machine."""
 
     ram_bytes: int
     gpu_bytes: int | None = None  # None: layers are computed by the CPU, in the host's memory
     is_decimal: bool = False  # whether whoever gave them thinks in GB, and not in GiB
+    rates: Rates | None = None  # of the machine, where they are known
 
     def size(self, num_bytes: float) -> str:
         """Of something that is said beside them."""
@@ -136,7 +137,6 @@ def make_plan(
     keeps_distributions: bool = False,
     experts: str = "auto",
     parallel: int = 1,
-    rates: Rates | None = None,
 ) -> MemoryPlan:
     """Fill one place after the other; `num_nodes` is N of the largest tree, or of the trees of `parallel` texts.
 
@@ -150,7 +150,7 @@ def make_plan(
 
     def plan_of(shape: ModelShape) -> MemoryPlan:
         in_rows = lambda rows: _make_plan(shape, draft, budgets, sizes._replace(prompt_rows=rows))  # noqa: E731
-        return with_prompt_rows(in_rows, shape, context, rates)
+        return with_prompt_rows(in_rows, shape, context, budgets.rates)
 
     whole = replace(target, experts=None)
     if target.experts is None or experts == "layers":

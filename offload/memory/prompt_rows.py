@@ -20,6 +20,11 @@ _STEP_ROWS = 64
 _MOST_MORE = 1.05  # times the bytes of a pass
 
 
+# Times the rows that balance: a prompt that is a little longer than one pass would take another whole one, and rates
+# are wrong by tens of percent, by attention and by the noise of a measurement.
+_LONGER = 1.5
+
+
 class Rates(NamedTuple):
     """What a machine does in a second."""
 
@@ -33,9 +38,9 @@ class Rates(NamedTuple):
 USUAL_GPU = Rates(25e9, 0.6 * 181e12)
 
 
-def balanced_rows(link_s: float, row_s: float) -> int:
-    """The least rows that are computed for as long as the link needs for a pass, in steps."""
-    return max(_STEP_ROWS, math.ceil(link_s / row_s / _STEP_ROWS) * _STEP_ROWS)
+def wanted_rows(link_s: float, row_s: float, context: int) -> int:
+    """Rows that are computed for somewhat longer than the link needs for a pass, in whole steps."""
+    return min(context, max(1, math.ceil(_LONGER * link_s / row_s / _STEP_ROWS)) * _STEP_ROWS)
 
 
 def with_prompt_rows(
@@ -52,8 +57,7 @@ def with_prompt_rows(
     usual = _first_that_fits(plan_of, min(PROMPT_ROWS, context))
     if rates is None or not gains_by_rows(usual):
         return usual
-    wanted = min(context, balanced_rows(_link_s(usual, rates), row_s(shape, rates.flops_per_s)))
-    for rows in _parts(wanted):
+    for rows in _parts(wanted_rows(_link_s(usual, rates), row_s(shape, rates.flops_per_s), context)):
         try:
             plan = plan_of(rows)
         except UserError:
