@@ -117,4 +117,3 @@ def _kept(function: FunctionType) -> Callable[..., Any]:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no folder for a cache can be written
         return numba.njit(nogil=True)(function)
-

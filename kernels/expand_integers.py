@@ -5,6 +5,8 @@ product of a code less its zero point with a scale is what a weight is. Invarian
 integers, so that float32 holds their difference exactly and only the product is rounded.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -70,11 +72,14 @@ def expand_integers_compiled(
     scale = scale_NG.float()
     zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG.float()
 
+    if expand is _expand_chunk and words_NW.is_contiguous():
+        fill, *arguments = _in_order(words_NW, bits, scale, zero, group, out_NK)
+        fill.share(out_NK.dtype, len(out_NK), *arguments)
+        return
+
     def rows(lo: int, hi: int) -> None:
-        is_turned = expand is _expand_columns or not words_NW.is_contiguous()
-        step = _CHUNK_ROWS if is_turned else hi - lo  # what is turned stays in the cache
-        for first in range(lo, hi, step):
-            some = slice(first, min(first + step, hi))
+        for first in range(lo, hi, _CHUNK_ROWS):  # what is turned stays in the cache
+            some = slice(first, min(first + _CHUNK_ROWS, hi))
             expand(words_NW[some], bits, scale[some], zero[some], group, out_NK[some])
 
     share_rows(rows, len(out_NK))
@@ -88,18 +93,24 @@ def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
 def _expand_chunk(
     words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
 ) -> None:
-    if not words_RW.is_contiguous():
-        lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
-        turn(lying_RW.numpy(), words_RW.numpy())
+    """Words that lie in columns are turned first."""
+    lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
+    turn(lying_RW.numpy(), words_RW.numpy())
+    fill, *arguments = _in_order(words_RW, bits, scale_RG, zero_RG, group, out_RK)
+    fill.to(out_RK.dtype)(0, len(out_RK), *arguments)
+
+
+def _in_order(
+    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
+) -> tuple[Any, ...]:
+    """What expands words that lie row by row, and what it takes behind lo and hi."""
     words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
     scale, zero, is_in_order = scale_RG.numpy(), zero_RG.numpy(), isinstance(group, int)
     if is_in_order and bits == 8:
-        _bytes.to(out_RK.dtype)(words, scale, zero, group, numbers(out_RK))
-    elif is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
-        _nibble_pairs.to(out_RK.dtype)(words, scale, zero, group, pairs(out_RK))
-    else:
-        index = _index(group, out_RK.shape[1])
-        _one_by_one.to(out_RK.dtype)(words, bits, scale, zero, index, numbers(out_RK))
+        return _bytes, words, scale, zero, group, numbers(out_RK)
+    if is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
+        return _nibble_pairs, words, scale, zero, group, pairs(out_RK)
+    return _one_by_one, words, bits, scale, zero, _index(group, out_RK.shape[1]), numbers(out_RK)
 
 
 def _expand_columns(
@@ -124,9 +135,9 @@ def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
 
 
 @compiled
-def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
+def _nibble_pairs(lo, hi, words, scale, zero, group, out):  # type: ignore[no-untyped-def]
     half, num_pairs = U64(group // 2), U64(out.shape[1])
-    for row in range(out.shape[0]):
+    for row in range(lo, hi):
         source, place = words[row], out[row]
         for one in range(scale.shape[1]):
             s, z = scale[row, one], zero[row, one]
@@ -137,9 +148,9 @@ def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
+def _bytes(lo, hi, words, scale, zero, group, out):  # type: ignore[no-untyped-def]
     size, num_columns = U64(group), U64(out.shape[1])
-    for row in range(out.shape[0]):
+    for row in range(lo, hi):
         source, place = words[row], out[row]
         for one in range(scale.shape[1]):
             s, z = scale[row, one], zero[row, one]
@@ -149,9 +160,9 @@ def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
+def _one_by_one(lo, hi, words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
     """Any groups and sizes, slowly."""
-    for row in range(out.shape[0]):
+    for row in range(lo, hi):
         source, place, s, z = words[row], out[row], scale[row], zero[row]
         for column in range(U64(out.shape[1])):
             code = source[column] if bits == 8 else (source[column >> U64(1)] >> ((column & U64(1)) << U64(2))) & 15

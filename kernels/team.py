@@ -1,8 +1,9 @@
 """Compiled functions on the threads that torch computes with.
 
-Between two products these look for work, so whoever hands it to another thread finds no core free for it. What is given
-to their team itself begins within microseconds, and no thread waits for Python's lock. Torch's own library is asked
-for it (OpenMP's `GOMP_parallel`, which GNU's, LLVM's and Intel's have); where it has none a pool takes the team's place.
+Between two products these look for work, so a thread of another kind finds no core free. What is given to their own
+team begins within microseconds, and none of them waits for Python's lock. Torch's OpenMP is asked for the team
+(`GOMP_parallel`, which GNU's, LLVM's and Intel's have); where it has no such function a pool takes the team's place.
+Invariant: each share is taken by one thread, and all were made when `run` returns.
 """
 
 import ctypes
@@ -39,7 +40,7 @@ class Job(NamedTuple):
         if num_threads == 1 or num_shares == 1:
             self.call(place)
         elif (parallel := _parallel()) is not None:
-            parallel(self.address, place, min(num_threads, num_shares), 0)
+            parallel(self.address, place, num_threads, 0)  # with fewer the others would end, to be started anew
         else:
             others = [_pool(num_threads - 1).submit(self.call, place) for _ in range(num_threads - 1)]
             self.call(place)
@@ -63,7 +64,9 @@ def job_for(function: Callable[..., Any], name: str, arguments: Sequence[Any]) -
         code = numba.cfunc(signature, cache=True)(bound)
     except RuntimeError:  # no folder for a cache can be written
         code = numba.cfunc(signature)(bound)
-    return Job(code, code.address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address))
+    address = int(code.address or 0)
+    assert address, "numba has compiled it"
+    return Job(code, address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address))
 
 
 def _work(table):  # type: ignore[no-untyped-def]
