@@ -28,6 +28,7 @@ COMMANDS = {  # name: file, what it answers
     "ranks": ("latency.ranks", "a pass on one, two and three ranks with a link each, and over networks between them"),
     "quantised": ("latency.quantised", "a pass and a token with the same target in bf16, fp8 and int4"),
     "experts": ("latency.experts", "tokens per second with experts on demand beside whole layers, by room and tree"),
+    "memory": ("latency.memory", "peak memory of fresh processes beside --ram, post by post, and growth over texts"),
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
     "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
