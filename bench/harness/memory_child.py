@@ -83,8 +83,8 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
         for text in range(order.num_texts):
             meter.begin(f"text {text + 1}")
             firsts = [(text + other) * _STEP % max(1, len(ids) // 2) for other in range(plan.parallel)]
-            wishes = {"max_new_tokens": order.num_tokens, "temperature": order.temperature, "seed": text}
-            decoder.generate([ids[first:] for first in firsts], **wishes)
+            prompts = [ids[first:] for first in firsts]
+            decoder.generate(prompts, max_new_tokens=order.num_tokens, temperature=order.temperature, seed=text)
             on_text(decoder)
         meter.begin("end")
     slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes

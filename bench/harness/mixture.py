@@ -1,4 +1,4 @@
-"""A mixture of experts that nobody trained: cut from the packaged target in seconds, for what does not ask for good text.
+"""A mixture of experts that nobody trained: cut from the packaged target in seconds, where no good text is asked for.
 
 Invariant: the folder has its name only when it is whole.
 """

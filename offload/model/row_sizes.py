@@ -40,7 +40,7 @@ def find_sizes(multiply: Multiply, factor: Tensor, thread_counts: Sequence[int],
     `is_transposed`, else (K, N) or a stack of such.
     """
     rows, like = _trial_numbers(factor, is_transposed=is_transposed)
-    sizes = STACKED_LADDER if like.ndim > 2 else LADDER
+    sizes: RowSizes = STACKED_LADDER if like.ndim > 2 else LADDER
     ladder = _ladder(multiply(rows[..., :1, :], like), _LARGE if like is factor else sizes)
     if ladder[-1] >= rows.shape[-2]:
         rows = rows[..., torch.arange(ladder[-1] + 1, device=rows.device) % rows.shape[-2], :]
