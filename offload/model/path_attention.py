@@ -82,7 +82,7 @@ def _num_linear(sees_TU: np.ndarray) -> int:
 
 
 def path_attention(
-    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms,
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms, *,
     multiply: MultiplyBy = _PLAINLY, shared_columns: int = _SHARED_COLUMNS[0],
 ) -> Tensor:  # fmt: skip
     """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that `multiply` makes.
@@ -117,7 +117,8 @@ class InvariantAttention:
         self, query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
     ) -> Tensor:
         num_shared, multiply = self._columns_to_share(value_GSK.shape[2]), self._invariant.multiply
-        return path_attention(query_HTK, key_GSK, value_GSK, rows, terms, multiply, num_shared)
+        what = (query_HTK, key_GSK, value_GSK, rows, terms)
+        return path_attention(*what, multiply=multiply, shared_columns=num_shared)
 
     def try_out(self, key_GSK: Tensor, value_GSK: Tensor) -> None:
         """Try all products that scores of longer texts are, for heads as wide as these."""
