@@ -7,20 +7,20 @@ in every process. Invariant: nothing `compiled` is called unless `HAS_NUMBA`.
 
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from threading import Lock
 from types import FunctionType
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import torch
 
-from offload.kernels.team import Job, job_for
-
 HAS_NUMBA = find_spec("numba") is not None
+_LEAST_ROWS = 16  # of a thread's share
 _LOCK = Lock()
-_FLAGS = 0x501 | 0x2  # of an array: lies in order of rows or of columns, is aligned, is written
 
 
 class Compiled:
@@ -34,7 +34,6 @@ class Compiled:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self._for_type: dict[torch.dtype, Callable[..., Any]] = {}
-        self._jobs: dict[Any, Job] = {}
 
     def to(self, dtype: torch.dtype) -> Callable[..., Any]:
         """The function for which the numbers written are of this type."""
@@ -43,22 +42,8 @@ class Compiled:
                 self._for_type[dtype] = _kept(self.bound(dtype))
             return self._for_type[dtype]
 
-    def share(self, dtype: torch.dtype, num_rows: int, *args: Any) -> None:
-        """Call it with lo, hi and `args`, arrays and whole numbers, for all rows, shared among torch's threads."""
-        key = (dtype, *(_kind_of(one) for one in args))
-        job = self._jobs.get(key)
-        if job is None:
-            with _LOCK:
-                job = self._jobs[key] = job_for(self.bound(dtype), self._told(dtype), args)
-        job.run(num_rows, args)
-
     def __call__(self, *args: Any) -> Any:
         return self.to(torch.float32)(*args)
-
-    def _told(self, dtype: torch.dtype) -> str:
-        """By which a job that calls it is kept: all that it is made of."""
-        told = self.source(dtype), *(cell.cell_contents for cell in self.function.__closure__ or ())
-        return f"{self.function.__name__}_{crc32(repr(told).encode()):08x}"
 
     def bound(self, dtype: torch.dtype) -> FunctionType:
         """The plain function with what it calls compiled; its name, by which numba keeps it, tells these apart."""
@@ -103,11 +88,19 @@ def compiled(function: Callable[..., Any]) -> Compiled:
     return Compiled(function)
 
 
-def _kind_of(argument: Any) -> Any:
-    """What numba compiles for."""
-    if not isinstance(argument, np.ndarray):
-        return None
-    return argument.dtype, argument.ndim, argument.flags.num & _FLAGS
+def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:
+    """`work(lo, hi)` over all rows, shared among as many threads as torch has now; `work` holds no lock for long."""
+    num_threads = min(torch.get_num_threads(), max(1, num_rows // _LEAST_ROWS))
+    bounds = [num_rows * share // num_threads for share in range(num_threads + 1)]
+    first, *shares = pairwise(bounds)
+    others = [_pool(num_threads - 1).submit(work, lo, hi) for lo, hi in shares]
+    try:
+        work(*first)
+    finally:  # nobody writes into memory that the caller takes back
+        for other in others:
+            other.exception()
+    for other in others:
+        other.result()
 
 
 def _kept(function: FunctionType) -> Callable[..., Any]:
@@ -117,3 +110,8 @@ def _kept(function: FunctionType) -> Callable[..., Any]:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no folder for a cache can be written
         return numba.njit(nogil=True)(function)
+
+
+@cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="offload-expand")

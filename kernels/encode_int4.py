@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offload.kernels.compiled import HAS_NUMBA, compiled
+from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
 from offload.kernels.int4_blocks import BLOCK_ROWS, Layout, pack_int4
 from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, rounded, widened
-from offload.kernels.team import share_rows
 
 _LEVELS, _MIDDLE = 15, 8
 _CHUNK_NUMBERS = 1 << 20  # rounded at once by torch, if that is a block of rows

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled
+from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl
 from offload.kernels.rounding import F32, I32, U32, U64, numbers, rounded
 
@@ -83,7 +83,9 @@ def _q6_k(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
     """The same on a CPU, compiled."""
-    _COMPILED[kind].share(out_MW.dtype, len(block_MB), block_MB.numpy(), _float_of_half(), numbers(out_MW))
+    fill, source, out = _COMPILED[kind].to(out_MW.dtype), block_MB.numpy(), numbers(out_MW)
+    halves = _float_of_half()
+    share_rows(lambda lo, hi: fill(source[lo:hi], halves, out[lo:hi]), len(source))
 
 
 @cache
@@ -105,9 +107,9 @@ def _half_at(source, halves, at):  # type: ignore[no-untyped-def]  # numba infer
 
 
 @compiled
-def _fill_q8_0(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+def _fill_q8_0(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     source, out = block_MB.ravel(), out_MW.ravel()
-    for i in range(U64(lo), U64(hi)):
+    for i in range(U64(len(block_MB))):
         at, to = U64(34) * i + U64(2), U64(32) * i
         scale = _half_at(source, halves, U64(34) * i)
         for k in range(U64(32)):
@@ -115,12 +117,12 @@ def _fill_q8_0(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-def
 
 
 @compiled
-def _fill_q45(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     """Which of the four kinds it is, the size of a block tells."""
     source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
     has_fifth, has_offset = size >= U64(22), size % U64(4) == U64(0)
     zero, high, offset = I32(0 if has_offset else 16 if has_fifth else 8), U32(0), F32(-0.0)
-    for i in range(U64(lo), U64(hi)):
+    for i in range(U64(len(block_MB))):
         to, at = U64(32) * i, size * i + size - U64(16)
         scale = _half_at(source, halves, size * i)
         if has_offset:
@@ -138,11 +140,11 @@ def _fill_q45(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _fill_q45_k(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     """The scales and offsets of a block first, then 64 of its numbers at a time."""
     source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
     has_fifth, scale, offset = size == U64(176), np.empty(8, np.float32), np.empty(8, np.float32)
-    for i in range(U64(lo), U64(hi)):
+    for i in range(U64(len(block_MB))):
         first = size * i
         by, off_by = _half_at(source, halves, first), _half_at(source, halves, first + U64(2))
         for j in range(U64(4)):
@@ -168,10 +170,10 @@ def _fill_q45_k(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _fill_q6_k(lo, hi, block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     """Of 128 numbers, four runs of 32 share bytes: a byte of the first 32 low ones has halves for runs 0 and 2."""
     source, out = block_MB.ravel(), out_MW.ravel()
-    for i in range(U64(lo), U64(hi)):
+    for i in range(U64(len(block_MB))):
         by = _half_at(source, halves, U64(210) * i + U64(208))
         for j in range(U64(8)):  # both halves of a block, both low runs, both groups of 16 of a run
             half, run, group = j >> U64(2), (j >> U64(1)) & U64(1), j & U64(1)

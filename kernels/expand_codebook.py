@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled
+from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, rounded
 
@@ -43,14 +43,19 @@ def expand_codebook_compiled(
     """The same on a CPU."""
     words, scale = words_NB.numpy(), scale_NG.numpy()
     shifts = (4, 0) if is_high_first else (0, 4)
-    _scaled.share(out_NK.dtype, len(out_NK), words, *shifts, values.numpy(), scale, numbers(out_NK))
+
+    def share(lo: int, hi: int) -> None:
+        out = out_NK[lo:hi]
+        _scaled.to(out.dtype)(words[lo:hi], shifts, values.numpy(), scale[lo:hi], numbers(out))
+
+    share_rows(share, len(out_NK))
 
 
 @compiled
-def _scaled(lo, hi, words, first, second, values, scale, out):  # type: ignore[no-untyped-def]  # numba infers types
+def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def]  # numba infers types
     """What the 16 codes of a group are, rounded, is made once."""
-    group, product = U64(out.shape[1] // scale.shape[1]), np.empty(16, out.dtype)
-    for row in range(U64(lo), U64(hi)):
+    (first, second), group, product = shifts, U64(out.shape[1] // scale.shape[1]), np.empty(16, out.dtype)
+    for row in range(U64(out.shape[0])):
         source, place = words[row], out[row]
         for one in range(U64(scale.shape[1])):
             for code in range(U64(16)):

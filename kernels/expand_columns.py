@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled
+from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.expand_integers import BLOCK, expand_row_block, turn
 from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import triton
 from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
-from offload.kernels.team import share_rows
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _CHUNK_WORDS = 16  # one line of the cache holds as many

@@ -6,7 +6,7 @@ Scales number the levels of a table, so that they need not grow in memory. Invar
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled
+from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.expand_codebook import expand_codebook_reference, expand_nibbles
 from offload.kernels.rounding import F32, U32, U64, pairs, rounded_pair
 
@@ -34,7 +34,8 @@ def expand_e2m1_reference(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, ou
 def expand_e2m1_compiled(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
     """The same on a CPU."""
     words, scale, out = words_NB.numpy(), scale_NG.numpy(), pairs(out_NK)
-    _scaled.share(out_NK.dtype, len(out), words, scale, levels.numpy(), out)
+    work = _scaled.to(out_NK.dtype)
+    share_rows(lambda lo, hi: work(words[lo:hi], scale[lo:hi], levels.numpy(), out[lo:hi]), len(out))
 
 
 @compiled
@@ -46,9 +47,9 @@ def _product(code, level):  # type: ignore[no-untyped-def]  # numba infers types
 
 
 @compiled
-def _scaled(lo, hi, words, scale, levels, out):  # type: ignore[no-untyped-def]
+def _scaled(words, scale, levels, out):  # type: ignore[no-untyped-def]
     half = U64(out.shape[1] // scale.shape[1])
-    for row in range(U64(lo), U64(hi)):
+    for row in range(U64(out.shape[0])):
         source, place = words[row], out[row]
         for one in range(U64(scale.shape[1])):
             level = levels[scale[row, one]]

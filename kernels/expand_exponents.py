@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import ByType, compiled
+from offload.kernels.compiled import ByType, compiled, share_rows
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
-from offload.kernels.team import share_rows
 
 TYPE_OF = {torch.uint8: torch.bfloat16, torch.int8: torch.float16}  # of the weights, by that of their mantissas
 _KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16
@@ -59,22 +58,24 @@ def expand_exponents_compiled(
     mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
 ) -> None:
     """The same by numba, on as many threads as torch has."""
-    kind, is_wide = TYPE_OF[mantissa_N.dtype], _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN
+    kind = TYPE_OF[mantissa_N.dtype]
+    expand = (_expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3).to(kind)
+    widen, put_escapes = (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype), _put_escapes.to(kind)
     kept, top, num_chunks = mantissa_N.view(torch.int8).numpy(), int(top_1), len(start_C) - 1
-    lists = escape_B.numpy(), start_C.numpy()
-    expand = _chunks_4 if is_wide else _chunks_3
-    if out_N.dtype == kind:
-        bits = out_N.view(torch.int16).numpy()
-        expand.share(kind, num_chunks, kept, distance_B.numpy(), top, *lists, bits, 0)
-        return
-    fill, widen = expand.to(kind), (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype)
+    words, lists = (kept, distance_B.numpy()), (escape_B.numpy(), start_C.numpy())
 
     def work(lo: int, hi: int) -> None:
+        if out_N.dtype == kind:
+            bits = out_N.view(torch.int16).numpy()
+            expand(*words, top, bits, (lo, hi, 0))
+            put_escapes(kept, *lists, bits, (lo, hi, 0))
+            return
         buffer = torch.empty(CHUNK, dtype=torch.int16)
         for chunk in range(lo, hi):
-            own = buffer[: len(out_N) - chunk * CHUNK].numpy()
-            fill(chunk, chunk + 1, kept, distance_B.numpy(), top, *lists, own, chunk * CHUNK)
-            widen(own, numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
+            own = buffer[: len(out_N) - chunk * CHUNK]
+            expand(*words, top, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            widen(own.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
 
     share_rows(work, num_chunks)
 
@@ -157,24 +158,6 @@ def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
                 distance = I16(U8(U8(plane[low + i] >> shift) & U8(3)) | third)
                 word = I16(I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7)))
                 bits[place + i] = _number(word)
-
-
-@compiled
-def _chunks_4(
-    lo: Any, hi: Any, kept: Any, plane: Any, top: Any, lists: Any, start: Any, bits: Any, origin: Any
-) -> None:
-    """Chunks with their escapes."""
-    _expand_4(kept, plane, top, bits, (lo, hi, origin))
-    _put_escapes(kept, lists, start, bits, (lo, hi, origin))
-
-
-@compiled
-def _chunks_3(
-    lo: Any, hi: Any, kept: Any, plane: Any, top: Any, lists: Any, start: Any, bits: Any, origin: Any
-) -> None:
-    """The same of distances of 3 bits."""
-    _expand_3(kept, plane, top, bits, (lo, hi, origin))
-    _put_escapes(kept, lists, start, bits, (lo, hi, origin))
 
 
 @compiled

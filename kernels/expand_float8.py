@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import Compiled, compiled
+from offload.kernels.compiled import Compiled, compiled, share_rows
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U32, bits_of, numbers, rounded
 
@@ -54,7 +54,8 @@ def expand_float8_reference(weight_NK: Tensor, scale_AB: Tensor, block: tuple[in
 def expand_float8_compiled(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
     """The same on a CPU, compiled."""
     weight, scale, out = weight_NK.view(torch.uint8).numpy(), scale_AB.numpy(), numbers(out_NK)
-    _FILLS[weight_NK.dtype].share(out_NK.dtype, len(weight), weight, scale, *block, out)
+    fill = _FILLS[weight_NK.dtype].to(out_NK.dtype)
+    share_rows(lambda lo, hi: fill(weight, scale, (lo, hi, *block), out), len(weight))
 
 
 def expand_float8_kernel(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
@@ -98,8 +99,9 @@ def _fill_rows(layout: _Layout) -> Compiled:
     least_normal, first_special = U32(layout.least_normal), U32(layout.first_special)
 
     @compiled
-    def fill_rows(lo, hi, weight, scale, block_rows, block_columns, out):  # type: ignore[no-untyped-def]  # numba infers
-        for row in range(lo, hi):
+    def fill_rows(weight, scale, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
+        first, last, block_rows, block_columns = extent
+        for row in range(first, last):
             source, target, scales = weight[row], out[row], scale[row // block_rows]
             for index in range(scales.size):
                 begin, factor = U32(index * block_columns), scales[index]

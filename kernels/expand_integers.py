@@ -5,17 +5,14 @@ product of a code less its zero point with a scale is what a weight is. Invarian
 integers, so that float32 holds their difference exactly and only the product is rounded.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled
+from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
-from offload.kernels.team import share_rows
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _CHUNK_WORDS = 8  # of a row, likewise
@@ -72,14 +69,11 @@ def expand_integers_compiled(
     scale = scale_NG.float()
     zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG.float()
 
-    if expand is _expand_chunk and words_NW.is_contiguous():
-        fill, *arguments = _in_order(words_NW, bits, scale, zero, group, out_NK)
-        fill.share(out_NK.dtype, len(out_NK), *arguments)
-        return
-
     def rows(lo: int, hi: int) -> None:
-        for first in range(lo, hi, _CHUNK_ROWS):  # what is turned stays in the cache
-            some = slice(first, min(first + _CHUNK_ROWS, hi))
+        is_turned = expand is _expand_columns or not words_NW.is_contiguous()
+        step = _CHUNK_ROWS if is_turned else hi - lo  # what is turned stays in the cache
+        for first in range(lo, hi, step):
+            some = slice(first, min(first + step, hi))
             expand(words_NW[some], bits, scale[some], zero[some], group, out_NK[some])
 
     share_rows(rows, len(out_NK))
@@ -93,24 +87,18 @@ def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
 def _expand_chunk(
     words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
 ) -> None:
-    """Words that lie in columns are turned first."""
-    lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
-    turn(lying_RW.numpy(), words_RW.numpy())
-    fill, *arguments = _in_order(words_RW, bits, scale_RG, zero_RG, group, out_RK)
-    fill.to(out_RK.dtype)(0, len(out_RK), *arguments)
-
-
-def _in_order(
-    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
-) -> tuple[Any, ...]:
-    """What expands words that lie row by row, and what it takes behind lo and hi."""
+    if not words_RW.is_contiguous():
+        lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
+        turn(lying_RW.numpy(), words_RW.numpy())
     words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
     scale, zero, is_in_order = scale_RG.numpy(), zero_RG.numpy(), isinstance(group, int)
     if is_in_order and bits == 8:
-        return _bytes, words, scale, zero, group, numbers(out_RK)
-    if is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
-        return _nibble_pairs, words, scale, zero, group, pairs(out_RK)
-    return _one_by_one, words, bits, scale, zero, _index(group, out_RK.shape[1]), numbers(out_RK)
+        _bytes.to(out_RK.dtype)(words, scale, zero, group, numbers(out_RK))
+    elif is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
+        _nibble_pairs.to(out_RK.dtype)(words, scale, zero, group, pairs(out_RK))
+    else:
+        index = _index(group, out_RK.shape[1])
+        _one_by_one.to(out_RK.dtype)(words, bits, scale, zero, index, numbers(out_RK))
 
 
 def _expand_columns(
@@ -135,9 +123,9 @@ def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
 
 
 @compiled
-def _nibble_pairs(lo, hi, words, scale, zero, group, out):  # type: ignore[no-untyped-def]
+def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
     half, num_pairs = U64(group // 2), U64(out.shape[1])
-    for row in range(lo, hi):
+    for row in range(out.shape[0]):
         source, place = words[row], out[row]
         for one in range(scale.shape[1]):
             s, z = scale[row, one], zero[row, one]
@@ -148,9 +136,9 @@ def _nibble_pairs(lo, hi, words, scale, zero, group, out):  # type: ignore[no-un
 
 
 @compiled
-def _bytes(lo, hi, words, scale, zero, group, out):  # type: ignore[no-untyped-def]
+def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
     size, num_columns = U64(group), U64(out.shape[1])
-    for row in range(lo, hi):
+    for row in range(out.shape[0]):
         source, place = words[row], out[row]
         for one in range(scale.shape[1]):
             s, z = scale[row, one], zero[row, one]
@@ -160,9 +148,9 @@ def _bytes(lo, hi, words, scale, zero, group, out):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _one_by_one(lo, hi, words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
+def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
     """Any groups and sizes, slowly."""
-    for row in range(lo, hi):
+    for row in range(out.shape[0]):
         source, place, s, z = words[row], out[row], scale[row], zero[row]
         for column in range(U64(out.shape[1])):
             code = source[column] if bits == 8 else (source[column >> U64(1)] >> ((column & U64(1)) << U64(2))) & 15

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import HAS_NUMBA, compiled
+from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
 from offload.kernels.rounding import F32, I32, U32, numbers, rounded
 
 BLOCK_ROWS = 64  # rows come in multiples of this, whatever the block of this processor is
@@ -63,7 +63,8 @@ def expand_int4_compiled(word_NK: Tensor, scale_GN2: Tensor, layout: Layout, out
     """The same on a CPU, compiled."""
     scale_GN, offset_GN = (part.contiguous().numpy() for part in scale_GN2.float().unbind(2))
     words = word_NK.view(-1, len(out_KN), layout.block_rows // 2).numpy()
-    _fill_columns.share(out_KN.dtype, len(out_KN), words, scale_GN, offset_GN, numbers(out_KN))
+    fill, out = _fill_columns.to(out_KN.dtype), numbers(out_KN)
+    share_rows(lambda lo, hi: fill(words, scale_GN, offset_GN, (lo, hi), out), len(out_KN))
 
 
 def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: Layout, out_KN: Tensor) -> None:
@@ -73,8 +74,9 @@ def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: Layout, out_KN: Tens
 
 
 @compiled
-def _fill_columns(first, last, word, scale, offset, out):  # type: ignore[no-untyped-def]  # numba infers types
+def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
     """Tiles of a few columns of one block: what they write stays in the cache, and its pages in the table of pages."""
+    first, last = extent
     num_blocks, num_columns, half = word.shape
     group = num_columns // scale.shape[0]
     for begin in range(first, last, _TILE_COLUMNS):

@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.encoding.base import Found
 from offload.encoding.formats import FORMATS
-from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.compiled import HAS_NUMBA, share_rows
 from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.team import share_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPANSIONS = [

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from offload.cli.launch import free_port
 from offload.config import Sampling
 from offload.errors import UserError
 from offload.machine import peak_rss_bytes
+from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 from offload.memory.planner import Files, least_budget, plan_memory
 from offload.ranks.layout import shard_files
 from offload.ranks.sharding import share_layers
@@ -145,6 +146,14 @@ def shard_budgets(target: Path, draft: Path | None, num_ranks: int, num_nodes: i
     budgets = list[int]()
     for rank in range(num_ranks):
         own = files if num_ranks == 1 else shard_files(files, even, rank)
-        least = least_budget(lambda size, own=own: plan_memory(own, ram=size, num_nodes=num_nodes, **how))  # type: ignore[misc]
+        least = least_budget(partial(_with_usual_rows, own, num_nodes, how))
         budgets.append(int(_SPARE_SHARE * least))
     return budgets
+
+
+def _with_usual_rows(files: Files, num_nodes: int, how: Mapping[str, Any], ram: int) -> MemoryPlan:
+    """A plan whose prompts need no smaller passes, as ranks reckon. Raises `UserError` where memory asks for them."""
+    plan = plan_memory(files, ram=ram, num_nodes=num_nodes, **how)
+    if plan.max_prompt_rows < min(PROMPT_ROWS, plan.context):
+        raise UserError("a prompt's passes would be smaller")
+    return plan

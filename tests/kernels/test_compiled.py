@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels import team
-from offload.kernels.compiled import HAS_NUMBA, Compiled, compiled
+from offload.kernels.compiled import HAS_NUMBA, Compiled, compiled, share_rows
 from offload.kernels.rounding import ByType, numbers, pairs, rounded, rounded_pair, widened
-from offload.kernels.team import share_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
@@ -135,88 +133,3 @@ def test_the_others_end_before_an_error_is_raised(failing: int, monkeypatch: pyt
     with pytest.raises(ValueError, match=f"rows from {failing}"):
         share_rows(work, 100)
     assert ended == [50 - failing]
-
-
-@compiled
-def add_one(lo, hi, step, source, out):  # type: ignore[no-untyped-def]
-    for row in range(lo, hi):
-        out[row, 0] += source[row, 0] * step
-
-
-@compiled
-def add_one_but_for_the_last(lo, hi, step, source, out):  # type: ignore[no-untyped-def]
-    for row in range(lo, hi - 1):
-        out[row, 0] += source[row, 0] * step
-
-
-@compiled
-def fail_late(lo, hi, limit):  # type: ignore[no-untyped-def]
-    if lo >= limit:
-        raise ValueError("too far")
-
-
-BY_POOL = pytest.param(True, id="pool")
-
-
-def rows_done(work: Compiled, num_rows: int) -> np.ndarray:
-    """How often each was; source and out lie with gaps, and one of them in columns."""
-    source = np.full((3, num_rows), 2, np.int16).T[:, 1:]
-    out = np.zeros((num_rows, 5), np.int64)[:, 2:4]
-    work.share(torch.float32, num_rows, 3, source, out)
-    assert not out[:, 1].any()
-    return out[:, 0]
-
-
-@needs_numba
-@pytest.mark.parametrize("by_pool", [False, BY_POOL])
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("num_rows", [0, 1, 31, 32, 100, 9999])
-def test_the_team_does_each_row_once(
-    num_rows: int, num_threads: int, by_pool: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if by_pool:
-        monkeypatch.setattr(team, "_parallel", lambda: None)
-    torch.set_num_threads(num_threads)
-    assert (rows_done(add_one, num_rows) == 6).all()
-
-
-@needs_numba
-def test_a_row_that_nobody_does_is_seen() -> None:
-    torch.set_num_threads(2)
-    assert (rows_done(add_one_but_for_the_last, 9999) != 6).any()
-
-
-@needs_numba
-@pytest.mark.parametrize("by_pool", [False, BY_POOL])
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numba tells where no caller listens
-def test_a_share_that_fails_is_told(num_threads: int, by_pool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by_pool:
-        monkeypatch.setattr(team, "_parallel", lambda: None)
-    torch.set_num_threads(num_threads)
-    fail_late.share(torch.float32, 1000, 1000)
-    with pytest.raises(RuntimeError, match="has failed"):
-        fail_late.share(torch.float32, 1000, 500 if num_threads > 1 else 0)
-
-
-@needs_numba
-def test_torch_has_a_team() -> None:
-    if "OpenMP not found" in torch.__config__.parallel_info() or sys.platform != "linux":
-        pytest.skip("this torch computes without OpenMP")
-    assert team._parallel() is not None
-
-
-@needs_numba
-def test_jobs_are_told_apart_by_what_they_are_made_of() -> None:
-    def shifted(by: int) -> Compiled:
-        @compiled
-        def shift(lo, hi, out):  # type: ignore[no-untyped-def]
-            for row in range(lo, hi):
-                out[row] += by
-
-        return shift
-
-    out = np.zeros(40, np.int64)
-    for by in (1, 20):
-        shifted(by).share(torch.float32, len(out), out)
-    assert (out == 21).all()
