@@ -226,7 +226,8 @@ class TextStream:
 
 def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
     """The bytes of tokens such as `<0xE6>`; empty for vocabularies that write bytes otherwise."""
-    if tokenizer is None or "ByteFallback" not in repr(getattr(tokenizer.backend_tokenizer, "decoder", None)):
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if tokenizer is None or "ByteFallback" not in repr(getattr(backend, "decoder", None)):
         return {}
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = tokenizer.convert_tokens_to_ids(names)

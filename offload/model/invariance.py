@@ -71,8 +71,8 @@ class InvariantRows(TorchFunctionMode):
         if sizes is not None and input.ndim == 3 and len(input) == 1 and input.shape[1] in sizes:
             return functional.linear(input, weight, bias)
         num_columns = weight.shape[0]
-        left, widened = _widened(input), _widened(_lengthened(weight))
-        bias = None if bias is None else _widened(bias)
+        left, widened = _widened(input, _LEAST_WIDTH), _widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
+        bias = None if bias is None else _widened(bias, _LEAST_WIDTH)
         rows, is_host = left.reshape(-1, left.shape[-1]), left.device.type == "cpu"
         multiply = functional.linear if is_host else _linear_into
         sizes, work = self._sizes_of(multiply, widened, bias), lambda part, **out: multiply(part, widened, bias, **out)
@@ -166,13 +166,13 @@ def _at_least(num_rows: int, work: Work, rows: Tensor) -> Tensor:
     return work(pad(rows, (0, 0, 0, num_missing)))[: len(rows)] if num_missing else work(rows)
 
 
-def _widened(numbers: Tensor, least: int = _LEAST_WIDTH) -> Tensor:
+def _widened(numbers: Tensor, least: int) -> Tensor:
     """Zeros behind each row up to the least width; itself where it is wide enough, which `pad` would copy."""
     num_missing = least - numbers.shape[-1]
     return pad(numbers, (0, num_missing)) if num_missing > 0 else numbers
 
 
-def _lengthened(numbers: Tensor, least: int = _LEAST_WIDTH) -> Tensor:
+def _lengthened(numbers: Tensor, least: int) -> Tensor:
     """The same for zeros below."""
     num_missing = least - numbers.shape[-2]
     return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers

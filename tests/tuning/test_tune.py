@@ -20,6 +20,8 @@ from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.memory import prompt_rows
+from offload.memory.plan import PROMPT_ROWS
 from offload.memory.planner import Files, plan_memory
 from offload.planning.cost_model import Costs
 from offload.planning.options import LoadOptions
@@ -69,6 +71,7 @@ def window(seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.usefixtures("usual_rows")
 def test_a_tune_counts_what_grown_trees_yield(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,12 +105,18 @@ def test_windows_are_spread_over_all_texts() -> None:
     assert {len(w) for w in cut_windows(texts, NUM_NEW, True)} == {NUM_PROMPT + NUM_NEW}
 
 
+@pytest.fixture
+def usual_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget without room for a prompt's usual rows is refused: fewer would make room for all of a small model."""
+    monkeypatch.setattr(prompt_rows, "_LEAST_ROWS", PROMPT_ROWS)
+
+
 class Words:
     """A tokenizer in spirit: one id per character."""
 
     chat_template = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(character) % (VOCAB_SIZE - 3) for character in text]}
 
     def decode(self, ids: list[int], **_: object) -> str:
@@ -283,6 +292,7 @@ def test_a_tune_is_of_the_device_that_is_named(
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
 
 
+@pytest.mark.usefixtures("usual_rows")
 def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +336,7 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
 
 
+@pytest.mark.usefixtures("usual_rows")
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
     limit, ram = 2_000_000, streaming_ram(*pair, num_nodes=64)
     with offload.load(*pair, ram, "64x16", context=256, threads=1, link_limit=f"{limit}/s") as decoder:
