@@ -15,10 +15,19 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def fastest_s(measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1) -> float:
+    """As `median_s`, but the least: what a machine can do, whatever else it did meanwhile."""
+    return min(_rounds(measure, budget_s, least_rounds, 1000))
+
+
 def median_s(measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1, most_rounds: int = 1000) -> float:
     """Of the seconds that `measure` tells, again and again for as long as `budget_s` lasts."""
+    return median(_rounds(measure, budget_s, least_rounds, most_rounds))
+
+
+def _rounds(measure: Callable[[], float], budget_s: float, least: int, most: int) -> list[float]:
     seconds = list[float]()
     stop = time.perf_counter() + budget_s
-    while len(seconds) < least_rounds or (len(seconds) < most_rounds and time.perf_counter() < stop):
+    while len(seconds) < least or (len(seconds) < most and time.perf_counter() < stop):
         seconds.append(measure())
-    return median(seconds)
+    return seconds

@@ -14,7 +14,7 @@ from offload.memory.planner import Files
 from offload.memory.prompt_rows import Rates, gains_by_rows
 from offload.planning.room import Room
 from offload.threads.cores import num_cores
-from offload.timer import median_s, timed
+from offload.timer import fastest_s, timed
 
 _WIDTH = 1024  # of the matrix: larger ones are no quicker, and take longer
 _BUDGET_S = 0.02
@@ -39,7 +39,7 @@ def with_rates(
 
 
 def product_flops_per_s(dtype: str, num_threads: int) -> float:
-    """Of products of as many rows as one has at most on a CPU."""
+    """Undisturbed, of products of as many rows as one has at most on a CPU: a busy second would stay in the plan."""
     import torch  # plans of machines elsewhere are made without it
     from torch.nn.functional import linear
 
@@ -49,7 +49,7 @@ def product_flops_per_s(dtype: str, num_threads: int) -> float:
     torch.set_num_threads(num_threads)
     try:
         linear(rows, weight)  # the first is not like the others
-        seconds = median_s(partial(timed, partial(linear, rows, weight)), _BUDGET_S, least_rounds=3)
+        seconds = fastest_s(partial(timed, partial(linear, rows, weight)), _BUDGET_S, least_rounds=3)
     finally:
         torch.set_num_threads(before)
     return 2 * INNER_ROWS * _WIDTH**2 / seconds
