@@ -160,7 +160,7 @@ PLANTED = [
     planted(docstrings, "offload/a.py", "'''What.'''\nclass A: x = 1", "class"),
     planted(docstrings, "offload/a.py", "'''What.'''\nclass A:\n    '''A.'''\n    def f(self): return 1", "method"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
-    planted(kernels_stand_alone, "kernels/a.py", "from offload.config import Config", "from"),
+    planted(kernels_stand_alone, "kernels/a.py", "from offload.units import Config", "from"),
     planted(kernels_stand_alone, "kernels/a.py", "import offload", "import"),
 ]
 
@@ -252,7 +252,7 @@ def public_definitions(node: ast.Module | ast.ClassDef) -> Iterator[tuple[Functi
 
 
 def imported_names(node: ast.AST) -> list[str]:
-    """Full names: `from offload import config` gives offload.config."""
+    """Full names: `from offload import config` gives offload.units."""
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module or ''}.{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -11,13 +11,20 @@ from torch import Tensor
 
 from offload import UserError
 from offload.bench.harness.compare import change, changes, tell
-from offload.bench.harness.gate import MOST_SIGMAS, Proof, Written, prove, reference, surprise_sigmas
+from offload.bench.harness.gate import (
+    MOST_SIGMAS,
+    Proof,
+    Written,
+    prove,
+    reference,
+    surprise_sigmas,
+)
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Guard, Result, new_result, read, store, whole
 from offload.bench.harness.timeline import Event, Timeline, write_trace
 from offload.cli.demo import PAIR
-from offload.config import Sampling
+from offload.units import Sampling
 
 V = 50
 

@@ -15,9 +15,9 @@ import offload
 from offload.cli.demo import PAIR, PROMPT
 from offload.cli.demo import budget as run_budget
 from offload.cli.main import main
-from offload.config import Sampling
 from offload.engine.text import load_tokenizer
-from offload.tuning.audit import draw_gaps, rounding
+from offload.reports.proof import draw_gaps, rounding
+from offload.units import Sampling
 
 TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
 # Every tree on one prompt; on the others those that take few sweeps.

@@ -9,15 +9,25 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from reciting import CONTEXT, NUM_SAID, PROMPT, SAID, at_sweep, failing_reads, interrupt, open_decoder, settings
+from reciting import (
+    CONTEXT,
+    NUM_SAID,
+    PROMPT,
+    SAID,
+    at_sweep,
+    failing_reads,
+    interrupt,
+    open_decoder,
+    settings,
+)
 from shell import Outcome, shell
 
 from offload.cli.batch_file import read_tasks
-from offload.cli.progress import ManyTexts
-from offload.config import Sampling
+from offload.cli.progress import BatchProgress
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar
+from offload.units import Sampling
 
 Write = Callable[..., Path]
 
@@ -273,7 +283,7 @@ def test_samples_are_texts_of_the_seeds_that_follow(ender: Path) -> None:
 
 
 def test_the_line_tells_of_all_texts() -> None:
-    progress = ManyTexts(4, 10)
+    progress = BatchProgress(4, 10)
     assert progress.parts() == ["0 of 4 texts", "0 under way", "layer 0 of 10"]
     progress.advance([])
     progress.finish(30)

@@ -126,7 +126,7 @@ LISTS_UNUSED = """
 import os, sys
 os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
 from offload.__main__ import main
-unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.tuning.trace_acceptance"}
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.reports.trace_acceptance"}
 try:
     main()
 finally:

@@ -11,17 +11,16 @@ from reciting import at_call, interrupt
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
-from offload.engine.cache_pool import CachePool
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.sequence import CachePool, Caches, Limits, Sequence
 from offload.engine.text import TextStream
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target
 from offload.sampling.sampler import Sampler
-from offload.tree.topology import DynamicShape, Shape, chain, k_ary
-from offload.verification.rules import find_rule
+from offload.trees.topology import DynamicShape, Shape, chain, k_ary
+from offload.trees.verification import find_rule
+from offload.units import Sampling
 
 PROMPT, OTHER = [7, 11, 3, 42, 5], [9, 2, 77]
 WARM = Sampling(temperature=0.8, seed=3)

@@ -13,13 +13,13 @@ from refusals import join, split
 from test_chat import CONTEXT, QUESTIONS, open_pair, said
 
 import offload
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.session import check_session
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.units import Sampling
 
 PROMPT = list(range(20, 60))
 NUM_NEW, NUM_FIRST = 24, 9

@@ -12,11 +12,19 @@ import pytest
 from offload import machine
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.planner import DEFAULT_CONTEXT, Budgets, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
-from offload.tree.pace import most_rows
+from offload.memory.planner import (
+    DEFAULT_CONTEXT,
+    Budgets,
+    MemoryPlan,
+    ModelShape,
+    make_plan,
+    model_shape,
+    plan_memory,
+)
+from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB

@@ -12,7 +12,7 @@ from tiny import FAMILIES, build, save
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.model.headers import describe
+from offload.model.meta import describe
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WORKING])

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny import FAMILIES, build, save, save_pair
 
-from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.config import Sampling
+from offload.checkpoint.sizes import ExpertShape
 from offload.errors import ReadError, UserError
+from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import (
     SCHEMA,
@@ -29,7 +29,7 @@ from offload.planning.profile import (
     save_profile,
     write_atomically,
 )
-from offload.planning.traces import DynamicYield
+from offload.units import Sampling
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
 IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)

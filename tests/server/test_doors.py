@@ -13,9 +13,9 @@ import pytest
 from reciting import failing_reads
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, until  # noqa: F401
 
-from offload.server import listening
-from offload.server.guard import Guard
-from offload.server.settings import Settings
+from offload.server import network as listening
+from offload.server.network import Guard
+from offload.server.protocol import ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {"messages": HELLO, "max_tokens": 2}
@@ -138,7 +138,7 @@ def test_keys_are_compared_whole_and_in_constant_time(monkeypatch: pytest.Monkey
     compared = list[tuple[int, int]]()
     compare = hmac.compare_digest
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
-    guard = Guard(None, Settings(model_id="m", api_keys=("a", KEY, "c")))  # type: ignore[arg-type]
+    guard = Guard(None, ServerSettings(model_id="m", api_keys=("a", KEY, "c")))  # type: ignore[arg-type]
     for given in ("a", KEY, "", "x" * 5000):
         compared.clear()
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from served import PATIENCE_S, Served, _afresh, serving, slow_passes, until  # noqa: F401
 
-from offload.server import listening
+from offload.server import network as listening
 
 MANY, TEXT = 200, "/v1/completions"
 ASKED = {"prompt": "Say:", "max_tokens": MANY, "temperature": 0, "stream": True, "offload": {"tree": "none"}}

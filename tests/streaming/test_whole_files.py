@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from small_llama import inflate, save_small
 from tiny import FAMILIES, build, save
 
+from offload import integrity as measuring
 from offload.checkpoint import safetensors
-from offload.checkpoint.manifest import read_manifest
-from offload.checkpoint.pack import pack
-from offload.checkpoint.whole import Damage, open_whole
+from offload.checkpoint.whole import Damage, open_whole, read_manifest
 from offload.errors import UserError
-from offload.streaming import measuring
-from offload.streaming.verify import Report, default_manifest, verify
+from offload.integrity import Report, default_manifest, verify
+from offload.packing.pack import pack
 
 NUM_FLIPS = 12
 
@@ -427,7 +426,7 @@ def test_an_older_manifest_that_no_one_may_write_is_said_to_stay(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("offload.streaming.verify.write_manifest", refuse)
+    monkeypatch.setattr("offload.integrity.write_manifest", refuse)
     report = ask(folder)
     assert report.num_as_before == 1 and "it stays as it was" in report.notes[0]
 
