@@ -49,7 +49,9 @@ def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, 
     ram = least_budget(lambda size: plan_memory(files, ram=size, dtype="auto", context=256, num_nodes=64))
     with offload.load(model.directory, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
         plan = decoder.plan
-        is_streamed = plan.num_layers_in(LayerTier.DISK) > plan.num_resident or 2 * plan.num_kept_experts < plan.num_experts
+        is_streamed = (
+            plan.num_layers_in(LayerTier.DISK) > plan.num_resident or 2 * plan.num_kept_experts < plan.num_experts
+        )
         assert is_streamed, "layers, or the experts of a mixture"
         for tree in ("none", "64x16"):
             assert decoder.generate(prompt, max_new_tokens=24, tree=tree).token_ids == wanted, tree

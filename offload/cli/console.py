@@ -189,7 +189,8 @@ def place_line(name: str, plan: MemoryPlan, *, is_decimal: bool = False) -> str:
         return f"{name}: {where}" + (f"; {moved} a sweep" if plan.num_slots else "")
     budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
     if plan.has_experts:
-        where = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts and {plan.num_resident} of {num_layers} layers"
+        experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts"
+        where = f"{experts} and {plan.num_resident} of {num_layers} layers"
         return (
             f"{name}: {where} around them in RAM ({budget} allowed), others come as they are needed"
         )
@@ -338,7 +339,8 @@ def alpha_line(stats: Stats) -> str:
         return ""
     error = stats.alpha.standard_error
     doubt = "" if error is None else f"±{error:.3f}"
-    return f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {plural(stats.alpha.count, 'position')}"
+    positions = plural(stats.alpha.count, "position")
+    return f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {positions}"
 
 
 def _memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, is_decimal: bool) -> str:

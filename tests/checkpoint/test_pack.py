@@ -156,9 +156,7 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_what_dies_within_a_file_leaves_none(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "offload.packing.writing.os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr("offload.packing.writing.os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         pack(model, tmp_path / "packed", progress=silent)
     assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]

@@ -168,7 +168,9 @@ def test_nothing_is_shown_when_it_is_off() -> None:
 
 def writing(**figures: object) -> TextProgress:
     stats = Stats(tree_depth=3, **figures)  # type: ignore[arg-type]
-    return TextProgress(stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100, started_s=time.monotonic() - 10)
+    return TextProgress(
+        stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100, started_s=time.monotonic() - 10
+    )
 
 
 def test_a_prompt_tells_how_many_layers_are_left() -> None:

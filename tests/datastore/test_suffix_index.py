@@ -73,7 +73,9 @@ def test_a_wrong_suffix_array_is_noticed(mistake: Any, monkeypatch: pytest.Monke
 
 
 def test_a_match_across_documents_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CorpusChunk, "of", classmethod(lambda cls, documents, vocab_size: joined(documents, vocab_size)))
+    monkeypatch.setattr(
+        CorpusChunk, "of", classmethod(lambda cls, documents, vocab_size: joined(documents, vocab_size))
+    )
     with pytest.raises(AssertionError):
         test_finds_what_looking_everywhere_finds(5)
 

@@ -28,7 +28,12 @@ from offload.units import ChildSampling, Sampling
 NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
 PROMPT = [7, 11, 3, 42, 5]
 GREEDY, WARM, NUCLEUS = Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.0, top_p=0.8, seed=4)
-CASES = [(GREEDY, ChildSampling.COUPLED), (WARM, ChildSampling.COUPLED), (NUCLEUS, ChildSampling.COUPLED), (WARM, ChildSampling.TOP_K)]
+CASES = [
+    (GREEDY, ChildSampling.COUPLED),
+    (WARM, ChildSampling.COUPLED),
+    (NUCLEUS, ChildSampling.COUPLED),
+    (WARM, ChildSampling.TOP_K),
+]
 
 
 class BigramModel:
@@ -113,7 +118,9 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
         worth.learn(tokens_per_step)
         model, sampler = BigramModel(), Sampler(WARM, NUM_TOKENS)
         draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-        grow_best(draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth)
+        grow_best(
+            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
+        )
         return len(model.num_rows)
 
     all_of_them = passes(0, 1.0, 0)
@@ -130,7 +137,9 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
         worth = DraftPassPolicy(lambda num_rows, _: 1.0 + row_s * num_rows)
         draft = Draft(BigramModel(), NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
         sampler = Sampler(WARM, NUM_TOKENS)
-        return grow_best(draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth).tree
+        return grow_best(
+            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
+        ).tree
 
     trees = [grown(row_s) for row_s in (0.0, 1e-6, 0.02, 0.1, 0.5, 100.0)]
     sizes = [tree.num_nodes for tree in trees]
@@ -143,10 +152,15 @@ def test_passes_are_priced_beside_the_rows_that_are_sent() -> None:
     """Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would."""
 
     def passes(row_s: float) -> int:
-        worth, model = DraftPassPolicy(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))), BigramModel()
+        worth, model = (
+            DraftPassPolicy(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))),
+            BigramModel(),
+        )
         worth.learn(4)
         draft, sampler = Draft(model, NUM_TOKENS, KVCache(1, 512)), Sampler(WARM, NUM_TOKENS)  # type: ignore[arg-type]
-        grow_best(draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth)
+        grow_best(
+            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
+        )
         return len(model.num_rows)
 
     assert passes(1.0) == 1, "63 rows would have hidden it, and they are not sent"

@@ -54,7 +54,9 @@ def test_the_longest_match_is_asked_first() -> None:
     chances, rest = Guesses([other, one], trust).children(TrieCursor(0, (0, 0)))
     wanted = {1: first * 2 / 3, 2: first / 3, 3: (1 - first) * second / 3, 0: (1 - first) * second * 2 / 3}
     assert first > second and chances == pytest.approx(wanted) and rest == pytest.approx((1 - first) * (1 - second))
-    assert Guesses([one, one], trust).children(TrieCursor(0, (0, 0)))[1] == pytest.approx(1 - first), "twice is not more"
+    assert Guesses([one, one], trust).children(TrieCursor(0, (0, 0)))[1] == pytest.approx(1 - first), (
+        "twice is not more"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 7, 30, 1000])
@@ -82,7 +84,9 @@ def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple
     for _ in range(200):
         trust.learn("lookup", 5, float(chance.random() < is_right), 0.0)
     assert bound[0] <= trust.of("lookup", 5) <= bound[1]
-    assert trust.of("lookup", 24) == SourceWeights().of("lookup", 24) and trust.of("datastore", 5) == SourceWeights().of("datastore", 5)
+    assert trust.of("lookup", 24) == SourceWeights().of("lookup", 24) and trust.of(
+        "datastore", 5
+    ) == SourceWeights().of("datastore", 5)
 
 
 def test_a_source_that_only_repeats_a_good_draft_is_not_trusted_against_it() -> None:

@@ -90,7 +90,9 @@ def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> Non
 
 def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
     """Rows that were run ahead of others, many levels at once, have the scores of their own paths."""
-    guesses = Guesses([TrieGuesses("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], SourceWeights())
+    guesses = Guesses(
+        [TrieGuesses("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], SourceWeights()
+    )
     sampler, mixture = Sampler(GREEDY, VOCAB_SIZE), CandidateRanking(1.0, guesses)
     draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
     tree, rows, scores = grow_best(draft, DynamicShape(40, 7), PROMPT, sampler, mixture)
@@ -152,7 +154,11 @@ def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
 
 # Laws: tables stand for both models, and every tree has two guesses hung into it.
 
-FOUND = [Guess(-1, 2, 1, 0.9, TrieCursor(1, ())), Guess(0, 3, 2, 0.5, TrieCursor(2, ())), Guess(-1, 1, 1, 0.1, TrieCursor(1, ()))]
+FOUND = [
+    Guess(-1, 2, 1, 0.9, TrieCursor(1, ())),
+    Guess(0, 3, 2, 0.5, TrieCursor(2, ())),
+    Guess(-1, 1, 1, 0.1, TrieCursor(1, ())),
+]
 CASES = [("sequoia", "binary", "bad"), ("sequoia", "chain", "disjoint"), ("specinfer", "sequences", "bad"),
          ("spectr", "binary", "good")]  # fmt: skip
 

@@ -71,6 +71,9 @@ def test_what_was_wrong_is_guessed_less() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_sees_point_masses(rule: str) -> None:
-    drafter, sampler = LookupDrafter(GuessSources([Copying(MatchLength(2, 16))]), lambda _: 1.0), Sampler(Sampling(), 16)
+    drafter, sampler = (
+        LookupDrafter(GuessSources([Copying(MatchLength(2, 16))]), lambda _: 1.0),
+        Sampler(Sampling(), 16),
+    )
     tree = drafter.grow(DynamicShape(8, 4), BRANCHING, sampler, drafter.new_state()).tree
     assert tree.proposals is None and find_rule(rule) and all(offer.probs_V is None for offer in tree.offers(0))

@@ -35,7 +35,11 @@ def is_equal(got: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_numbers_are_those_of_gguf(kind: str, num_blocks: int) -> None:
     raw_MB, value_MW = blocks(kind, num_blocks)
-    ways = [REFERENCE, *([COMPILED] if HAS_NUMBA and DEVICE == "cpu" else []), *([EXPANSION_KERNELS] if HAS_TRITON else [])]
+    ways = [
+        REFERENCE,
+        *([COMPILED] if HAS_NUMBA and DEVICE == "cpu" else []),
+        *([EXPANSION_KERNELS] if HAS_TRITON else []),
+    ]
     for way in ways:
         for dtype in BITS:
             if way is EXPANSION_KERNELS and dtype == torch.bfloat16 and DEVICE == "cpu":

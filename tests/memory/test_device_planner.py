@@ -198,7 +198,9 @@ def test_the_least_host_that_is_named_works_and_a_byte_less_does_not() -> None:
         plan_of(PAIRS[1], 48 * GB, 2 * GB)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
     least = plan_of(PAIRS[1], 48 * GB, named_mib * MIB)
-    assert (least.num_host_slots, least.num_layers_in(LayerTier.HOST)) == (2, 0) and least.num_layers_in(LayerTier.DISK) > 60
+    assert (least.num_host_slots, least.num_layers_in(LayerTier.HOST)) == (2, 0) and least.num_layers_in(
+        LayerTier.DISK
+    ) > 60
     assert plan_of(PAIRS[1], 48 * GB, least.total_bytes).num_host_slots == 2
     with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB"):
         plan_of(PAIRS[1], 48 * GB, least.total_bytes - 1)

@@ -40,7 +40,9 @@ def sees(topology: Topology, row: int, node: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100, AttentionChunk(1), AttentionChunk(3), AttentionChunk(8), AttentionChunk(100)])
+@pytest.mark.parametrize(
+    "window", [None, 1, 3, 8, 100, AttentionChunk(1), AttentionChunk(3), AttentionChunk(8), AttentionChunk(100)]
+)
 @pytest.mark.parametrize("num_prefix", [0, 1, 7, 20])
 @pytest.mark.parametrize("name", TREES)
 def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: Window) -> None:

@@ -176,7 +176,8 @@ def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False), (AttentionChunk(30), None, False)]
+    ("window", "cap", "has_sink"),
+    [(None, None, False), (30, None, True), (None, 5.0, False), (AttentionChunk(30), None, False)],
 )
 def test_path_attention_is_attention(
     window: Window, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,9 @@ LINK = 2e9
 FINE, COARSE = ExpertRouting.usual(48, 128, 8), ExpertRouting.usual(32, 8, 2)  # such as Qwen3-30B-A3B and Mixtral have
 
 
-def traffic(routing: ExpertRouting = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0) -> Traffic:
+def traffic(
+    routing: ExpertRouting = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0
+) -> Traffic:
     num_kept = round(kept * routing.num_experts)
     experts = ExpertTraffic(slot_bytes, num_kept, routing, num_kept)
     return Traffic(dense_bytes, 0, experts=experts)

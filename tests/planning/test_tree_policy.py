@@ -190,7 +190,9 @@ def test_a_smaller_forest_has_the_same_trees(files: ModelFiles) -> None:
     assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
 
 
-def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(pair: tuple[Path, Path], files: ModelFiles) -> None:
+def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(
+    pair: tuple[Path, Path], files: ModelFiles
+) -> None:
     path = save_profile(profile_of(files, 4.0))
     assert find_profile(profile_of(files, 4.0).identity)[0] is not None
     other = Sampling(temperature=0.5)

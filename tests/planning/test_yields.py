@@ -54,7 +54,9 @@ def test_the_gain_enters_the_choice() -> None:
     )
     plain = TreeSearch(P_K, max_nodes=256)
     sizes = [(64, 16, 1.0), (256, 24, 2.5)]
-    better = TreeSearch(P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes])
+    better = TreeSearch(
+        P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes]
+    )
     fixed, dynamic = (
         rank_trees(better, costs, lambda _: Traffic(0, 0), is_dynamic=is_dynamic)[0] for is_dynamic in (False, True)
     )

@@ -209,7 +209,9 @@ class Alternating(ThreadPolicy):
 
     def modes(self, num_rows: int) -> StepModes:
         one, asleep, looking = Mode(1), Mode(2, is_asleep=True), Mode(2)
-        return [StepModes(one, asleep), StepModes(looking, one), StepModes(asleep, looking), both(1)][len(self.told) % 4]
+        return [StepModes(one, asleep), StepModes(looking, one), StepModes(asleep, looking), both(1)][
+            len(self.told) % 4
+        ]
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
         self.told.append((num_rows, self.modes(num_rows)))
