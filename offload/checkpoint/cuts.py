@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.layout import group_by_layer
+from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
 from offload.checkpoint.tensors import TensorEntry
@@ -86,6 +87,7 @@ class Section(NamedTuple):
     has_head: bool  # with the norm before it: gives logits; others give hidden states
 
 
+@remembered
 def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     """The headers of a section as if it were a model, for planning: its layers are numbered from 0
     on.

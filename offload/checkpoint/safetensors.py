@@ -28,6 +28,7 @@ from offload.checkpoint.download import (
 )
 from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
+from offload.checkpoint.remembered import remembered
 from offload.checkpoint.tensors import TensorEntry, check_method, with_codings
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
@@ -172,8 +173,11 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
     """The type to compute in: the wish, or for `auto` what the config says, or what most of the
     bytes are.
     """
-    if wish != "auto":
-        return wish
+    return _usual_dtype_name(checkpoint) if wish == "auto" else wish
+
+
+@remembered
+def _usual_dtype_name(checkpoint: Checkpoint) -> str:
     stored = Counter[str]()
     for entry in checkpoint.tensors.values():
         stored[_decoded_dtype(entry)] += math.prod(entry.shape)

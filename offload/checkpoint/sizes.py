@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.held import FEW_ROWS, held_sizes
 from offload.checkpoint.layout import ON_DEMAND, group_by_layer, slab_bytes_bound, slice_of
+from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.t5 import decoder_config, has_encoder
 from offload.checkpoint.tensors import TensorEntry
@@ -286,6 +287,12 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     """Sizes of a model that computes in `dtype`. Raises `UserError` where config.json lacks those
     of a decoder.
     """
+    return _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
+
+
+@remembered
+def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
+    """By the name of the type, which `auto` no longer hides."""
     sizes = config_sizes(checkpoint)
     num_layers = sizes["num_hidden_layers"]
     num_encoder_layers = sizes.get("num_encoder_layers", 0)
@@ -298,7 +305,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         raise UserError(
             f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}"
         )
-    computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
+    computed = PLAIN_OF[dtype]
     routed = [entry for name, entry in checkpoint.tensors.items() if ROUTED_NAME.match(name)]
     item_bytes, (table, head) = (
         computed.align_bytes,

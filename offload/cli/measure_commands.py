@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -69,7 +70,7 @@ def plan(
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a
     config.json.
     """
-    from offload.model.meta import is_built
+    from offload.model.meta import describe, is_built
     from offload.planning.near_copy import copy_bits
     from offload.planning.options import LoadOptions
 
@@ -107,6 +108,7 @@ def plan(
             from offload.reports.drafts import compare_drafts
             from offload.reports.estimate import estimate
 
+            read = cache(describe)  # all estimates are of the same models
             found = estimate(
                 model,
                 draft,
@@ -114,11 +116,12 @@ def plan(
                 hardware=hardware,
                 disk_speed=disk_speed,
                 tokens_per_sweep=tokens_per_sweep,
+                read=read,
             )
             drafts = (
                 []
                 if tokens_per_sweep
-                else compare_drafts(model, draft, options, hardware, disk_speed)
+                else compare_drafts(model, draft, options, hardware, disk_speed, read)
             )
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             lines = answer_lines(found, drafts, is_verbose=verbose, is_decimal=console.is_decimal)

@@ -9,6 +9,7 @@ With a GPU, what is computed with counts against `gpu_bytes` and only what feeds
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from offload.checkpoint.sizes import ModelShape
 from offload.trees.topology import PACES, most_rows
@@ -278,7 +279,10 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
     Gaps at both ends are half as long: layers that wait in slots when a sweep begins are the first
     that it needs.
     """
-    for count in range(len(layers), 0, -1):
+    # No more than this many fit, however they are chosen: larger counts need not be tried.
+    smallest_bytes = accumulate(sorted(layer_bytes[layer] for layer in layers))
+    most = sum(num_bytes <= budget_bytes for num_bytes in smallest_bytes)
+    for count in range(most, 0, -1):
         chosen = frozenset(
             layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count)
         )

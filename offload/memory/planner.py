@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ExpertShape, ModelShape, config_sizes, model_shape, text_config
@@ -68,8 +67,6 @@ DEFAULT_CONTEXT = 4096
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
-# by compute type; they go with their checkpoint
-_SHAPES = WeakKeyDictionary[Checkpoint, dict[str, ModelShape]]()
 
 
 class ModelFiles(NamedTuple):
@@ -107,7 +104,7 @@ def plan_memory(
     require_dtype(dtype)
     target, draft = files
     _check_encoders(target, draft, is_gpu=gpu is not None, parallel=parallel)
-    shapes = (shape_of(target, dtype), shape_of(draft, dtype) if draft else None)
+    shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions = _check_context(target, context)
     keeps_distributions = drafting_of(rule).keeps_distributions
@@ -124,16 +121,6 @@ def plan_memory(
         parallel=parallel,
     )
     return replace(plan, max_context=_longest_context(target))
-
-
-def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
-    """`model_shape`, looked for once: of one checkpoint many plans are made, and a mixture has
-    thousands of tensors.
-    """
-    known = _SHAPES.setdefault(checkpoint, {})
-    if dtype not in known:
-        known[dtype] = model_shape(checkpoint, dtype)
-    return known[dtype]
 
 
 class Budgets(NamedTuple):

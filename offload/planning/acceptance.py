@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offload.checkpoint.safetensors import Checkpoint
-from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Floats, OrderedNode, Topology
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Floats, Topology
 
 Trace = Sequence[int]
 NUM_RANKS = 32  # candidates that a trace looks at
@@ -133,15 +133,6 @@ class RankTrie:
                 self.num_continued.append(0)
             node = self.children[node][rank]
             self.num_taken[node] += 1
-
-
-def cut_order(order: Sequence[OrderedNode], num_nodes: int, max_depth: int) -> list[OrderedNode]:
-    """The first `num_nodes` that are no deeper than `max_depth`, an order again; fewer where there
-    are no more.
-    """
-    kept = [index for index, node in enumerate(order) if node.depth <= max_depth][:num_nodes]
-    place = dict(zip(kept, range(len(kept)), strict=True)) | {-1: -1}
-    return [order[index]._replace(parent=place[order[index].parent]) for index in kept]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -233,7 +233,7 @@ def step_of(
     costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int], *, is_grown: bool = False
 ) -> StepTime:
     """The time of one step by the rows of its sweep and of each of its draft steps."""
-    draft_s = sum(map(costs.draft_step_s.at, widths)) + (
+    draft_s = _summed_s(costs.draft_step_s, widths) + (
         len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0
     )
     host_s = costs.host_s.at(num_rows)
@@ -295,7 +295,13 @@ def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:
     fewer rows.
     """
     shapes = [replace(bounds, pace=pace) for pace in PACES]
-    return min(shapes, key=lambda shape: sum(map(costs.draft_step_s.at, shape.draft_widths)))
+    return min(shapes, key=lambda shape: _summed_s(costs.draft_step_s, shape.draft_widths))
+
+
+def _summed_s(curve: Curve, sizes: Sequence[int]) -> float:
+    """Seconds of all these sizes, many of which are the same."""
+    known = {size: curve.at(size) for size in set(sizes)}
+    return sum(known[size] for size in sizes)
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:

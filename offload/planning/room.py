@@ -4,18 +4,14 @@ Invariant: what is free is asked once, since loading takes some of it and it cha
 compared.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from offload.checkpoint.sizes import ExpertShape
+from offload.checkpoint.remembered import remembered
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import ExpertShape, model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import (
-    ModelFiles,
-    default_gpu_bytes,
-    default_ram_bytes,
-    plan_memory,
-    shape_of,
-)
+from offload.memory.planner import ModelFiles, default_gpu_bytes, default_ram_bytes, plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, Rates
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
@@ -57,11 +53,11 @@ class MemoryBudget:
 
     def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
         """Memory for trees of so many nodes. Raises `UserError` where there is too little."""
-        return plan_memory(files, num_nodes=num_nodes, **asdict(self))
+        return _planned(files.target, files.draft, self, num_nodes)
 
     def experts_of(self, files: ModelFiles) -> ExpertShape | None:
         """The target's routed experts, if they come one by one in this room, where that is settled."""
-        return shape_of(files.target, self.dtype).experts if self.experts == "demand" else None
+        return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
 
     def roomy(self) -> "MemoryBudget":
         """However much memory there is, to see what everything but layers takes."""
@@ -75,3 +71,14 @@ class MemoryBudget:
             return Traffic.of(self.plan(files, num_nodes), hardware)
         except UserError:
             return None
+
+
+@remembered
+def _planned(
+    target: Checkpoint, draft: Checkpoint | None, room: MemoryBudget, num_nodes: int
+) -> MemoryPlan:
+    """One plan is asked for by many: by drafts that are compared, by trees, and by what is said of
+    them.
+    """
+    own = {field.name: getattr(room, field.name) for field in fields(room)}
+    return plan_memory(ModelFiles(target, draft), num_nodes=num_nodes, **own)

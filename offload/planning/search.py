@@ -24,7 +24,7 @@ token that every sweep yields. Assumed: a draft of the same family. No torch, no
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,11 +35,10 @@ from offload.planning.acceptance import (
     DynamicYield,
     RankTrie,
     Trace,
-    cut_order,
     gains,
     tokens_per_sweep,
 )
-from offload.planning.cost_model import Costs, Prediction, Traffic, paced, step_time
+from offload.planning.cost_model import Costs, Prediction, StepTime, Traffic, paced, step_of
 from offload.trees.spec import label_of
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
@@ -48,12 +47,20 @@ from offload.trees.topology import (
     Floats,
     Ints,
     OrderedNode,
-    Shape,
     Topology,
+    check_acceptance,
     grow_order,
+    in_level_order,
     path_chances,
-    tree_of,
 )
+
+
+class Outline(NamedTuple):
+    """What the time of a tree depends on, which is told before it is built."""
+
+    num_nodes: int
+    depth: int
+    draft_widths: list[int]  # rows of every draft step, as `cost_model.draft_widths` has them
 
 
 class TreeOrder:
@@ -62,6 +69,9 @@ class TreeOrder:
     def __init__(self, found: Sequence[OrderedNode]) -> None:
         self._found = found
         self._depth_O = np.array([node.depth for node in found])
+        self._is_first_O = np.array([node.rank == 0 for node in found])  # of its siblings
+        self._score_O = np.array([node.score for node in found])
+        self._parent_O = np.array([node.parent for node in found])
         self._place = cache(self._placed)
         self._sums = cache(self._summed)
         # which single look-ups read faster
@@ -71,7 +81,9 @@ class TreeOrder:
         """That of `num_nodes` nodes and at most `depth` draft steps; of fewer nodes where there are
         not as many.
         """
-        return tree_of(cut_order(self._found, num_nodes, depth))
+        place_O = self._place(depth)
+        kept = np.flatnonzero(place_O < num_nodes)
+        return in_level_order([-1, *place_O[self._parent_O[kept[1:]]].tolist()])
 
     def num_nodes(self, depth: int) -> int:
         """How many there are no deeper than that."""
@@ -80,6 +92,14 @@ class TreeOrder:
     def depth_of(self, num_nodes: int, depth: int) -> int:
         """Of the tree of that size, which may be less deep than it might be."""
         return int(self._depth_O[self._place(depth) < num_nodes].max())
+
+    def outline(self, num_nodes: int, depth: int) -> Outline:
+        """Of the tree of that size, of which there are as many nodes; each first child is of one
+        that a step runs.
+        """
+        is_run_O = self._is_first_O & (self._place(depth) < num_nodes)
+        widths = np.bincount(self._depth_O[is_run_O])[1:].tolist()
+        return Outline(num_nodes, len(widths), widths)
 
     def expected(self, num_nodes: int, depth: int) -> float:
         """Tokens that a sweep over this tree yields if its nodes have the chances that they are
@@ -114,7 +134,7 @@ class TreeOrder:
 
     def _summed(self, depth: int) -> Floats:
         """Chances of nodes no deeper, added up in their order."""
-        return np.cumsum([node.score for node in self._found if node.depth <= depth])
+        return np.cumsum(self._score_O[self._depth_O <= depth])
 
     @cached_property
     def _children(self) -> list[dict[int, int]]:
@@ -135,9 +155,9 @@ _FIRST_NODES = 512
 _SPARE = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TreeSearch:
-    """The trees to choose from, one for every size and depth."""
+    """The trees to choose from, one for every size and depth; `known_forest` gives each but once."""
 
     p_K: Floats  # acceptance vector
     traces: Sequence[Trace] = ()  # accepted ranks, window by window; none leaves the product form
@@ -155,7 +175,7 @@ class TreeSearch:
 
     def shapes(
         self, num_nodes: int, max_depth: int, *, is_dynamic: bool
-    ) -> Iterator[tuple[int, Shape]]:
+    ) -> Iterator[tuple[int, DynamicShape | Outline]]:
         """Each depth that a tree of this size may be bounded by, shallow ones first, with what
         grows within it.
 
@@ -175,28 +195,38 @@ class TreeSearch:
             if reached == last:
                 return
             last = reached
-            yield depth, self.tree(num_nodes, depth)
+            yield depth, self._whole.outline(num_nodes, depth)
 
     def expected(self, num_nodes: int, depth: int) -> float:
         """G(n, d): counted on traces that the tree was not made from, or from the product form
         without traces.
         """
-        if not self._folds:
-            return self._whole.expected(num_nodes, depth)
-        yields: list[int] = []
-        for order, trace in self._folds:
-            yields += order.bursts(num_nodes, depth, trace)
-        return sum(yields) / len(yields)
+        return (
+            self._counted_yield(num_nodes, depth)
+            if self._folds
+            else self._whole.expected(num_nodes, depth)
+        )
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
         """G of a dynamic tree within these bounds."""
-        return self.expected(num_nodes, depth) * self._gain(num_nodes, depth)
+        tokens = self.expected(num_nodes, depth)
+        return tokens * self._gain(num_nodes, depth) if self.counted else tokens
 
     def expected_of(self, topology: Topology) -> float:
         """G of a tree that no trace had a part in making."""
         if self._folds:
             return tokens_per_sweep(topology, self.traces)
         return float(path_chances(topology, self.p_K).sum())
+
+    @cached_property
+    def _counted_yield(self) -> Callable[[int, int], float]:
+        """By nodes and depth; kept, since walking along all traces takes a while."""
+
+        def mean(num_nodes: int, depth: int) -> float:
+            bursts = [order.bursts(num_nodes, depth, trace) for order, trace in self._folds]
+            return sum(map(sum, bursts)) / sum(map(len, bursts))
+
+        return cache(mean)
 
     @cached_property
     def _gain(self) -> Callable[[int, int], float]:
@@ -228,6 +258,47 @@ class TreeSearch:
         return TreeOrder(grow_order(_SPARE * largest, self.max_depth, trie.follow, 0))
 
 
+@lru_cache(maxsize=32)
+def known_forest(
+    acceptance: tuple[float, ...],
+    traces: tuple[tuple[int, ...], ...] = (),
+    smoothing: float = 1.0,
+    max_nodes: int = SIZES[-1],
+    max_depth: int = DEPTHS[-1],
+    counted: tuple[DynamicYield, ...] = (),
+) -> TreeSearch:
+    """The same forest for the same arguments, which are those of `TreeSearch`: ordering its nodes
+    takes a while.
+
+    Raises `UserError` for an acceptance vector that is none.
+    """
+    return TreeSearch(
+        check_acceptance(acceptance), traces, smoothing, max_nodes, max_depth, counted
+    )
+
+
+class _Candidate(NamedTuple):
+    """One tree of a forest, and what it costs and yields."""
+
+    bound: int  # on its depth
+    shape: DynamicShape | Outline
+    step: StepTime
+    tokens: float  # of all texts together
+
+    @property
+    def s_per_token(self) -> float:
+        return self.step.total_s / self.tokens
+
+    def built(self, forest: TreeSearch) -> Prediction:
+        """With the tree itself."""
+        shape = (
+            forest.tree(self.shape.num_nodes, self.bound)
+            if isinstance(self.shape, Outline)
+            else self.shape
+        )
+        return Prediction(label_of(shape), shape, self.step, (self.tokens,) * 2)
+
+
 def rank_trees(
     forest: TreeSearch,
     costs: Costs,
@@ -247,18 +318,37 @@ def rank_trees(
             does not fit.
         is_dynamic: whether the draft's scores are to shape the trees.
     """
+    ranked = _ranked(
+        forest, costs, traffic_of, max_depth, is_dynamic=is_dynamic, num_texts=num_texts
+    )
+    return [one.built(forest) for one in ranked]
+
+
+def _ranked(
+    forest: TreeSearch,
+    costs: Costs,
+    traffic_of: Callable[[int], Traffic | None],
+    max_depth: int,
+    *,
+    is_dynamic: bool,
+    num_texts: int,
+) -> list[_Candidate]:
+    """The trees of `rank_trees` before they are built."""
     candidates = []
     for size in (size for size in SIZES if size <= forest.max_nodes):
         traffic = traffic_of(num_texts * size)
         if traffic is None:
             continue
         for depth, shape in forest.shapes(size, max_depth, is_dynamic=is_dynamic):
-            tokens = forest.expected(size, depth)
+            is_grown = isinstance(shape, DynamicShape)
+            tokens = (
+                forest.expected_dynamic(size, depth) if is_grown else forest.expected(size, depth)
+            )
             if isinstance(shape, DynamicShape):
-                tokens = forest.expected_dynamic(size, depth)
                 shape = paced(replace(shape, num_tokens=tokens), costs)
-            step = step_time(costs, traffic, shape, num_texts)
-            candidates.append(Prediction(label_of(shape), shape, step, (num_texts * tokens,) * 2))
+            widths = [num_texts * width for width in shape.draft_widths]
+            step = step_of(costs, traffic, num_texts * size, widths, is_grown=is_grown)
+            candidates.append(_Candidate(depth, shape, step, num_texts * tokens))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 
@@ -271,14 +361,17 @@ def search(
     *,
     is_dynamic: bool = False,
     num_texts: int = 1,
+    most: int | None = None,
 ) -> tuple[TreeSearch, list[Prediction]]:
     """The trees of the whole grid as `rank_trees` has them, and the forest that they are of.
 
     Args:
         forest_of: of trees of so many nodes at most; large ones take long to order.
+        most: of static trees, each of which has to be built, so many of the best; None has all of
+            them.
     """
     rank = partial(
-        rank_trees,
+        _ranked,
         costs=costs,
         traffic_of=traffic_of,
         max_depth=max_depth,
@@ -294,11 +387,11 @@ def search(
     ):
         forest = forest_of(max_nodes)
         ranked = rank(forest)
-    return forest, ranked
+    return forest, [one.built(forest) for one in (ranked if is_dynamic else ranked[:most])]
 
 
 def _may_pay(
-    forest: TreeSearch, max_nodes: int, costs: Costs, best: Prediction, num_texts: int
+    forest: TreeSearch, max_nodes: int, costs: Costs, best: _Candidate, num_texts: int
 ) -> bool:
     """Whether a larger tree than this forest has could be quicker than its best one.
 
@@ -373,11 +466,18 @@ class YieldRange(NamedTuple):
 
 def range_for(share: float) -> YieldRange:
     """For a draft with this share of the target's weights."""
-    rows = [one for one in MEASURED if (one.share >= _LARGE_SHARE) == (share >= _LARGE_SHARE)]
-    ratios = []
-    for _, _, num_nodes, depth, tokens in rows:
-        usual = TreeSearch(
-            np.array(DEFAULT_ACCEPTANCE), max_nodes=num_nodes, max_depth=depth
-        ).expected(num_nodes, depth)
-        ratios.append((tokens - 1) / (usual - 1))
+    return _range(is_large=share >= _LARGE_SHARE)
+
+
+@cache
+def _range(*, is_large: bool) -> YieldRange:
+    rows = [one for one in MEASURED if (one.share >= _LARGE_SHARE) == is_large]
+    usual = TreeSearch(
+        check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max(one.num_nodes for one in rows)
+    )
+    expected = [usual.expected(one.num_nodes, one.depth) for one in rows]
+    ratios = [
+        (one.tokens_per_sweep - 1) / (tokens - 1)
+        for one, tokens in zip(rows, expected, strict=True)
+    ]
     return YieldRange(min(ratios), max(ratios), tuple(dict.fromkeys(one.pair for one in rows)))

@@ -20,12 +20,13 @@ torch, no clock. Invariant: what was named is what is taken.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, shape_of
+from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import SMALL, AcceptancePrior, usual_for
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import (
@@ -42,7 +43,7 @@ from offload.planning.cost_model import (
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import Profile
 from offload.planning.room import MemoryBudget
-from offload.planning.search import DEPTHS, TreeSearch, search
+from offload.planning.search import DEPTHS, TreeSearch, known_forest, search
 from offload.planning.seen import ObservedPass, ObservedPasses
 from offload.trees.spec import (
     AUTO_DEPTH,
@@ -183,6 +184,7 @@ class TreeSelector:
             self.max_depth,
             is_dynamic=self._is_dynamic,
             num_texts=self.num_texts,
+            most=NUM_SHOWN,
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
@@ -242,16 +244,23 @@ class TreeSelector:
             counted = self.usual.dynamic_yields
             if self._learns and not counted:
                 p_K = self.seen.acceptance(p_K, self._expected)
-            return TreeSearch(p_K, max_nodes=max_nodes, max_depth=max_depth, counted=counted)
+            return known_forest(
+                tuple(p_K.tolist()), max_nodes=max_nodes, max_depth=max_depth, counted=counted
+            )
         known = self.profile
         p_K = isotonic(known.acceptance)  # far ranks are noisy
-        return TreeSearch(
-            p_K, known.traces, known.smoothing, max_nodes, max_depth, known.dynamic_yields
+        return known_forest(
+            tuple(p_K.tolist()),
+            known.traces,
+            known.smoothing,
+            max_nodes,
+            max_depth,
+            known.dynamic_yields,
         )
 
     def _expected(self, p_K: Floats, shape: Shape) -> float:
         """Tokens of a tree of the product form."""
-        forest = _assumed_forest(tuple(p_K.tolist()), max(self.max_nodes, shape.num_nodes))
+        forest = known_forest(tuple(p_K.tolist()), max_nodes=max(self.max_nodes, shape.num_nodes))
         return forest.expected(shape.num_nodes, shape.depth)
 
     @property
@@ -275,11 +284,6 @@ class TreeSelector:
         if self.profile is None:
             return f"{self.usual.source}, {self.note}"
         return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
-
-
-@lru_cache(maxsize=64)
-def _assumed_forest(acceptance: tuple[float, ...], max_nodes: int) -> TreeSearch:
-    return TreeSearch(check_acceptance(acceptance), max_nodes=max_nodes, max_depth=DEPTHS[-1])
 
 
 def routing_in(profile: Profile | None) -> ExpertRouting | None:
@@ -495,7 +499,7 @@ def with_experts(
     """
     if room.experts != "auto":
         return room
-    if shape_of(files.target, room.dtype).experts is None or not _is_streamed(
+    if model_shape(files.target, room.dtype).experts is None or not _is_streamed(
         room, files, num_nodes or 1
     ):
         return replace(room, experts="layers")
@@ -518,10 +522,8 @@ def _is_streamed(room: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
 
 def _s_per_token(room: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
     """At a byte per second, with the best tree of these sizes; infinite where none has room."""
-    forest = TreeSearch(
-        check_acceptance(usual_for(files.draft).acceptance),
-        max_nodes=max(sizes),
-        max_depth=_MAX_DEPTH,
+    forest = known_forest(
+        usual_for(files.draft).acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH
     )
     found = [float("inf")]
     for size in sizes:

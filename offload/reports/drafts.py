@@ -8,15 +8,16 @@ are read.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from offload.calibration.startup import name_of
 from offload.errors import UserError
+from offload.model.meta import describe
 from offload.planning.cost_model import Prediction
 from offload.planning.near_copy import BITS, copy_bits
 from offload.planning.options import LoadOptions
-from offload.reports.estimate import estimate
+from offload.reports.estimate import Read, estimate
 
 
 class DraftCandidate(NamedTuple):
@@ -48,6 +49,7 @@ def compare_drafts(
     options: LoadOptions,
     hardware: str | None,
     disk_speed: str | int | None = None,
+    read: Read = describe,
 ) -> list[DraftCandidate]:
     """What there is to choose from, the one that is predicted to be the fastest first, and last
     what does not go.
@@ -56,7 +58,7 @@ def compare_drafts(
     """
     if hardware is None:
         return []
-    planned = partial(_planned, model, hardware=hardware, disk_speed=disk_speed)
+    planned = partial(_planned, model, hardware=hardware, disk_speed=disk_speed, read=cache(read))
     found = [
         planned(one, replace(options, tree="auto", draft_dtype=dtype))
         for one, dtype in _kinds(draft)
@@ -81,10 +83,17 @@ def _planned(
     *,
     hardware: str,
     disk_speed: str | int | None,
+    read: Read,
 ) -> DraftCandidate:
     try:
         found = estimate(
-            model, draft, options, hardware=hardware, disk_speed=disk_speed, has_packing=False
+            model,
+            draft,
+            options,
+            hardware=hardware,
+            disk_speed=disk_speed,
+            has_packing=False,
+            read=read,
         )
     except UserError as error:
         return DraftCandidate(draft, options.draft_dtype, 0, 0, None, str(error))

@@ -16,6 +16,8 @@ lie here.
 Invariant: no more is read than the forecast's few pieces.
 """
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,12 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from offload.calibration.link import link_bytes_per_s
 from offload.calibration.startup import ModelFacts
 from offload.checkpoint.hub import is_here, require_one_vocabulary
-from offload.checkpoint.safetensors import compute_dtype_name, settled_dtype
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, ram_warning, shape_of
+from offload.memory.planner import ModelFiles, ram_warning
 from offload.memory.prompt_rows import row_s
 from offload.model.meta import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
@@ -111,6 +113,7 @@ def packing_of(
     )
 
 
+Read = Callable[[str, str | os.PathLike[str] | None], Checkpoint]
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
 
@@ -231,6 +234,7 @@ def estimate(
     disk_speed: str | int | None = None,
     tokens_per_sweep: float | None = None,
     has_packing: bool = True,
+    read: Read = describe,
 ) -> Estimate:
     """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read.
 
@@ -239,6 +243,8 @@ def estimate(
         disk_speed: bytes per second, such as `3GB`; None measures it here, or takes the machine's.
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
         has_packing: forecasts what packing the target would win.
+        read: headers by name and config; `cache(describe)` where several estimates are of the same
+            models.
     """
     disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
     machine = find_hardware(hardware) if hardware else None
@@ -246,7 +252,7 @@ def estimate(
         machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
     check_held(draft, options.draft_dtype, None)
     names = list(map(str, models_to_read(model, draft)))
-    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
+    files = files_of(list(map(read, names, [options.config, None])), draft, options.draft_dtype)
     if files.draft is not None and copy_bits(draft) is None:
         require_one_vocabulary(files.target, files.draft)
     tree = planned_tree(options, draft, tokens_per_sweep)
@@ -303,7 +309,9 @@ def _prompt(case: _Case, costs: Costs | None, plan: MemoryPlan) -> PromptPass | 
     rates = case.room.rates
     most = plan.max_prompt_rows
     if rates is not None and costs is None and case.device is None:
-        seconds = most * row_s(shape_of(case.files.target, case.options.dtype), rates.flops_per_s)
+        seconds = most * row_s(
+            model_shape(case.files.target, case.options.dtype), rates.flops_per_s
+        )
         costs = replace(
             link_alone(rates.link_bytes_per_s),
             compute_s=Curve((1, most), (seconds / most, seconds)),

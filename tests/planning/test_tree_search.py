@@ -10,14 +10,7 @@ import pytest
 from offload import timer
 from offload.calibration import startup as probe
 from offload.errors import UserError
-from offload.planning.acceptance import (
-    PRODUCT_FORM,
-    RankTrie,
-    acceptance,
-    bursts,
-    cut_order,
-    tokens_per_sweep,
-)
+from offload.planning.acceptance import PRODUCT_FORM, RankTrie, acceptance, bursts, tokens_per_sweep
 from offload.planning.cost_model import (
     Costs,
     Curve,
@@ -29,7 +22,14 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.profile import Profile
-from offload.planning.search import DEPTHS, TreeSearch, best_smoothing, rank_trees, search
+from offload.planning.search import (
+    DEPTHS,
+    TreeOrder,
+    TreeSearch,
+    best_smoothing,
+    rank_trees,
+    search,
+)
 from offload.planning.selector import Trees
 from offload.trees.spec import parse_tree
 from offload.trees.topology import (
@@ -225,10 +225,13 @@ def test_order_without_traces_is_best_first(num_nodes: int) -> None:
     for depth in (1, 4, 16):
         follow = RankTrie((), depth, P_K).follow
         assert tree_of(grow_order(num_nodes, depth, follow, 0)) == best_first(P_K, num_nodes, depth)
-        order = cut_order(grow_order(4 * num_nodes, 16, follow, 0), num_nodes, depth)
-        assert max(node.depth for node in order) <= depth
-        if len(order) == num_nodes:
-            assert sum(node.score for node in order) == pytest.approx(expected_tokens(tree_of(order), P_K))
+        order = TreeOrder(grow_order(4 * num_nodes, 16, follow, 0))
+        tree = order.tree(num_nodes, depth)
+        assert tree.depth <= depth
+        if tree.num_nodes == num_nodes:
+            assert tree == best_first(P_K, num_nodes, depth)
+            assert order.expected(num_nodes, depth) == pytest.approx(expected_tokens(tree, P_K))
+            assert order.outline(num_nodes, depth) == (num_nodes, tree.depth, draft_widths(tree))
 
 
 def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:

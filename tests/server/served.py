@@ -1,5 +1,6 @@
 """A real server over a real socket for tests, in a thread, and the tokens that its models know."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -71,6 +72,24 @@ def slow_passes(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SpeculationStep, "step", step)
         yield
+
+
+@contextmanager
+def held_passes() -> Iterator[threading.Event]:
+    """No pass ends before this does; gives an event that is set once one has begun."""
+    original, begun, let_go = SpeculationStep.step, threading.Event(), threading.Event()
+
+    def step(self: SpeculationStep, *arguments: Any) -> Any:
+        begun.set()
+        let_go.wait()
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculationStep, "step", step)
+        try:
+            yield begun
+        finally:
+            let_go.set()
 
 
 def until(holds: Callable[[], bool]) -> None:
