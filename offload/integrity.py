@@ -38,15 +38,15 @@ import numpy as np
 from offload.checkpoint.files import PART_BYTES, open_regular, read_small
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
-from offload.checkpoint.safetensors import SUMS, stamp_of
+from offload.checkpoint.safetensors import stamp_of
 from offload.checkpoint.whole import (
-    SUFFIX,
     Damage,
     FileSums,
     ModelSpans,
     Span,
     WholeFile,
     crc32_of_scratch,
+    default_manifest,
     differences,
     have_same_bytes,
     read_manifest,
@@ -54,7 +54,6 @@ from offload.checkpoint.whole import (
 )
 from offload.errors import ReadError, UserError
 from offload.machine import num_cores
-from offload.planning.profile import cache_folder
 from offload.streaming.disk import DiskReader, allocate, drop, finish
 from offload.streaming.scan import has_zeros
 from offload.units import format_bytes
@@ -371,7 +370,7 @@ def verify(
     """
     started_s = time.monotonic()
     may_write = may_write or manifest is None
-    manifest = manifest or default_manifest(whole)
+    manifest = manifest or default_manifest(whole.path)
     known = _comparable(_known(manifest, may_write=may_write), whole)
     small = _small(whole)  # before hours of reading
     seen = _seen(whole, known, progress)
@@ -424,23 +423,6 @@ def _undecoded(packed: Set[Path]) -> list[Damage]:
     )
 
     return [one for path in sorted(packed) for one in undecoded(path)]
-
-
-def default_manifest(whole: ModelSpans) -> Path:
-    """Beside the files; of a model in the hub's cache, which is the hub's, in this program's own."""
-    # links are not followed: files of the cache are links out of a commit
-    path = Path(os.path.abspath(whole.path))
-    for commit in (path, *path.parents):
-        snapshots = commit.parent
-        repo = commit.parent.parent
-        if snapshots.name == "snapshots" and repo.name.startswith("models--"):
-            name = "-".join((repo.name, commit.name[:12], *path.relative_to(commit).parts))
-            return cache_folder() / "sums" / f"{name}.json"
-    return (
-        whole.path / SUMS
-        if os.path.isdir(whole.path)
-        else whole.path.with_name(whole.path.name + SUFFIX)
-    )
 
 
 def _seen(whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress) -> list[_Seen]:

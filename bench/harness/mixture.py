@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
+from offload.checkpoint.files import cache_folder
 from offload.cli.demo import PAIR, inflated_target
-from offload.planning.profile import cache_folder
 
 _COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from offload.bench.harness.prompts import held_out_files, read_source
+from offload.checkpoint.files import cache_folder
 from offload.cli.console import Console
 from offload.cli.datastore_run import load_coder
 from offload.cli.demo import PAIR
 from offload.datastore.build import build
-from offload.planning.profile import cache_folder
 
 _RAM_BYTES = 3 << 30
 _PERMUTED_TOKENS = 100_000_000

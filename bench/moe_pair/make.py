@@ -27,10 +27,10 @@ from offload.bench.moe_pair.losses import draft_loss, target_loss
 from offload.bench.moe_pair.training import Course, train
 from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
 from offload.bench.moe_pair.written import kept_texts
+from offload.checkpoint.files import cache_folder
 from offload.cli.console import Console
 from offload.cli.demo import PAIR, inflated_target
 from offload.errors import UserError
-from offload.planning.profile import cache_folder
 from offload.units import parse_size
 
 _STEP_TOKENS = 2048

@@ -106,6 +106,14 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """Of this program, in the user's cache directory. Raises `UserError` for a user who has none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+    except RuntimeError:
+        raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder") from None
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
     """A descriptor of a folder, locked. Raises `UserError` where another process writes to it, and

@@ -314,7 +314,7 @@ _COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs 
 _AS_NUMBER = re.compile(r"\\u00[2-7]")
 # What libraries read whole: vocabularies and settings by the names that they give them, no weights
 # or texts beside.
-_READ = re.compile(
+READ_BY_LIBRARIES = re.compile(
     r"(tokenizer(\..*)?|added_tokens|special_tokens_map|tekken.*|(.*[-_])?vocab(-.*)?|.*config|.*template)\.json"
     r"|(emoji|normalizer|byte_maps|word_\w+)\.json|(vocab|merges|dict)\.txt|tokenizer\.model.*|.*\.(jinja|model|spm)"
 )
@@ -347,7 +347,11 @@ def check_tokenizer_files(directory: Path) -> None:
 
 def _check_sizes(directory: Path) -> None:
     for path in directory.iterdir():
-        size = os.path.getsize(path) if _READ.fullmatch(path.name) and os.path.isfile(path) else 0
+        size = (
+            os.path.getsize(path)
+            if READ_BY_LIBRARIES.fullmatch(path.name) and os.path.isfile(path)
+            else 0
+        )
         if size > _MOST_BYTES:
             what = (
                 f"{path.name} has {size >> 20} MiB, no such file has more than {_MOST_BYTES >> 20}"

@@ -34,13 +34,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offload.checkpoint.download import in_cache
-from offload.checkpoint.files import PART_BYTES, read_object, replacing
+from offload.checkpoint.files import PART_BYTES, cache_folder, read_object, replacing
 from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.numbers import Form, form_of, is_matrix
 from offload.checkpoint.safetensors import (
     MANIFEST,
+    SUMS,
     Stamp,
     find_shards,
     is_hub_id,
@@ -247,6 +248,21 @@ class FileSums(NamedTuple):
     sha256: str | None  # as the hub has it, and as it was seen to be
     header: str  # CRC-32 of its parts, 8 characters each
     tensors: Mapping[str, str]
+
+
+def default_manifest(model: Path) -> Path:
+    """Beside a folder's files or a first GGUF file; of a model in the hub's cache, which is not
+    ours, in our own.
+    """
+    # links are not followed: files of the cache are links out of a commit
+    path = Path(os.path.abspath(model))
+    for commit in (path, *path.parents):
+        snapshots = commit.parent
+        repo = commit.parent.parent
+        if snapshots.name == "snapshots" and repo.name.startswith("models--"):
+            name = "-".join((repo.name, commit.name[:12], *path.relative_to(commit).parts))
+            return cache_folder() / "sums" / f"{name}.json"
+    return model / SUMS if os.path.isdir(model) else model.with_name(model.name + SUFFIX)
 
 
 def read_manifest(path: Path) -> dict[str, FileSums]:

@@ -1,6 +1,7 @@
 """A file of many prompts, one JSON object a line: checked as a whole before anything is loaded.
 
-Invariant: a task's digest changes with whatever could change its text, and with nothing else.
+Invariant: a task's digest changes with whatever could change its text beside the model, and with
+nothing else.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ _GRAMMARS = ("json_schema", "regex", "grammar")
 _FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", *_GRAMMARS, *_DRAWING)
 _OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
 # but for what the first three hold
-_NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept")
+_NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept", "is_named")
 _UNSET = [(name, getattr(Sampling(), name)) for name in _DRAWING]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
@@ -40,7 +41,7 @@ class BatchTask:
     sample: int
     name: str | int | None  # what the file calls it
     request: Request
-    digest: str  # of all that its text depends on
+    digest: str  # of all that its text depends on beside the model
 
 
 def read_tasks(
@@ -50,7 +51,7 @@ def read_tasks(
     its number.
 
     Args:
-        written_by: model and rule, on which texts depend as well.
+        written_by: type and rule, on which texts depend as well; the model is told of beside.
         system: what the model is told before a prompt; messages say that for themselves.
     """
     try:

@@ -7,8 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
+from offload.checkpoint.hub import is_here, open_headers
 from offload.cli.batch_file import BatchTask
 from offload.cli.console import Console, ModelNames, place_line
 from offload.cli.flags import as_flags
@@ -16,10 +18,12 @@ from offload.cli.progress import BatchProgress, duration, plural
 from offload.cli.results_file import ResultsFile
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
+from offload.engine.identities import Identities
 from offload.engine.load import open_decoder
 from offload.engine.many import Finished, write_all
 from offload.engine.request import Request
 from offload.errors import RunError, UserError
+from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 
 
@@ -38,6 +42,10 @@ def write_batch(
     """Write what is not done yet, a line for each. Raises `RunError` in the end if prompts have
     failed.
     """
+    follows_draft = loading.options.lenience < 1
+    identities = _identities(loading, console) if results.models else None
+    if identities is not None:
+        results.require(partial(identities.difference, follows_draft=follows_draft))
     todo = [task for task in tasks if (task.index, task.sample) not in results.done]
     if results.done:
         console.say(
@@ -45,8 +53,15 @@ def write_batch(
         )
     if todo:
         sampling = todo[0].request.sampling
-        with _opened(loading, Request(sampling=sampling), console) as decoder:
+        with _opened(
+            loading, Request(sampling=sampling, is_named=bool(results.name)), console
+        ) as decoder:
+            if identities is None:  # files had to be fetched first
+                results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
+            # while files are those that were opened
+            decoder.identities.identity(follows_draft=follows_draft)
             for index, outcome in _finished(decoder, [task.request for task in todo], console):
+                results.model = decoder.identities.identity(follows_draft=follows_draft).as_dict()
                 results.add(todo[index], _result(outcome))
     if results.num_failed:
         where = f" in {results.name}" if results.name else ""
@@ -76,6 +91,20 @@ def write_samples(
         finally:
             if as_json:
                 console.text(json.dumps([objects[index] for index in sorted(objects)]) + "\n")
+
+
+def _identities(loading: Loading, console: Console) -> Identities | None:
+    """Of models whose files are here, before anything is loaded."""
+    console.wait("comparing models")
+    models = models_to_read(loading.model, loading.draft)
+    options = loading.options
+    headers = [
+        open_headers(model, None if index else options.config) for index, model in enumerate(models)
+    ]
+    if not all(map(is_here, headers)):
+        return None
+    files = files_of(headers, loading.draft, options.draft_dtype)
+    return Identities(files, limit_bytes_per_s=options.limit_bytes_per_s)
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.files import cache_folder
 from offload.cli.prompt_input import decode
 from offload.errors import UserError
-from offload.planning.profile import cache_folder
 
 _QUOTES = '"""'
 _TAKE_BLOCKS = ("", "/system")

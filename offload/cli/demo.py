@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.files import cache_folder
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflate, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
@@ -25,7 +26,6 @@ from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.planning.options import LoadOptions
-from offload.planning.profile import cache_folder
 from offload.reports.proof import draw_gaps, rounding
 from offload.stats import Stats
 from offload.trees.spec import parse_tree

@@ -85,9 +85,7 @@ def write_many(
 
             write_samples(Loading(model, draft, options, note), console, requests, as_json=as_json)
         return
-    written_by = (
-        f"{Path(model).absolute().name} {options.dtype} {options.rule} {options.lenience:g}"
-    )
+    written_by = f"{options.dtype} {options.rule} {options.lenience:g}"
     console.wait("reading prompts")
     tasks = read_tasks(many.prompts, common, many.num_samples, written_by, many.system)
     with open_results(many.out, tasks, many.prompts, console.text) as results, libraries(console):

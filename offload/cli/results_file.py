@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from offload.checkpoint.identity import ModelIdentity
 from offload.cli.batch_file import BatchTask
 from offload.errors import RunError, UserError, ensure
 
@@ -27,6 +28,8 @@ class ResultsFile:
     Attributes:
         name: for the user; empty for stdout.
         done: (index, sample) of what was there already.
+        models: which models the lines that were there are of, by the first line of each.
+        model: that of lines to come.
         num_failed: of all that is there.
     """
 
@@ -35,35 +38,52 @@ class ResultsFile:
         self._write = write
         self.done = set[tuple[int, int]]()
         self.num_failed = 0
+        self.models, self.model = dict[int, ModelIdentity](), dict[str, Any]()
 
     def add(self, task: BatchTask, result: dict[str, Any]) -> None:
         """Write one line, whole. Raises `RunError` where it cannot be written."""
         self.num_failed += "error" in result
-        line = {
-            "index": task.index,
-            "sample": task.sample,
-            "id": task.name,
-            **result,
-            "request": task.digest,
-        }
+        line = {"index": task.index, "sample": task.sample, "id": task.name, **result}
+        line |= {"request": task.digest, "model": self.model}
         self._write(json.dumps(line) + "\n")
 
     def find(self, lines: Sequence[bytes], tasks: Sequence[BatchTask]) -> None:
         """Note what is done already. Raises `UserError` where a line is of other tasks."""
         digests = {(task.index, task.sample): task.digest for task in tasks}
+        seen = set[str]()
         for number, line in enumerate(lines, start=1):
-            key, digest, has_failed = self._told(line, number)
+            key, digest, model, has_failed = self._told(line, number)
+            if (name := json.dumps(model, sort_keys=True)) not in seen:
+                seen.add(name)
+                self.models[number] = self._identity(model, number)
             if key in self.done:
                 raise UserError(
                     f"{self.name}, line {number} tells of index {key[0]} once more: {_OTHER}"
                 )
             if digests.get(key) != digest:
-                what = f"{self.name}, line {number} is of another prompt, model or settings than index {key[0]} has now"
+                what = f"{self.name}, line {number} is of another prompt or settings than index {key[0]} has now"
                 raise UserError(f"{what}: {_OTHER}")
             self.done.add(key)
             self.num_failed += has_failed
 
-    def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, bool]:
+    def require(self, difference: Callable[[ModelIdentity], str]) -> None:
+        """Raises `UserError` where a line is of another model, by what is `difference` to it in
+        words.
+        """
+        for number, model in self.models.items():
+            if what := difference(model):
+                raise UserError(
+                    f"{self.name}, line {number} is not of this model ({what}): {_OTHER}"
+                )
+
+    def _identity(self, model: Any, number: int) -> ModelIdentity:
+        found = ModelIdentity.parse(model)
+        if found is None:
+            what = f"{self.name}, line {number} does not tell of which model it is, an earlier version wrote it"
+            raise UserError(f"{what}: name another file")
+        return found
+
+    def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, Any, bool]:
         try:
             told = json.loads(line)
             ensure(isinstance(told, dict), "an object is wanted")
@@ -77,7 +97,7 @@ class ResultsFile:
             raise UserError(
                 f"{self.name}, line {number} is no result of offload: name another file"
             ) from None
-        return key, digest, "error" in told
+        return key, digest, told.get("model"), "error" in told
 
 
 @contextmanager

@@ -6,13 +6,12 @@ with another version, other files or other options is refused, on every rank ali
 anything is sent.
 """
 
-import hashlib
 import json
 import os
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from offload.checkpoint.identity import PARTS, ModelIdentity, proved
 from offload.distributed.transport import Channel, Gloo, Groups, choose_interface
 from offload.distributed.watch import limit
 from offload.errors import TOLD, RankError, UserError, reason
@@ -28,18 +28,20 @@ from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo
 
 # of messages and cards; another number for every change that an older rank would misread
-PROTOCOL = 1
+PROTOCOL = 2
 JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
 _MAX_CARD_BYTES = 65536
+_KINDS = (str, list, dict, dict)  # of what a card tells
 _ASK_AGAIN_S = 0.1
 _PATIENCE = 1.2  # of who waits in an exchange, so that silence is noticed first
 # for rank 0 to print what it has heard, before torchrun ends it because another has ended
 _TELL_S = 1.0
+SAME_FILES = "give both the same files"
 _REMEDIES = {
     "offload": "install the same version on both", "torch": "install the same version on both",
-    "protocol": "install the same version on both", "checkpoint": "give both the same files",
-    "options": "start both with the same flags",
+    "protocol": "install the same version on both", "options": "start both with the same flags",
+    **dict.fromkeys(PARTS, SAME_FILES),
 }  # fmt: skip
 
 
@@ -47,19 +49,24 @@ class RankHandshake(NamedTuple):
     """What a rank says of itself when it joins."""
 
     must_agree: dict[str, str]  # by the keys of `_REMEDIES`
+    proofs: dict[str, str]  # of the weights, see `ModelIdentity`
     host: str  # a name, and what tells apart hosts of one name
     disks: list[str]  # that weights are read from
 
     @classmethod
-    def of_this(cls, checkpoint: str, options: str, shards: Sequence[Path]) -> "RankHandshake":
+    def of_this(cls, model: ModelIdentity, options: str, shards: Sequence[Path]) -> "RankHandshake":
         """This process's; the arguments are those of `joined`."""
         release = ".".join(torch.__version__.split(".")[:2])
         version = sys.modules["offload"].__version__  # above all rooms, and imported before any
-        agreed = (version, release, str(PROTOCOL), checkpoint, options)
+        agreed = {
+            "offload": version,
+            "torch": release,
+            "protocol": str(PROTOCOL),
+            "options": options,
+            **model.parts,
+        }
         disks = sorted({str(path.stat().st_dev) for path in shards})
-        return cls(
-            dict(zip(_REMEDIES, agreed, strict=True)), f"{socket.gethostname()} {_boot_id()}", disks
-        )
+        return cls(agreed, dict(model.proofs), f"{socket.gethostname()} {_boot_id()}", disks)
 
     @classmethod
     def parse(cls, content: bytes, rank: int) -> "RankHandshake":
@@ -68,9 +75,9 @@ class RankHandshake(NamedTuple):
             card = cls(**json.loads(content)) if len(content) <= _MAX_CARD_BYTES else None
         except (ValueError, TypeError, RecursionError):
             card = None
-        texts = [] if card is None else [card.host, card.disks, card.must_agree]
+        told = [] if card is None else [card.host, card.disks, card.must_agree, card.proofs]
         if card is None or not all(
-            isinstance(one, kind) for one, kind in zip(texts, (str, list, dict), strict=True)
+            isinstance(one, kind) for one, kind in zip(told, _KINDS, strict=True)
         ):
             raise UserError(f"rank {rank} says of itself what is no card: {_REMEDIES['protocol']}")
         return card
@@ -94,20 +101,10 @@ class Joined(NamedTuple):
         )
 
 
-def headers_digest(headers: Sequence[bytes]) -> str:
-    """A short name for what a checkpoint's headers and configuration say, the same for the same
-    files in this order.
-    """
-    digest = hashlib.sha256()
-    for header in headers:
-        digest.update(len(header).to_bytes(8, "little") + header)
-    return digest.hexdigest()[:16]
-
-
 @contextmanager
 def joined(
     place: RankInfo,
-    checkpoint: str,
+    model: ModelIdentity,
     options: str,
     shards: Sequence[Path],
     *,
@@ -117,7 +114,7 @@ def joined(
     """Ranks that talk until this context ends; how it ends is every rank's last word to the others.
 
     Args:
-        checkpoint: `headers_digest` of the files; must be the same on all ranks.
+        model: must be the same on all ranks, as far as is known yet.
         options: what else must be the same, as a user would recognise it.
         shards: files that weights are read from, whose disks are compared.
         limit_s: how long to wait for a rank that does not come.
@@ -127,9 +124,7 @@ def joined(
     """
     with terminated_at_once():
         store = meet(place, limit_s)
-    cards = exchange_cards(
-        store, place, RankHandshake.of_this(checkpoint, options, shards), limit_s
-    )
+    cards = exchange_cards(store, place, RankHandshake.of_this(model, options, shards), limit_s)
     with _told():
         compare(cards)
     with terminated_at_once():
@@ -261,6 +256,18 @@ def compare(cards: Sequence[RankHandshake]) -> None:
                 raise UserError(
                     f"{rule}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}"
                 )
+    require_same_weights([card.proofs for card in cards], is_final=False)
+
+
+def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool) -> None:
+    """Refuse ranks whose weights are others, or in the end not proved to be the same. Raises
+    `UserError`.
+    """
+    for rank, own in enumerate(proofs):
+        is_same = proved(proofs[0], own)
+        if is_same is False or (is_final and not is_same):
+            rule = "ranks must have the same weights, to the last byte"
+            raise UserError(f"{rule}, got others on rank {rank} than on rank 0: {SAME_FILES}")
 
 
 def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Gloo:

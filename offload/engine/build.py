@@ -21,6 +21,7 @@ from offload.drafting.base import Drafter
 from offload.drafting.dynamic import StepSeconds
 from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
 from offload.drafting.lookup import GuessSources
+from offload.engine.identities import Identities
 from offload.engine.team import Hooks, Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
@@ -53,6 +54,7 @@ class ModelPair(NamedTuple):
     sights: tuple[WeightScan, ...]  # of what is read of both
     damage: list[str]  # what they have found that is not finite
     grammars: Grammars  # that texts may be asked to keep
+    identities: Identities  # of what both hold
 
     def drafter(
         self, plan: MemoryPlan, kernels: KernelSet, sources: GuessSources, step_s: StepSeconds
@@ -73,12 +75,14 @@ def open_pair(
     open_source: OpenSource,
     adapt: Callable[[nn.Module], None] = lambda meta_model: None,
     *,
+    identities: Identities,
     on_demand: bool = False,
 ) -> ModelPair:
     """Meta models with their tokenizer and the file reader; `adapt` may change the target's before
     it has weights.
 
-    With `on_demand` the target's routed experts come one by one, see `BoundModel`.
+    `identities` see what is read. With `on_demand` the target's routed experts come one by one, see
+    `BoundModel`.
 
     Raises `UserError` where the two do not fit each other.
     """
@@ -107,23 +111,12 @@ def open_pair(
         files.target.shards,
         stamps=files.target.stamps,
         rate_limit_bytes_per_s=options.limit_bytes_per_s,
-        sight=sights[0],
+        sight=identities.watching("target", sights[0]),
     )
     resources.callback(store.close)
     grammars = Grammars(tokenizer, target.vocab_size, end_ids)
-    return ModelPair(
-        target,
-        draft,
-        store,
-        open_source,
-        tokenizer,
-        end_ids,
-        device,
-        notes,
-        sights,
-        damage,
-        grammars,
-    )
+    more = device, notes, sights, damage, grammars, identities
+    return ModelPair(target, draft, store, open_source, tokenizer, end_ids, *more)
 
 
 def read_pair(pair: ModelPair, on_bytes: Progress) -> list[ComparisonOutcome]:
@@ -146,7 +139,8 @@ def read_pair(pair: ModelPair, on_bytes: Progress) -> list[ComparisonOutcome]:
     outcomes = _pick_expansion(pair, pair.target, pair.store)
     if draft is not None:
         files = draft.checkpoint
-        options = {"stamps": files.stamps, "rate_limit_bytes_per_s": None, "sight": pair.sights[1]}
+        sight = pair.identities.watching("draft", pair.sights[1])
+        options = {"stamps": files.stamps, "rate_limit_bytes_per_s": None, "sight": sight}
         with closing(pair.open_source(files.shards, **options)) as source:
             count(draft.read_rest(source.fetch, pair.target))
             outcomes += _pick_expansion(pair, draft, source)

@@ -85,7 +85,8 @@ class Decoder:
     it.
 
     Attributes:
-        target, drafter: the two models, for whoever measures them.
+        target, drafter, identities: the two models, for whoever measures them, and what files call
+            them by.
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
         end_ids: tokens that end a text.
@@ -122,6 +123,7 @@ class Decoder:
             grammars,
         ) = settled
         self._kernels, self.comparisons = choice
+        self.identities = self._models.identities
         self.target = target
         self.drafter = drafter
         self._resources = resources
@@ -153,9 +155,9 @@ class Decoder:
         self.notes += dict.fromkeys(note for note in found if note)
 
     def __repr__(self) -> str:
+        is_open = hasattr(self, "_pool")
         state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"
-        state = state if hasattr(self, "_pool") else "closed"
-        return f"Decoder({state})\n{self.plan}"
+        return f"Decoder({state if is_open else 'closed'})\n{self.plan}"
 
     def begin(
         self,

@@ -42,6 +42,7 @@ from offload.engine.build import (
     telling,
 )
 from offload.engine.decoder import Decoder, DecoderConfig
+from offload.engine.identities import Identities
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
@@ -278,12 +279,15 @@ def open_decoder(
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
         least = plan_for(1)
-        pair = open_pair(
-            files, options, device, resources, open_source, team.adapt, on_demand=least.has_experts
+        more: Any = {
+            "identities": _identities(given, request, team, least),
+            "on_demand": least.has_experts,
+        }
+        pair = open_pair(files, options, device, resources, open_source, team.adapt, **more)
+        models = Models(
+            *files, options.dtype, least.context, least.has_longest_context, pair.identities
         )
-        models = Models(*files, options.dtype, least.context, least.has_longest_context)
-        if request is not None:
-            _check_request(request, pair, models)
+        _check_request(request, pair, models)
         sources = open_sources(
             options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None
         )
@@ -381,8 +385,25 @@ def _accept(*_: object) -> None:
     """Headers of what several ranks share: what each of them has room for is settled later."""
 
 
-def _check_request(request: Request, pair: ModelPair, models: Models) -> None:
+def _identities(
+    given: LoadContext, request: Request | None, team: Team, plan: MemoryPlan
+) -> Identities:
+    """Of what was opened; a sum of all weights is taken on the way where it is wanted, and all of
+    them are read.
+    """
+    is_wished = (
+        request is not None and request.is_for_file and team.is_alone and not plan.has_experts
+    )
+    limit_bytes_per_s = given.options.limit_bytes_per_s
+    return Identities(
+        given.files, given.open_source, limit_bytes_per_s=limit_bytes_per_s, is_wished=is_wished
+    )
+
+
+def _check_request(request: Request | None, pair: ModelPair, models: Models) -> None:
     """Raises `UserError` for one that these models cannot serve."""
+    if request is None:
+        return
     target = pair.target
     bounds = (models.context, models.has_longest_context)
     if request.prompt is not None:
@@ -393,8 +414,6 @@ def _check_request(request: Request, pair: ModelPair, models: Models) -> None:
         require_sessions(target.start)
     if request.session is not None:
         check_session(Path(request.session), models)
-    elif request.is_kept:
-        models.prove()
 
 
 def _plan_tree(

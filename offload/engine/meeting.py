@@ -3,10 +3,8 @@
 What a rank measures of itself before it takes its share of a model: memory, link and computing.
 """
 
-import json
-import os
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -14,21 +12,19 @@ import torch
 from torch.nn import functional
 
 from offload.calibration.link import link_bytes_per_s
+from offload.checkpoint.identity import ModelIdentity, identity_of, proved
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.distributed.join import headers_digest, joined
+from offload.distributed.join import Joined, joined, require_same_weights
+from offload.distributed.orders import all_gather_objects, try_together
 from offload.distributed.transport import Transport
 from offload.engine.team import LoadContext
-from offload.errors import ReadError
 from offload.memory.plan import MemoryPlan
 from offload.planning.shares import RankCapacity
 from offload.rank_roles import require_place
+from offload.streaming.summing import with_sum
 from offload.timer import timed
 from offload.units import parse_size
-
-# of each file
-_NUM_SAMPLES = 16
-_SAMPLE_BYTES = 64
 
 
 class Meeting(NamedTuple):
@@ -49,30 +45,36 @@ def meet_ranks(given: LoadContext, resources: ExitStack, transport: Transport | 
     target = given.files.target
     options = given.options
     given.hooks.on_phase("waiting for the other ranks")
-    # codings are dataclasses
-    headers = json.dumps([target.config, target.tensors], sort_keys=True, default=repr)
-    content = [headers.encode(), *map(_sample, target.shards)]
+    identity = identity_of(target)
     has_draft = "given" if given.files.draft else "none"
     alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
     alike |= {"--dtype": options.dtype, "--context": str(options.context)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
-    meeting = resources.enter_context(
-        joined(require_place(), headers_digest(content), agreed, target.shards)
-    )
+    meeting = resources.enter_context(joined(require_place(), identity, agreed, target.shards))
+    _prove(given, meeting, identity)
     return Meeting(meeting.transport, tuple(filter(None, [meeting.note()])))
 
 
-def _sample(shard: Path) -> bytes:
-    """Some bytes from all over a file: models of one shape have equal headers and other weights.
-    Raises `ReadError`.
+def _prove(given: LoadContext, meeting: Joined, identity: ModelIdentity) -> None:
+    """Have all weights read once where ranks cannot tell otherwise that they have the same: each
+    reads only its share.
+
+    Raises `UserError` on all of them where they have not.
     """
-    try:
-        with shard.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            offsets = [size * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)]
-            return b"".join(os.pread(file.fileno(), _SAMPLE_BYTES, offset) for offset in offsets)
-    except OSError as error:
-        raise ReadError(f"{shard.name} cannot be read any more: {error.strerror}") from None
+    told = [card.proofs for card in meeting.cards]
+    if all(proved(told[0], own) for own in told):
+        return
+    given.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
+    read = partial(
+        with_sum,
+        given.files.target,
+        identity,
+        open_source=given.open_source,
+        limit_bytes_per_s=given.options.limit_bytes_per_s,
+        on_bytes=given.hooks.on_bytes,
+    )
+    mine = try_together(meeting.transport, lambda: identity if identity.has_sum else read())
+    require_same_weights(all_gather_objects(meeting.transport, dict(mine.proofs)), is_final=True)
 
 
 _TYPICAL_ROWS = 64

@@ -31,9 +31,15 @@ class Request:
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
     is_kept: bool = False  # its text will be kept in such a file
+    is_named: bool = False  # its text will be written under the name of its model
     # tell each new token's, and those of so many of the likeliest; None tells none
     num_logprobs: int | None = None
     grammar: Grammar | None = None  # that the text must keep
+
+    @property
+    def is_for_file(self) -> bool:
+        """Whether something will be written that must tell of which model it is."""
+        return self.is_kept or self.is_named or self.session is not None
 
     @property
     def stops(self) -> tuple[str, ...]:

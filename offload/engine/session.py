@@ -1,8 +1,8 @@
 """A text on disk: its tokens, with the keys and values that both models have computed for them.
 
-One safetensors file, written all or nothing. Invariant: keys and values are taken in only for the
-very weights and the type that they were computed with, and only where names, types, shapes and a
-checksum prove the file whole.
+One safetensors file, written all or nothing. Invariant: tokens are taken in only for the very
+model, keys and values only for the very weights and the type that they were computed with, and all
+of it only where names, types, shapes and a checksum prove the file whole.
 
 Tensors to a safetensors file of our own, with a checksum: written all or nothing, and without a
 second copy.
@@ -26,14 +26,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from offload.checkpoint.files import open_regular, replacing
+from offload.checkpoint.identity import ModelIdentity, same_model
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED
+from offload.engine.identities import Identities
 from offload.engine.sequence import CachePool
 from offload.errors import ReadError, UserError, ensure, reason
 from offload.model.kv_cache import KVCache
-from offload.planning.profile import fingerprint
 from offload.units import require
 
 SUM = "crc32"  # the note that has the checksum of all that lies behind the header
@@ -88,7 +89,7 @@ def _header(notes: Mapping[str, str], places: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-_FORMAT = "offload session, version 1"
+_FORMAT = "offload session, version 2"
 _TOLD = ("role", "content")
 _TOKENS = "tokens"
 _PARTS = ("target", "draft")
@@ -105,28 +106,22 @@ class Models:
     dtype: str  # that is wished for
     context: int
     has_longest_context: bool  # the target allows no more
+    identities: Identities  # of both, by what their files hold
 
     @cached_property
-    def identity(self) -> dict[str, str]:
-        """Fingerprints of the weights, and the types; those of no draft are empty."""
+    def dtypes(self) -> dict[str, str]:
+        """Types that are computed in; that of no draft is empty."""
         pairs = zip(_PARTS, (self.target, self.draft), strict=True)
-        found = {
-            part: (fingerprint(one), compute_dtype_name(one, self.dtype))
-            for part, one in pairs
-            if one
-        }
-        target = found["target"]
-        draft = found.get("draft", ("", ""))
-        return {"target": target[0], "dtype": target[1], "draft": draft[0], "draft_dtype": draft[1]}
-
-    def prove(self) -> None:
-        """Have the identity while the files are those that were opened. Raises `ReadError`."""
-        _ = self.identity
+        return {part: compute_dtype_name(one, self.dtype) if one else "" for part, one in pairs}
 
     def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
-        """Whether that part of a file with these notes is of the same weights in the same type."""
-        keys = ("target", "dtype") if part == "target" else ("draft", "draft_dtype")
-        return all(notes[key] == self.identity[key] for key in keys)
+        """Whether that part of a file with these notes is of the same weights in the same type;
+        nothing is read.
+        """
+        told = _told_identity(notes, part)
+        mine = self.identities.of(part)
+        is_same = told is not None and mine is not None and not same_model(told, mine)
+        return is_same and notes.get(f"{part}_dtype") == self.dtypes[part]
 
 
 class Session(NamedTuple):
@@ -160,7 +155,7 @@ def save_session(
             }
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
     try:
-        write_tensors(path, {**models.identity, **told, "format": _FORMAT}, tensors)
+        write_tensors(path, {**_identities(models), **told, "format": _FORMAT}, tensors)
     # of the weights, which have changed since: that need not end a conversation
     except ReadError as error:
         raise UserError(f"cannot tell of which weights a session would be: {error}") from None
@@ -168,6 +163,22 @@ def save_session(
         raise UserError(
             f"cannot write the session to {path} ({error.strerror}): name another file"
         ) from None
+
+
+def _identities(models: Models) -> dict[str, str]:
+    """What a file tells of the models. Raises `ReadError`."""
+    found = {part: models.identities.of(part) for part in _PARTS}
+    told = {part: json.dumps(one.as_dict()) if one else "" for part, one in found.items()}
+    return told | {f"{part}_dtype": dtype for part, dtype in models.dtypes.items()}
+
+
+def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
+    """None for what is none. Raises `KeyError` where the file does not speak of that part."""
+    told = notes[part]
+    try:
+        return ModelIdentity.parse(json.loads(told))
+    except (ValueError, RecursionError):
+        return None
 
 
 def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -> Session:
@@ -225,12 +236,15 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
         raise UserError(
             f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}"
         )
-    for key, words in (("target", "weights"), ("dtype", "`dtype`")):
-        if notes.get(key) != models.identity[key]:
-            mine, other = (str(one.get(key))[:12] for one in (models.identity, notes))
-            raise UserError(
-                f"{path} was computed with other {words} ({other}, not {mine}): {_AFRESH}"
-            )
+    told = _told_identity(notes, "target") if "target" in notes else None
+    if told is None:
+        raise _broken(path, "it does not tell of which model it is")
+    if what := models.identities.difference(told):
+        raise UserError(f"{path} was computed with another model ({what}): {_AFRESH}")
+    if notes.get("target_dtype") != (mine := models.dtypes["target"]):
+        raise UserError(
+            f"{path} was computed with other `dtype` ({notes.get('target_dtype')}, not {mine}): {_AFRESH}"
+        )
     try:
         session = _contents(file, notes)
         for part in _PARTS:

@@ -47,6 +47,7 @@ from offload.engine.build import (
 )
 from offload.engine.decoder import Decoder, DecoderConfig
 from offload.engine.generation import Run
+from offload.engine.identities import Identities
 from offload.engine.meeting import capacity_of, meet_ranks
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
@@ -331,7 +332,8 @@ def _settled(rank: _Rank, plan: MemoryPlan, tokenizer: Tokenizer | None) -> Deco
     trees = Trees(
         TreeSpec("none"), _no_profile, lambda _: traffic, context=plan.context, has_draft=False
     )
-    models = Models(*files, options.dtype, plan.context, plan.has_longest_context)
+    identities = Identities(files, rank.given.open_source)
+    models = Models(*files, options.dtype, plan.context, plan.has_longest_context, identities)
     mode = Mode(torch.get_num_threads())
     threads = ThreadPolicy([mode.num_threads], StepModes(mode, mode))
     invariance = Invariance(reason="several ranks run it")

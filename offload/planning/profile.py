@@ -11,16 +11,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from offload.checkpoint.files import open_regular, read_object, replacing
-from offload.checkpoint.safetensors import Checkpoint, Stamp
+from offload.checkpoint.files import cache_folder, read_object, replacing
+from offload.checkpoint.identity import identity_of, proved
+from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ExpertShape
-from offload.errors import ReadError, UserError, ensure, reason
+from offload.errors import UserError, ensure, reason
 from offload.machine import cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Curve
@@ -28,11 +29,7 @@ from offload.trees.spec import MAX_TREE_NODES
 from offload.trees.topology import check_acceptance
 from offload.units import Sampling
 
-SCHEMA = 2  # raise it when a field changes its meaning
-_WITHOUT_YIELDS = 1  # still read: what dynamic trees yield was not counted then
-# of each shard's weights: two fine-tunes of one model have the same headers
-_NUM_SAMPLES = 16
-_SAMPLE_BYTES = 4096
+SCHEMA = 3  # raise it when a field changes its meaning
 _MOST_THREADS = 4096  # that any machine has
 # of any model
 _MOST_LAYERS = 4096
@@ -68,27 +65,31 @@ class Machine:
 class Identity:
     """All that a profile depends on."""
 
-    target: str  # fingerprints of the two checkpoints
+    target: str  # digests of the identities of the two models
     draft: str
     rule: str
     temperature: float
     top_p: float
     top_k: int
     machine: Machine
+    # That their weights are the same to the last byte, for each of them; no part of the name.
+    proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
         cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine
     ) -> "Identity":
         """The identity of a run; greedy runs differ in nothing that top-p or top-k could say."""
+        models = {"target": identity_of(target), "draft": identity_of(draft)}
         return cls(
-            target=fingerprint(target),
-            draft=fingerprint(draft),
+            target=models["target"].digest,
+            draft=models["draft"].digest,
             rule=rule,
             temperature=float(sampling.temperature),
             top_p=1.0 if sampling.is_greedy else float(sampling.top_p),
             top_k=0 if sampling.is_greedy else sampling.top_k,
             machine=machine,
+            proofs={part: one.proofs for part, one in models.items()},
         )
 
     @property
@@ -102,11 +103,24 @@ class Identity:
     def differences(self, other: "Identity") -> list[str]:
         """What the other one differs in, in words."""
         mine, others = ({**asdict(one), **asdict(one.machine)} for one in (self, other))
-        keys = [key for key in mine if key != "machine" and mine[key] != others[key]]
-        return [
-            f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
-            for key in keys
+        keys = [
+            key for key in mine if key not in ("machine", "proofs") and mine[key] != others[key]
         ]
+        unproved = [
+            part
+            for part in ("target", "draft")
+            if part not in keys and not self._has_weights(part, other)
+        ]
+        return [
+            *(
+                f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
+                for key in keys
+            ),
+            *(f"{part} weights that look the same and are not proved to be" for part in unproved),
+        ]
+
+    def _has_weights(self, part: str, other: "Identity") -> bool:
+        return proved(self.proofs.get(part, {}), other.proofs.get(part, {})) is True
 
 
 def unprofiled(sampling: Sampling) -> str:
@@ -187,65 +201,6 @@ class Profile:
         uses = values.pop("expert_uses")
         values |= {} if uses is None else {"expert_uses": uses._asdict()}
         return {"schema": SCHEMA, **values}
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of config.json, all headers of weights, and a few blocks of weights from each shard.
-
-    Raises `ReadError`, also where a file is not the one any more whose header was read: what is
-    kept under the fingerprint was computed with that one.
-    """
-    config = checkpoint.small_files / "config.json"
-    stamps = dict(zip(checkpoint.shards, checkpoint.stamps, strict=False))
-    if checkpoint.config_stamp is not None:
-        stamps[config] = checkpoint.config_stamp
-    digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
-    # from the header of a GGUF file
-    is_derived = checkpoint.beside is not None and not os.path.isfile(config)
-    for path in (*([] if is_derived else [config]), *checkpoint.shards):
-        try:
-            with open_regular(path) as file:
-                if path in stamps and Stamp.of(file.fileno()) != stamps[path]:
-                    raise ReadError(
-                        f"{path.name} changed since the model was opened: load the model again"
-                    )
-                digest.update(
-                    file.read()
-                    if path not in checkpoint.shards
-                    else _sampled(path.name, file, checkpoint)
-                )
-        except ReadError:
-            raise
-        except OSError as error:
-            raise ReadError(f"reading {path} failed: {error.strerror}") from error
-    return digest.hexdigest()
-
-
-def _sampled(name: str, file: BinaryIO, checkpoint: Checkpoint) -> bytes:
-    size = os.fstat(file.fileno()).st_size
-    start = file.read(8)
-    header_bytes = min(size, 8 + int.from_bytes(start, "little"))
-    if start.startswith(b"GGUF"):  # which does not say how long its header is
-        own = [
-            entry.lo
-            for entry in checkpoint.tensors.values()
-            if checkpoint.shards[entry.shard].name == name
-        ]
-        header_bytes = min(own, default=size)
-    file.seek(0)
-    parts = [f"{name} {size} ".encode(), file.read(header_bytes)]
-    for sample in range(_NUM_SAMPLES):
-        file.seek(header_bytes + (size - header_bytes) * sample // _NUM_SAMPLES)
-        parts.append(file.read(_SAMPLE_BYTES))
-    return b"".join(parts)
-
-
-def cache_folder() -> Path:
-    """Of this program, in the user's cache directory. Raises `UserError` for a user who has none."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
-    except RuntimeError:
-        raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder") from None
 
 
 def profiles_folder() -> Path:
@@ -349,9 +304,7 @@ def parse_profile(path: Path) -> Profile:
             f"cannot read the profile {path} ({error.strerror}): check the path"
         ) from None
     found = values.pop("schema", None)
-    if found == _WITHOUT_YIELDS:
-        values["grown"] = []
-    elif found != SCHEMA:
+    if found != SCHEMA:
         raise UserError(
             f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}"
         )
@@ -419,6 +372,11 @@ def _check(profile: Profile) -> None:
     """Values that would make nonsense of a choice. Raises `ValueError`, or `UserError` for the
     acceptance vector.
     """
+    proofs = profile.identity.proofs.values()
+    ensure(
+        all(isinstance(text, str) for own in proofs for text in own.values()),
+        "proofs must be texts by name",
+    )
     check_acceptance(profile.acceptance)
     costs = profile.costs
     times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
@@ -456,12 +414,12 @@ def _short(text: str) -> str:
 
 
 def _brief(value: object) -> str:
-    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)
+    return value[:12] if isinstance(value, str) and len(value) == 32 else str(value)
 
 
 _SPOKEN = {
-    "target": "target weights",
-    "draft": "draft weights",
+    "target": "target model",
+    "draft": "draft model",
     "num_cores": "core count",
     "dtype": "compute type",
 }

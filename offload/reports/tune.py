@@ -40,7 +40,7 @@ from offload.checkpoint.t5 import has_encoder
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
-from offload.engine.request import encode
+from offload.engine.request import Request, encode
 from offload.engine.team import Counted, Hooks
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
@@ -297,7 +297,7 @@ def tune(
     options = replace(
         options, tree=tree, context=room.context, profile="none", experts=room.experts
     )
-    with open_decoder(model, draft, options, hooks=hooks) as decoder:
+    with open_decoder(model, draft, options, Request(is_named=True), hooks=hooks) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow
         # along.
         can_grow = decoder.rule.repeats_draws and not is_teacher_forced
@@ -317,7 +317,9 @@ def tune(
             lambda done, total: hooks.on_count(done, total, "timing trees"),
         )
         hooks.on_phase("ranking trees")
-        profile = _summarise(question, traced, costs, uses, files, decoder.num_threads)
+        profile = _summarise(
+            _proved(question, decoder), traced, costs, uses, files, decoder.num_threads
+        )
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
     return TuneResult(profile, path, choice_from(profile, files, room))
@@ -481,6 +483,13 @@ def _summarise(
         traces=tuple(map(tuple, traces)),
         expert_uses=uses,
     )
+
+
+def _proved(question: TuneSpec, decoder: Decoder) -> TuneSpec:
+    """The same, with a sum of the weights, which all have been read by now."""
+    known = {part: decoder.identities.of(part) for part in question.identity.proofs}
+    proofs = {part: one.proofs for part, one in known.items() if one is not None}
+    return replace(question, identity=replace(question.identity, proofs=proofs))
 
 
 def _unfinished(question: TuneSpec) -> list[TracedWindow]:

@@ -22,7 +22,6 @@ import numpy as np
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Stamp
 from offload.errors import ReadError
-from offload.streaming.scan import WeightScan
 
 
 class ByteSource(Protocol):
@@ -45,6 +44,13 @@ class ByteSource(Protocol):
 
     def close(self) -> None:
         """Drop queued reads and wait for running ones."""
+
+
+class Watcher(Protocol):
+    """What looks at bytes as they are read."""
+
+    def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
+        """At bytes (uint8) of a file from byte `lo` on."""
 
 
 # Of shards, of `stamps` that these must have, and of `rate_limit_bytes_per_s` where it is slowed
@@ -115,7 +121,7 @@ class DiskReader(ByteSource):
         *,
         stamps: Sequence[Stamp] = (),
         rate_limit_bytes_per_s: float | None = None,
-        sight: WeightScan | None = None,
+        sight: Watcher | None = None,
     ) -> None:
         self._files, self.is_direct = _open_all(shards)
         self.paths = tuple(shards)
