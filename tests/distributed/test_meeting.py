@@ -39,7 +39,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     phases = list[str]()
     checkpoint = open_checkpoint(folder)
-    given = LoadContext(ModelFiles(checkpoint, None), LoadOptions(ranks="shards"), None, None, DiskReader, Hooks(phases.append))
+    given = LoadContext(
+        ModelFiles(checkpoint, None), LoadOptions(ranks="shards"), None, None, DiskReader, Hooks(phases.append)
+    )
     samples = identity._sampled if has_samples else lambda checkpoint: "0" * 32
     with patch.object(meeting, "require_place", lambda: place), patch.object(identity, "_sampled", samples):
         try:
