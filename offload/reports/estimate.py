@@ -113,7 +113,7 @@ def packing_of(
     )
 
 
-Read = Callable[[str, str | os.PathLike[str] | None], Checkpoint]
+Read = Callable[..., Checkpoint]
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
 
