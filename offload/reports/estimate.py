@@ -16,7 +16,6 @@ lie here.
 Invariant: no more is read than the forecast's few pieces.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
