@@ -12,7 +12,7 @@ from offload.memory import plan as plans
 from offload.memory import planner
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 from offload.memory.planner import Budgets, make_plan
-from offload.memory.prompt_rows import Rates, row_s, wanted_rows
+from offload.memory.prompt_rows import USUAL_GPU, Rates, row_s, wanted_rows
 
 GB, MIB = 10**9, 1 << 20
 DENSE = model_shape(checkpoint_of(CONFIGS["Llama-3-70B"]))
@@ -57,6 +57,17 @@ def test_a_slow_disk_behind_a_fast_link_asks_for_more_rows() -> None:
     assert fast < slow
     roomy = plan_of(ram=512 * GB, gpu=48 * GB, rates=Rates(25e9, 1e14, 2e9)).max_prompt_rows
     assert roomy == pytest.approx(fast, rel=0.3), "nothing comes from the disk"
+
+
+def test_a_70b_on_an_l40_takes_in_700_tokens_a_second() -> None:
+    plan = plan_of(ram=256 << 30, gpu=45 << 30, context=4096, rates=USUAL_GPU)
+    seconds = max(
+        pass_bytes(plan) / USUAL_GPU.link_bytes_per_s, plan.max_prompt_rows * row_s(DENSE, USUAL_GPU.flops_per_s)
+    )
+    assert plan.max_prompt_rows / seconds >= 700
+    usual = plan_of(ram=256 << 30, gpu=45 << 30, context=4096, rates=None)
+    seconds = pass_bytes(usual) / USUAL_GPU.link_bytes_per_s
+    assert PROMPT_ROWS / seconds < 200, "with the usual rows the link is the slower side"
 
 
 def test_what_stays_or_is_short_has_the_usual_rows() -> None:
