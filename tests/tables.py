@@ -18,6 +18,8 @@ from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw, Floats, Offer, Proposals
 from offload.tree.token_tree import TokenTree, children_of
 from offload.tree.topology import Topology, best_first, chain, k_ary, sequences
+from offload.verification.k_sequential import k_sequential_trials
+from offload.verification.ratio import ratio_trials
 from offload.verification.rules import Acceptance, Rule
 from offload.verification.walk import Trials
 
@@ -30,6 +32,13 @@ SHAPES: dict[str, Topology] = {
     "sequoia": best_first((0.6, 0.2, 0.1, 0.05), 9, 3),
     "star": k_ary(4, 5),
 }
+KINDS: dict[str, tuple[Draw, Trials]] = {
+    "sequoia": (Draw.WITHOUT_REPLACEMENT, ratio_trials),
+    "specinfer": (Draw.WITH_REPLACEMENT, ratio_trials),
+    "spectr": (Draw.WITH_REPLACEMENT, k_sequential_trials),
+}
+LEAST_P = 1e-3  # seeds are fixed: what passes once passes always
+WRONG_P = 1e-6
 Verify = Callable[[TokenTree, Tensor, Sampler, int], Acceptance]
 
 

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
 from shell import ROOT
 from tiny import FAMILIES, save_pair
 
@@ -66,13 +68,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return served
 
 
-def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
+def test_a_hub_id_costs_headers_and_no_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     got, wanted = (estimate(name, None, LoadOptions(ram="1GiB")) for name in ("org/model", str(hub.folder)))
     assert hub.asked == ["config.json", "headers"]
     assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
         assert abs(ours - theirs) <= 4096, "where a header ends decides about one block"
     assert got.link_bytes_per_s is None and got.predictions == ()
+    hub.asked.clear()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
+    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == [], "a snapshot in the cache is used"
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +86,6 @@ def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: found)
     with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
         headers.open_headers("org/model")
-
-
-def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
-    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -163,8 +163,6 @@ NEEDED = set(REPOSITORY[:9]) | {"requirements.txt"}
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the hub's own library makes of the patterns: no pickle, no code, no second form of the weights."""
-    from huggingface_hub.utils import filter_repo_objects
-
     fetched, folder = list[str](), tmp_path / "c0ffee"
     folder.mkdir()
     if is_indexed:
@@ -189,8 +187,6 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
 def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub.utils import filter_repo_objects
-
     offered, fetched = [*NEEDED, "model.safetensors", "model.fp16.safetensors"], list[str]()
     (hub.folder / "model.safetensors.index.json").unlink()
     (hub.folder / "model.safetensors").touch()
@@ -230,8 +226,6 @@ def test_only_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: p
 
 
 def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
-    from huggingface_hub.errors import HfHubHTTPError
-
     def fail(repo: str) -> str:
         raise HfHubHTTPError.__bases__[0]("no route")
 
@@ -268,24 +262,19 @@ def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: P
     assert float(seconds) < 15
 
 
-def tune_it() -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(ram="1MiB"))
+def tuned(**how: Any) -> object:
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(**how))
 
 
-def tune_with_a_large_tree() -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(ram="180MiB", tree="65536x9"))
+TOO_LARGE: dict[str, Callable[[], object]] = {
+    "load": lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
+    "tune": lambda: tuned(ram="1MiB"),
+    "tune with a tree": lambda: tuned(ram="180MiB", tree="65536x9"),
+    "bench": lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(is_quiet=True)),
+}
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
-        tune_it,
-        tune_with_a_large_tree,
-        lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(is_quiet=True)),
-    ],
-    ids=["load", "tune", "tune with a tree", "bench"],
-)
+@pytest.mark.parametrize("ask", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_what_does_not_fit_is_not_fetched(
     ask: Callable[[], object], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
