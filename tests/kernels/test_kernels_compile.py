@@ -52,7 +52,7 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "120": 99}
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
-    "capability", [pytest.param(one, marks=pytest.mark.slow) for one in SHARED_KIB if one != "86"] + ["86"]
+    "capability", [pytest.param(one, marks=pytest.mark.full) for one in SHARED_KIB if one != "86"] + ["86"]
 )
 def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""
