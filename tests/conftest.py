@@ -28,8 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# Why a test may be left out, as patterns of the whole reason; for any other reason it fails. What the extra `test` installs
-# is on no list: where it is missing, a test that needs it says so by failing.
+# Why a test may be left out, as patterns of the whole reason; for any other reason it fails. What the extra `test`
+# installs is on no list: where it is missing, a test that needs it says so by failing.
 _MAY_BE_MISSING = (
     "needs a CUDA device",  # and only `-m gpu` takes such tests at all
     "this processor: .*",  # products whose bits agree are promised where a trial has found some
@@ -46,6 +46,7 @@ _MAY_BE_MISSING = (
     "(curl|llm) is not installed",
     "Triton's interpreter cuts what it stores as bfloat16",
     "a card has to be asked, which torch does",
+    "lm-eval is not installed: .*",  # `make test-eval` has it
 )
 _MAY_BE_MISSING_ELSEWHERE = (  # than on Linux
     "needs Triton",

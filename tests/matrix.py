@@ -1,8 +1,8 @@
 """Rows of a table of which a quick run takes some: those that always run, and a few that the seed of the day draws.
 
 Everything runs in `make test-full`, so nothing that a table proves is lost; a quick run sees each row every few days.
-Invariant: which rows are drawn depends on the seed and on the table alone, so that every worker collects the same ones, and
-`TEST_SEED=...` repeats a day.
+Invariant: which rows are drawn depends on the seed and on the table alone, so that every worker collects the same ones,
+and `TEST_SEED=...` repeats a day.
 """
 
 import os
@@ -26,8 +26,8 @@ def matrix(
 ) -> pytest.MarkDecorator:
     """Return a `parametrize` of all rows, of which those outside of a quick run are marked `full`.
 
-    `always` names rows by their value or, where a row is a `pytest.param` with an id, by that id. `daily` counts the other
-    rows that the seed of the day draws.
+    `always` names rows by their value or, where a row is a `pytest.param` with an id, by that id. `daily` counts the
+    other rows that the seed of the day draws.
     """
     rows = [*all_]
     wanted = [*always]

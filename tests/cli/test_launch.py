@@ -35,7 +35,7 @@ class Started:
     def __init__(self, *arguments: object, misfortune: str = "", python: tuple[str, ...] = SCRIPT) -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("MISFORTUNE", misfortune)
-            self.process = start(*arguments, python=python)
+            self.process = start(*arguments, python=python, is_cold=True)
         self.pids: dict[int, int] = {}
 
     def join(self, num_ranks: int = 2) -> "Started":

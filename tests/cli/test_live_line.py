@@ -104,7 +104,7 @@ live_line.LiveLine.show = spy
 main.main()
 """
     for command in (("generate", "-p", PROMPT), ("chat",), ("tune", "--text", __file__)):
-        outcome = process(command[0], *settings(ender)[:6], *command[1:], python=("-c", code))
+        outcome = process(command[0], *settings(ender)[:6], *command[1:], python=("-c", code), is_cold=True)
         assert outcome.err == "importing torch and transformers set()\n"
 
 

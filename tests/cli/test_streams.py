@@ -68,7 +68,7 @@ AT_IMPORTS = (
 @pytest.mark.parametrize("name", AT_IMPORTS)
 def test_interrupt_during_an_import(name: str, ender: Path) -> None:
     arguments = ("generate", *settings(ender), "-p", PROMPT, "--quiet")
-    outcome = process(*arguments, python=("-c", INTERRUPTS.format(name=name)))
+    outcome = process(*arguments, python=("-c", INTERRUPTS.format(name=name)), is_cold=True)
     assert outcome.code == 130 and outcome.err in ("", "offload: interrupted\n")
 
 
@@ -119,7 +119,7 @@ with libraries(Console(is_quiet=True)):
     dist.destroy_process_group()
 print("torch._dynamo.eval_frame" in sys.modules)
 """
-    assert process(python=("-c", code)).out == "False\n"
+    assert process(python=("-c", code), is_cold=True).out == "False\n"
 
 
 LISTS_UNUSED = """
@@ -139,7 +139,9 @@ def test_a_quiet_process_prints_text_and_imports_no_more_than_it_needs(
 ) -> None:
     """Nothing else is printed, whatever libraries have to say."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    outcome = process("generate", *settings(warned_of), "-p", PROMPT, "--quiet", python=("-c", LISTS_UNUSED))
+    outcome = process(
+        "generate", *settings(warned_of), "-p", PROMPT, "--quiet", python=("-c", LISTS_UNUSED), is_cold=True
+    )
     assert outcome == Outcome(0, SAID + "\n", "\n"), "an empty list"
 
 
