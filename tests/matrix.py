@@ -26,29 +26,23 @@ def matrix(
 ) -> pytest.MarkDecorator:
     """Return a `parametrize` of all rows, of which those outside of a quick run are marked `full`.
 
-    `always` names rows by their value or, where a row is a `pytest.param` with an id, by that id. `daily` counts the
-    other rows that the seed of the day draws.
+    `name` is one name, or several with commas between. `always` names rows by their value or, where a row is a
+    `pytest.param` with an id, by that id. `daily` counts the other rows that the seed of the day draws.
     """
-    rows = [*all_]
+    return pytest.mark.parametrize(name, rows(name, all_, always, daily), ids=ids)
+
+
+def rows(name: str, all_: Iterable[Any], always: Iterable[Any] = (), daily: int = 0) -> list[Any]:
+    """Return the rows of `matrix`, for the `params` of a fixture."""
+    found = [*all_]
     wanted = [*always]
-    unknown = [one for one in wanted if not any(_is_named(row, one) for row in rows)]
+    unknown = [one for one in wanted if not any(_is_named(row, one) for row in found)]
     assert not unknown, f"{unknown} are no rows of the table of {name}"
-    others = [index for index, row in enumerate(rows) if not any(_is_named(row, one) for one in wanted)]
-    drawn = random_of_the_day(name, len(rows)).sample(others, min(daily, len(others)))
+    others = [index for index, row in enumerate(found) if not any(_is_named(row, one) for one in wanted)]
+    drawn = random_of_the_day(name, len(found)).sample(others, min(daily, len(others)))
     left_out = set(others) - set(drawn)
-    marked = [_only_in_full(row) if index in left_out else row for index, row in enumerate(rows)]
-    return pytest.mark.parametrize(name, marked, ids=ids)
-
-
-def diagonal(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return as many rows as the longest factor has values, in which each value of each factor occurs.
-
-    They are rows of `itertools.product(*factors)`: the product runs in full, these always.
-    """
-    columns = [[*factor] for factor in factors]
-    num_rows = max(map(len, columns))
-    # Shorter factors start over one value later each time, lest factors of one length's divisors move in step.
-    return [tuple(column[(row + row // len(column)) % len(column)] for column in columns) for row in range(num_rows)]
+    is_single = "," not in name
+    return [_only_in_full(row, is_single) if index in left_out else row for index, row in enumerate(found)]
 
 
 def random_of_the_day(*what: object) -> random.Random:
@@ -63,12 +57,12 @@ def _is_named(row: Any, name: Any) -> bool:
     return bool(row.id == name or values is name or values == name)
 
 
-def _only_in_full(row: Any) -> Any:
+def _only_in_full(row: Any, is_single: bool) -> Any:
     if _is_param(row):
         return pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.full])
-    values = row if isinstance(row, tuple) else (row,)
+    values = (row,) if is_single else tuple(row)
     return pytest.param(*values, marks=pytest.mark.full)
 
 
 def _is_param(row: Any) -> bool:
-    return hasattr(row, "values") and hasattr(row, "marks")
+    return isinstance(row, type(pytest.param()))

@@ -72,6 +72,7 @@ def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     assert not any(row["is_new"] for row in again), again
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_a_run_compiles_nothing_that_its_comparisons_have_not(tmp_path: Path) -> None:
     """While a prefix grows, at any temperature, and for paths of all lengths; a compiler takes longer than a sweep."""

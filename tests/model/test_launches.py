@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from strict_place import OnCard, StrictDevice, place
 from test_families import WORKING
 from test_path_rows import checkpoint_of
@@ -111,7 +112,7 @@ MASKED = ("doge",)  # calculates with its masks
 FEW_LAUNCHES = ("llama", "qwen2", "qwen3", "qwen3-sliding", "gemma2", *WORKING)
 
 
-@pytest.mark.parametrize("family", [family for family in FEW_LAUNCHES if family not in MASKED])
+@matrix("family", [one for one in FEW_LAUNCHES if one not in MASKED], always=["llama"], daily=5)
 def test_a_layer_launches_few_kernels(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its rows and its prefix are, and one of them is attention."""
     monkeypatch.setattr(invariance, "_LEAST_WIDTH", 1)  # nothing of a real model is so narrow that it is padded

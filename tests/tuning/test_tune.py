@@ -336,6 +336,7 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("usual_rows")
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
     limit, ram = 2_000_000, streaming_ram(*pair, num_nodes=64)
