@@ -3,6 +3,7 @@
 #   make test    linters and types, and the tests that run each time (some five minutes on two cores)
 #   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
 #   make test-isa   all that computes, as every kind of processor computes it
+#   make test-eval  what speaks to lm-eval, in an environment that has it
 #   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
@@ -16,6 +17,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
+EVAL := .venv-eval
 AUDIT := .venv-audit# tools that look at the environment from outside
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # What outlives a clone: what mypy knows of the libraries, and a browser (tests/server/headless.py).
@@ -26,7 +28,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-full test-isa fuzz faults test-floor check lint types audit licences sbom clean
+.PHONY: demo test test-full test-isa test-eval fuzz faults test-floor check lint types audit licences sbom clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -37,6 +39,11 @@ test: lint
 	@$(MAKE) --no-print-directory types > build/types.log 2>&1 & types=$$!; \
 	echo "== pytest, what runs each time"; $(PYTEST); tests=$$?; \
 	wait $$types; types=$$?; cat build/types.log; test $$tests -eq 0 && test $$types -eq 0
+
+# Beside the packages of .venv: lm-eval brings datasets and more along, which no other test is to see.
+test-eval: $(EVAL)/.installed
+	@echo "== pytest with lm-eval"
+	@$(EVAL)/bin/python -m pytest -q -n 0 --full tests/integrations
 
 # Each library has its own switch: torch's loops, MKL's float32 products, oneDNN's bfloat16 ones (see tests/README.md).
 ISA_VARIANTS := ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2,MKL_CBWR=AVX2 \
@@ -110,7 +117,7 @@ sbom: $(VENV)/.installed-dev $(AUDIT)/.installed
 	@echo "build/sbom.json lists $$(wc -l < build/requirements.txt) packages"
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) $(EVAL) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find offload kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are newer than what decides their content; a development install serves `make demo` too.
@@ -131,6 +138,13 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip
 	@echo "== installing the oldest versions into $(FLOOR) (once; torch may come as its CUDA build of some 3 GB)"
 	@$(FLOOR)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-floor.txt -e '.[bench,test]' \
 	  || { echo "the oldest versions cannot be installed here, see above: NOT tested with $$($(FLOOR)/bin/python -V)" >&2; exit 1; }
+	@touch $@
+
+$(EVAL)/.installed: $(VENV)/.installed-dev | $(EVAL)/bin/pip
+	@echo "== installing lm-eval into $(EVAL), beside what $(VENV) holds (once)"
+	@cd $(VENV)/lib/python3*/site-packages && pwd > $(CURDIR)/$(EVAL)/dev.pth
+	@mv $(EVAL)/dev.pth $(EVAL)/lib/python3*/site-packages/
+	@$(EVAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[eval]'
 	@touch $@
 
 $(AUDIT)/.installed: | $(AUDIT)/bin/pip

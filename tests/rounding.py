@@ -41,7 +41,8 @@ class Promise(Enum):
 
 def assert_same_bits(got: Tensor, wanted: Tensor, why: Promise, where: object = "") -> None:
     """Require equal shapes, types and numbers of what has been computed twice, and say why that is promised."""
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), where
+    kinds = [(one.dtype, tuple(one.shape)) for one in (got, wanted)]
+    assert kinds[0] == kinds[1], f"{where}: {kinds}"
     if not torch.equal(got, wanted):
         num_other = int((got != wanted).sum())
         most = float((got.double() - wanted.double()).abs().max())
