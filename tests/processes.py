@@ -10,7 +10,7 @@ from offload.planning.place import Place
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line has it
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["offload.ranks.join"])
+_CONTEXT.set_forkserver_preload(["offload.ranks.join", "offload.engine.load"])
 
 
 class Ranks:

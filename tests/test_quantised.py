@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import matrix
 from quantised import RECIPES, Quantised, save_quantised
 from safetensors.torch import load_file, save_file
 from test_families import config_of, tiny_model
@@ -37,8 +38,8 @@ def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+@matrix("format", FORMATS, daily=4)
+@matrix("family", ["qwen2", "qwen3-moe"], daily=1)
 def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, family: str, tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
     model = save_quantised(target, format, tmp_path / "quantised")
@@ -55,8 +56,8 @@ def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, 
             assert decoder.generate(prompt, max_new_tokens=24, tree=tree).token_ids == wanted, tree
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@matrix("format", FORMATS, daily=4)
+@matrix("family", ["llama", "qwen3-moe"], daily=1)
 def test_logits_of_a_resident_model_equal_those_of_transformers(format: str, family: str, tmp_path: Path) -> None:
     require_equal_logits(save(build(FAMILIES[family]()), tmp_path / "plain"), format, tmp_path)
 

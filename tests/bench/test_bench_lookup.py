@@ -59,6 +59,7 @@ def test_what_is_dictated_is_written_whatever_the_target_prefers() -> None:
     assert len(then_ids) - 8 <= 1 + sum(counts) <= len(then_ids) and all(step.seconds > 0 for step in steps)
 
 
+@pytest.mark.full
 def test_lookup_measures_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_PERMUTED_TOKENS", 50_000)
     sources = [word for name in ("store", "draft", "draft+store") for word in ("--sources", name)]
@@ -76,6 +77,7 @@ def test_lookup_measures_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "in random order" in large["made_of"] and 0 < large["value"] <= large["p95_s"] <= large["most_s"]
 
 
+@pytest.mark.full
 def test_no_figure_of_guesses_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     right = decode.measure
 

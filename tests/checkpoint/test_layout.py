@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import matrix
 from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
 
 from offload.checkpoint.layout import BLOCK_BYTES, Part, SlabLayout, group_by_layer, slab_bytes_bound, slab_layout
@@ -45,7 +46,7 @@ def stands_well(entry: TensorEntry) -> bool:
 
 
 @pytest.mark.parametrize("remainder", [0, 1])
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=range(4), daily=1)
 def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, tmp_path: Path) -> None:
     """On the host, and in what a device gets, where it stands at a place of its type."""
     checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
@@ -84,7 +85,7 @@ def assert_pieces_fit(layout: SlabLayout) -> None:
         assert all(piece.slab_lo % BLOCK_BYTES == piece.lo % BLOCK_BYTES for piece in layout.pieces)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=range(4), daily=1)
 def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
     """As experts are: several tensors, from several shards, make up one parameter."""
     checkpoint = random_checkpoint(tmp_path, seed)
@@ -106,7 +107,7 @@ def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
     assert layout.slab_bytes <= slab_bytes_bound(part.entry for _, parts in parameters.values() for part in parts)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=range(4), daily=1)
 def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) -> None:
     """A plan knows the tensors of a layer by name alone; what the model then wants may be fewer, directly or not."""
     rng = np.random.default_rng(seed)

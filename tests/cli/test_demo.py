@@ -79,6 +79,7 @@ def demo(*arguments: object) -> Outcome:
     return shell("demo", "--tree", "16x8", *arguments)
 
 
+@pytest.mark.full
 def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of it would not hold two layers; and what comes with the prompt's sweep has no speed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -103,6 +104,7 @@ def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: py
     assert run_budget(300_000_000, None, "16x8", "match") == pytest.approx(int(least_mb[1]) * 10**6, abs=10**6)
 
 
+@pytest.mark.full
 def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.cli import demo
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from matrix import matrix
 from reciting import PIECES, SAID, TEMPLATE, at_sweep, interrupt, streaming_ram
 from refusals import assert_refused
 from screen import Typist
@@ -110,7 +111,7 @@ def test_runs_in_between_cost_time_and_nothing_else(talker: Path) -> None:
         assert "".join(chat.ask("Say")) == SAID and len(chat.messages) == 4
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 6, 9, 14])
+@matrix("number", [1, 3, 4, 6, 9, 14], always=[3], daily=2)
 def test_an_answer_that_is_stopped_spoils_nothing(number: int, tmp_path: Path) -> None:
     """Stopped behind any layer: of the prompt's sweep, of a later one, at its end."""
     layers = 0

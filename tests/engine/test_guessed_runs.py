@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import small_t5
+from matrix import matrix
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -64,7 +65,7 @@ def streaming_ram(draft: Path | None) -> int:
 
 
 @pytest.mark.parametrize("draft", [None, PAIR / "draft"], ids=["alone", "beside a draft"])
-@pytest.mark.parametrize("kind", ["lookup", "ngram", "counts of a store", "store", "all"])
+@matrix("kind", ["lookup", "ngram", "counts of a store", "store", "all"], always=["all"], daily=1)
 def test_every_source_writes_the_same_text(kind: str, draft: Path | None, store: Path, text: Path, wanted: Any) -> None:
     options: dict[str, Any] = {"lookup": kind in ("lookup", "all"), "ngram": text if kind in ("ngram", "all") else None}
     options["datastore"] = store if kind in ("store", "all") else None
@@ -79,7 +80,7 @@ def test_every_source_writes_the_same_text(kind: str, draft: Path | None, store:
                 assert run.stats.tokens_per_sweep > (1.5 if kind in ("lookup", "all") else 1.0)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@matrix("rule", RULES, always=["match"], daily=1)
 def test_every_rule_takes_guesses(rule: str, wanted: Any) -> None:
     """Greedily it is the same text; drawn it is one text for one seed."""
     with load(PAIR / "target", ram="1GiB", rule=rule, tree="dynamic:64x16") as decoder:

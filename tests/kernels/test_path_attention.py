@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from matrix import matrix
 from torch import Tensor
 
 from offload.kernels.jit import HAS_TRITON
@@ -129,7 +130,7 @@ def test_the_reference_is_the_formula(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@matrix("dtype", TYPES, ids=str, daily=1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_its_reference(name: str, dtype: torch.dtype) -> None:
     given = inputs(CASES[name], dtype)

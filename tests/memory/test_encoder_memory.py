@@ -112,6 +112,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).directory
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 def test_the_peak_with_an_empty_cache_is_within_the_plan(
     coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

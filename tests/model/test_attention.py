@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from test_families import tiny_model
 from test_logits import Peak
 from tiny import FAMILIES, save
@@ -40,8 +41,8 @@ def sees(topology: Topology, row: int, node: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100, Chunk(1), Chunk(3), Chunk(8), Chunk(100)])
-@pytest.mark.parametrize("num_prefix", [0, 1, 7, 20])
+@matrix("window", [None, 1, 3, 8, 100, Chunk(1), Chunk(3), Chunk(8), Chunk(100)], always=[None, 3], daily=2)
+@matrix("num_prefix", [0, 1, 7, 20], always=[7], daily=1)
 @pytest.mark.parametrize("name", TREES)
 def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: Window) -> None:
     topology = Topology.from_parents(TREES[name])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from rounding import beyond_doubt
 from tiny import FAMILIES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
@@ -104,6 +105,8 @@ WORKING = (
     *("mimo_v2_flash", "minicpm3", "minimax_m2", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phimoe"),
     *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
 )
+# Each of another kind: latent attention, sinks, chunks, layers that share keys, norms behind, gated inputs.
+CORE = ("deepseek_v3", "gpt_oss", "llama4_text", "gemma4_text", "olmo2", "gemma3n_text")
 
 
 def config_of(family: str) -> PreTrainedConfig:
@@ -156,7 +159,7 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     assert len(set(got.token_ids)) >= 4, "a text of one token puts nothing to the test"
 
 
-@pytest.mark.parametrize("family", WORKING)
+@matrix("family", WORKING, always=CORE, daily=5)
 def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
     assert_decodes_like_transformers(save(tiny_model(config_of(family), seed=_SEEDS.get(family, 0)), tmp_path))
 

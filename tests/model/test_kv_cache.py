@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -51,7 +52,7 @@ def committed(cache: KVCache) -> list[int]:
     return [int(row) for row in row_P]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@matrix("seed", range(20), always=[0, 1], daily=3)
 def test_commit_keeps_the_chosen_rows_in_their_order(seed: int) -> None:
     rng, cache = np.random.default_rng(seed), KVCache(NUM_LAYERS, NUM_SLOTS)
     kept: list[int] = []
@@ -105,7 +106,7 @@ def play(seed: int, gather: Gather = kv_commit_reference) -> None:
     assert len(text) > 2
 
 
-@pytest.mark.parametrize("seed", range(20))
+@matrix("seed", range(20), always=[0, 1], daily=3)
 def test_rows_that_are_kept_wait_behind_what_is_committed(seed: int) -> None:
     play(seed)
 

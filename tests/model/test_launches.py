@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from strict_place import OnCard, StrictDevice, place
 from test_families import WORKING
 from test_path_rows import checkpoint_of
@@ -108,13 +109,12 @@ MIXED = ("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_m
          "qwen2_moe", "gemma3n_text")  # fmt: skip
 LATENT = ("minicpm3", "youtu")  # has more products
 MASKED = ("doge",)  # calculates with its masks
+FEW_LAUNCHES = ("llama", "qwen2", "qwen3", "qwen3-sliding", "gemma2", *WORKING)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-sliding", "gemma2", *WORKING])
+@matrix("family", [one for one in FEW_LAUNCHES if one not in MASKED], always=["llama"], daily=5)
 def test_a_layer_launches_few_kernels(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its rows and its prefix are, and one of them is attention."""
-    if family in MASKED:
-        pytest.skip("attention with masks of its own")
     monkeypatch.setattr(invariance, "_LEAST_WIDTH", 1)  # nothing of a real model is so narrow that it is padded
     with Counting() as card:
         model = resident_model(open_checkpoint(checkpoint_of(family, base)), "bfloat16", place())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import small_t5
 import torch
+from matrix import matrix
 from quantised import save_quantised
 from test_families import config_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, displaced, save
@@ -131,9 +132,9 @@ def run_parts(parts: Sequence[tuple[SectionModel, Layers]]) -> list[Tensor]:
     return given
 
 
-@pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 1, 3, 4)], ids=str)
+@matrix("cuts", [(0, 4), (0, 1, 4), (0, 1, 3, 4)], ids=str, always=[(0, 1, 3, 4)])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@matrix("family", FAMILY_NAMES, always=["llama"], daily=2)
 def test_sections_compute_what_the_whole_computes(
     family: str, is_streamed: bool, cuts: Sequence[int], checkpoints: Callable[[str], Checkpoint]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from rounding import beyond_doubt
 from safetensors.torch import load_file, save_file
 from shell import shell
@@ -110,7 +111,7 @@ def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[Piece]) -> 
                 assert not reads, f"{name} was read"
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@matrix("kind", FAMILIES, daily=6)
 @pytest.mark.usefixtures("without_timm")
 def test_the_text_of_a_tree_is_that_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     wanted = written_by_transformers(saved(kind, tmp_path))

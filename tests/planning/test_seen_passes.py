@@ -6,10 +6,12 @@ either the truth, or what a trial with weights in the processor's cache, one tex
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from matrix import diagonal, matrix
 
 from offload.config import Sampling
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
@@ -156,9 +158,12 @@ def mean_cost(machine: Machine, how: str, num_texts: int, seed: int, *, first: i
     return float(1 / np.mean([1 / one for one in costs])) / least_s(machine, num_texts)
 
 
-@pytest.mark.parametrize("how", ["truth", "half", "twice"])
-@pytest.mark.parametrize("num_texts", [2, 4, 8, 16])
-@pytest.mark.parametrize("name", MACHINES)
+BELIEFS, NUMBERS = ("truth", "half", "twice"), (2, 4, 8, 16)
+
+
+@matrix(
+    "name, num_texts, how", product(MACHINES, NUMBERS, BELIEFS), always=diagonal(MACHINES, NUMBERS, BELIEFS), daily=5
+)
 def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -> None:
     assert mean_cost(MACHINES[name], how, num_texts, seed=num_texts) <= ALLOWED
 

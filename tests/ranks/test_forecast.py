@@ -247,7 +247,7 @@ def test_a_way_that_does_not_work_is_said(tmp_path: Path) -> None:
 def test_no_torch_is_imported(cluster: Any) -> None:
     code = "import sys; from offload.__main__ import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     flags = [str(one) for one in cluster(LAPTOP, LAPTOP, draft=False)]
-    outcome = process("plan", *flags, python=("-c", code))
+    outcome = process("plan", *flags, python=("-c", code), is_cold=True)
     assert outcome.code == 0, outcome.err
 
 

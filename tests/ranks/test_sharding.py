@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from tiny import FAMILIES, build, save
 from torch import nn
 
@@ -32,7 +33,7 @@ def _roles(sharding: Sharding) -> set[Role]:
     return {matrix.role for matrix in sharding.matrices.values()}
 
 
-@pytest.mark.parametrize("seed", range(30))
+@matrix("seed", range(30), always=[0, 1, 2], daily=3)
 def test_rows_are_split_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_ranks, step = int(rng.integers(1, 6)), int(rng.choice([1, 4, 16]))

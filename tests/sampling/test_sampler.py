@@ -79,9 +79,8 @@ def test_no_more_noise_is_kept_than_was_planned() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_noise_is_the_same_on_every_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     torch.testing.assert_close(keyed_gumbel(1, 2, 4096, "cuda").cpu(), keyed_gumbel(1, 2, 4096), **LOGARITHMS)
 
 

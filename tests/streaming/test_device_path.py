@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from matrix import matrix
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 
@@ -92,8 +93,8 @@ TIERS = {
 }
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])
+@matrix("tiers", TIERS, always=["all three"], daily=1)
+@matrix("family", ["llama", "llama-tied", "qwen3"], always=["llama"], daily=1)
 def test_greedy_ids_equal_transformers(
     family: str, tiers: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

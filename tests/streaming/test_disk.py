@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import matrix
 from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes
 
 from offload.checkpoint.layout import BLOCK_BYTES, Part, Piece, SlabLayout, slab_layout
@@ -51,7 +52,7 @@ def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("remainder", [0, 1])
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=[0], daily=2)
 def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, is_direct: bool, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
     assert any(shard.stat().st_size % BLOCK_BYTES for shard in checkpoint.shards), "an end inside a block"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import MODELS, write_gguf
+from matrix import matrix
 from quantised import save_quantised
 from safetensors.torch import load_file, save_file
 from shell import shell
@@ -65,8 +66,8 @@ def damage_of(model: Path, **how: object) -> str:
         return "\n".join(note for note in decoder.notes if "not finite" in note)
 
 
-@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
-@pytest.mark.parametrize("name", [LAYER, EMBEDDING, "model.norm.weight", "lm_head.weight"])
+@matrix("number", [torch.nan, -torch.inf], daily=1)
+@matrix("name", [LAYER, EMBEDDING, "model.norm.weight", "lm_head.weight"], always=[LAYER], daily=1)
 @pytest.mark.parametrize("how", ["streamed", "resident"])
 def test_numbers_that_are_not_finite_are_told_by_name(
     how: str, name: str, number: float, plain: Path, tmp_path: Path
@@ -154,7 +155,7 @@ def test_odd_weights_are_told_after_the_first_sweep(how: str, plain: Path, tmp_p
     assert heard == after
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@matrix("family", FAMILIES, always=["llama"], daily=3)
 def test_sound_models_of_every_family_are_not_remarked_on(family: str, tmp_path: Path) -> None:
     model = save(build(FAMILIES[family]()), tmp_path / family)
     assert notes_of(model)[1] == []

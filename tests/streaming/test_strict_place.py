@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from matrix import matrix
 from strict_place import OnCard, StrictDevice, attend_on_card, place
 from test_cuda_graphs import passes
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
@@ -131,7 +132,7 @@ def placed_model(family: str, base: Path) -> StreamedModel:
     return model
 
 
-@pytest.mark.parametrize("family", [*PER_LAYER, "gemma3", "olmoe", "deepseek_v3", "gpt_oss"])
+@matrix("family", [*PER_LAYER, "gemma3", "olmoe", "deepseek_v3", "gpt_oss"], daily=2)
 def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
     save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
     wanted = logits_of_two_trees(resident_model(open_checkpoint(tmp_path / family), "float32"))

@@ -1,6 +1,7 @@
 """Tuning: what grown trees yield is counted, work survives an interruption, and load() makes use of it."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -71,6 +72,7 @@ def window(seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("usual_rows")
 def test_a_tune_counts_what_grown_trees_yield(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,9 +144,25 @@ def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, *
     return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
 
 
-def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], text: Path) -> None:
-    tuned = run(pair, text)
-    profile = tuned.profile
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Is filled by the first test that wants what a tune with usual settings finds."""
+    return {"folder": tmp_path_factory.mktemp("kept") / "profiles"}
+
+
+@pytest.fixture
+def usual(pair: tuple[Path, Path], text: Path, kept: dict[str, Any]) -> Tuned:
+    """What such a tune finds, with its profile where `load` looks for it."""
+    if "tuned" not in kept:
+        kept["tuned"] = run(pair, text)
+        shutil.copytree(profiles_folder(), kept["folder"])
+    tuned: Tuned = kept["tuned"]
+    shutil.copytree(kept["folder"], profiles_folder(), dirs_exist_ok=True)
+    return tuned._replace(path=profiles_folder() / tuned.path.name)
+
+
+def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], usual: Tuned) -> None:
+    profile = usual.profile
     assert profile.num_tokens == NUM_NEW and profile.num_threads == 1
     assert sum(profile.acceptance) <= 1 and profile.acceptance[0] > 0.3
     assert profile.costs.compute_s.sizes == (1, 16, 32, 64)
@@ -186,8 +204,8 @@ def test_uses_of_experts_come_into_the_profile(
     assert expert_uses(pool) is None and expert_uses(None) is None
 
 
-def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
-    path = str(run(pair, text).path)
+def test_named_profile_must_hold(pair: tuple[Path, Path], usual: Tuned) -> None:
+    path = str(usual.path)
     with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
     with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
@@ -202,8 +220,8 @@ def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
         assert "schema 0" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
 
 
-def test_other_thread_count_measures_times_again(pair: tuple[Path, Path], text: Path) -> None:
-    run(pair, text)
+@pytest.mark.usefixtures("usual")
+def test_other_thread_count_measures_times_again(pair: tuple[Path, Path]) -> None:
     with offload.load(*pair, "1GiB", context=256, threads=2) as decoder:
         assert decoder.num_threads == 2
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
@@ -336,6 +354,7 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("usual_rows")
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
     limit, ram = 2_000_000, streaming_ram(*pair, num_nodes=64)

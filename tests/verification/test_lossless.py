@@ -12,6 +12,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from tables import (
     KINDS,
     LEAST_P,
@@ -76,7 +77,7 @@ def p_of_runs(
     return p_value(count_VV, pair_distribution(distributions(target_VV, sampling)))
 
 
-@pytest.mark.parametrize(("name", "shape", "draft", "setting"), CASES, ids=str)
+@matrix("name, shape, draft, setting", CASES, ids=str, daily=3)
 def test_distribution_of_two_tokens(name: str, shape: str, draft: str, setting: tuple[float, float]) -> None:
     (target_VV, draft_VV), rule = pair(draft), find_rule(name)
     grow_trees = partial(grow, draft_VV, SHAPES[shape])

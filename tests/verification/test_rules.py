@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from tables import distributions, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
@@ -70,7 +71,7 @@ def test_one_seed_one_text(rule: str, models: tuple[Path, Path]) -> None:
             assert decoder.generate(PROMPT, seed=1, tree="none", **sampling).token_ids == texts[0]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@matrix("rule", RULES, always=["match"], daily=1)
 def test_first_tokens_have_the_target_distribution(rule: str, small_models: tuple[Path, Path]) -> None:
     """The distribution of both together over some hundred seeds, against `transformers` in float32."""
     sampling, count_VV = Sampling(temperature=1.0, top_p=0.95), np.zeros((SMALL_VOCAB, SMALL_VOCAB))
