@@ -37,14 +37,6 @@ def test_a_layer_is_its_dense_part_and_its_experts(is_stacked: bool) -> None:
     assert wide is not None and wide.cast_bytes == 2 * (dense_bytes + bias_bytes + EXPERT_BYTES)
 
 
-def test_first_layers_may_be_dense_and_layers_behind_the_last_do_not_count() -> None:
-    more = mixture(num_dense=2, num_hidden_layers=7)  # one that a model for several tokens would have
-    checkpoint = replace(more, config={**more.config, "num_hidden_layers": 6})
-    experts = model_shape(checkpoint).experts
-    assert experts is not None and experts.num_layers == 4 and len(experts.dense_bytes) == 6
-    assert experts == model_shape(mixture(num_dense=2)).experts
-
-
 def test_stacks_of_words_come_apart_and_one_expert_is_expanded_at_a_time() -> None:
     plain, coded = (model_shape(one) for one in (mixture(is_stacked=True), coded_stacks(mixture(is_stacked=True))))
     assert plain.experts is not None and coded.experts is not None
@@ -52,10 +44,8 @@ def test_stacks_of_words_come_apart_and_one_expert_is_expanded_at_a_time() -> No
     assert coded.experts.scratch_bytes == EXPERT_BYTES + 2 * 256
     assert coded.scratch_bytes > 31 * coded.experts.scratch_bytes, "a layer's experts are expanded together"
     assert coded.companion_bytes > 6 * 32 * EXPERT_BYTES / 64
-
-
-def test_a_stack_that_cannot_be_taken_apart_comes_with_its_layer() -> None:
-    """Packed without loss, all mantissas of a stack lie before all exponents."""
+    # Packed without loss, all mantissas of a stack lie before all exponents: it comes with its
+    # layer: packed without loss, all mantissas of a stack lie before all exponents.
     checkpoint = mixture(is_stacked=True)
     name = "model.layers.0.mlp.experts.down_proj"
     entry = coded_stacks(checkpoint).tensors[name]
@@ -66,7 +56,6 @@ def test_a_stack_that_cannot_be_taken_apart_comes_with_its_layer() -> None:
 
 
 def test_what_has_no_experts_on_demand() -> None:
-    """Families that multiply all of them, and one expert alone: a pool has two slots or more."""
     for changes in ({"model_type": "dbrx"}, {"num_experts_per_tok": None}, {"model_type": "llama4"}):
         assert model_shape(mixture(**changes)).experts is None
     alone, without = {"num_experts": 1, "num_experts_per_tok": 1}, {**CONFIG}
@@ -77,6 +66,12 @@ def test_what_has_no_experts_on_demand() -> None:
         assert two is not None and two.num_records == 2
         counted = model_shape(replace(mixture(is_stacked=is_stacked), config=without)).experts
         assert counted is not None and counted.num_experts == 32, "a config without a count leaves it to the tensors"
+    # First layers may be dense and layers behind the last do not count.
+    more = mixture(num_dense=2, num_hidden_layers=7)  # one that a model for several tokens would have
+    checkpoint = replace(more, config={**more.config, "num_hidden_layers": 6})
+    experts = model_shape(checkpoint).experts
+    assert experts is not None and experts.num_layers == 4 and len(experts.dense_bytes) == 6
+    assert experts == model_shape(mixture(num_dense=2)).experts
 
 
 def _without(part: str) -> Callable[[Checkpoint], Checkpoint]:

@@ -163,11 +163,15 @@ def test_every_name_of_gguf_is_known() -> None:
         assert known == names - others, arch
 
 
-def test_heads_of_llama_alone_are_interleaved(tmp_path: Path) -> None:
+def test_heads_ends_and_scaling_come_from_the_file(tmp_path: Path) -> None:
+    # Heads of Llama alone are interleaved.
     for name, wanted in (("mistral", {"q": 4, "k": 2}), ("qwen3", {"q": None, "k": None})):
         tensors = open_gguf(write_gguf(MODELS[name](), tmp_path / f"{name}.gguf").path).tensors
         coded = {part: tensors[f"model.layers.0.self_attn.{part}_proj.weight"].coded for part in "qk"}
         assert {part: one and one.coding.num_heads for part, one in coded.items()} == wanted
+    # Ends of texts and of turns.
+    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says={"tokenizer.ggml.eot_token_id": 7}).path
+    assert open_gguf(path).config["eos_token_id"] == [2, 7]
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -176,11 +180,6 @@ def test_scaling_of_llama_3_comes_from_its_factors(factor: float, tmp_path: Path
     config.rope_parameters = {**LLAMA3, "factor": factor}
     rope = open_gguf(write_gguf(config, tmp_path / "m.gguf").path).config["rope_scaling"]
     assert rope == {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
-
-
-def test_ends_of_texts_and_of_turns(tmp_path: Path) -> None:
-    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says={"tokenizer.ggml.eot_token_id": 7}).path
-    assert open_gguf(path).config["eos_token_id"] == [2, 7]
 
 
 SAID: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -87,6 +87,14 @@ def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest
     with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
         headers.open_headers("org/model")
 
+    # A hub out of reach is said so.
+    def fail(repo: str) -> str:
+        raise HfHubHTTPError.__bases__[0]("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
+    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
+        headers.open_headers("org/model")
+
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -218,20 +226,17 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
     assert len(asked) == 1, "small files alone"
 
 
-def test_only_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_here_is_said_to_be_downloaded_and_small_files_alone_for_what_is_suggested(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
     told = list[str]()
     headers.fetch([hub.folder, "org/model"], lambda *_: told.append("checked"), told.append)
     assert told == ["checked", "downloading org/model"]
-
-
-def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
-    def fail(repo: str) -> str:
-        raise HfHubHTTPError.__bases__[0]("no route")
-
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
-    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
-        headers.open_headers("org/model")
+    # What the model suggests is one small file.
+    (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
+    assert hub.asked == ["generation_config.json"]
 
 
 OFFLINE = """
@@ -282,9 +287,3 @@ def test_what_does_not_fit_is_not_fetched(
     with pytest.raises(UserError, match="raise `ram` to"):
         ask()
     assert hub.asked == ["config.json", "headers"] * 2
-
-
-def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:
-    (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
-    assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
-    assert hub.asked == ["generation_config.json"]

@@ -121,18 +121,24 @@ def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) ->
     assert bound <= checkpoint.num_bytes + (2 * len(checkpoint.shards) + 1) * BLOCK_BYTES + 256 * len(entries), "loose"
 
 
-def test_the_bound_covers_many_small_tensors_that_must_be_moved_apart() -> None:
-    """A hundred numbers at odd offsets fit into one block of the file, and take 256 bytes each in a scattered slab."""
-    entries = [TensorEntry(0, "F32", (1,), 4097 + 4 * index, 4101 + 4 * index) for index in range(100)]
-    layout = laid({str(entry.lo): entry for entry in entries})
-    assert not layout.is_direct and layout.slab_bytes == 7 * BLOCK_BYTES == slab_bytes_bound(entries)
-
-
-def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
+def test_small_gaps_odd_numbers_and_many_small_tensors(tmp_path: Path) -> None:
+    # A small gap is read over, and a large one is not.
     small, first = 64 << 10, TensorEntry(0, "F32", (1024,), 8192, 12288)
     over, apart = (laid({"first": first, "second": TensorEntry(0, "F32", (10,), 12288 + gap, 12328 + gap)})
                    for gap in (small, small + 4))  # fmt: skip
     assert len(over.pieces) == 1 and len(apart.pieces) == 2 and over.slab_bytes > small > apart.slab_bytes
+    # A hundred numbers at odd offsets fit into one block, and take 256 bytes each in a scattered
+    # slab.
+    entries = [TensorEntry(0, "F32", (1,), 4097 + 4 * index, 4101 + 4 * index) for index in range(100)]
+    layout = laid({str(entry.lo): entry for entry in entries})
+    assert not layout.is_direct and layout.slab_bytes == 7 * BLOCK_BYTES == slab_bytes_bound(entries)
+    # A view of a wider type needs an aligned address.
+    rows = [Planned("a", "BF16", (3,)), Planned("b", "F32", (5,)), Planned("c", "BF16", (3,))]
+    write_file(tmp_path / "model.safetensors", rows, np.random.default_rng(0))
+    entries, _ = read_header(tmp_path / "model.safetensors")
+    layout = laid(entries)
+    assert not layout.is_direct and laid({name: entries[name] for name in ("a", "c")}).is_direct
+    assert all(placed.slab_lo % 256 == 0 for placed in layout.parameters.values())
 
 
 @pytest.mark.parametrize("lo", [0, 8, 24, 4096, 5000, 8168])
@@ -169,16 +175,6 @@ def test_an_empty_tensor_may_end_a_run_or_stand_alone(lo: int) -> None:
         assert layout.is_direct and layout.parameters["empty"].num_bytes == 0
         assert layout.parameters["empty"].slab_lo <= layout.slab_bytes
         assert_pieces_fit(layout)
-
-
-def test_one_odd_offset_makes_the_layer_scattered(tmp_path: Path) -> None:
-    """A view of a wider type needs an aligned address."""
-    rows = [Planned("a", "BF16", (3,)), Planned("b", "F32", (5,)), Planned("c", "BF16", (3,))]
-    write_file(tmp_path / "model.safetensors", rows, np.random.default_rng(0))
-    entries, _ = read_header(tmp_path / "model.safetensors")
-    layout = laid(entries)
-    assert not layout.is_direct and laid({name: entries[name] for name in ("a", "c")}).is_direct
-    assert all(placed.slab_lo % 256 == 0 for placed in layout.parameters.values())
 
 
 def test_layers_are_told_by_name(tmp_path: Path) -> None:

@@ -54,6 +54,10 @@ def test_chances_and_what_is_left_sum_to_one() -> None:
             chances, rest = guesses.children(place)
             assert sum(chances.values()) + rest == pytest.approx(1) and rest > 0
             place = guesses.follow(place, token)
+    # Bounds are kept.
+    found = opinions().best(1000, 2, least=0.02)
+    assert found and max(guess.depth for guess in found) == 2 and min(guess.chance for guess in found) > 0.02
+    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], Trust()).best(9, 9) == []
 
 
 def test_the_longest_match_is_asked_first() -> None:
@@ -79,12 +83,6 @@ def test_best_paths_are_the_best_of_all(count: int) -> None:
     assert [guess.chance for guess in found] == pytest.approx(wanted)
     assert [every[path] for path in paths_of(found)] == pytest.approx(wanted)
     assert len(set(paths_of(found))) == len(found)
-
-
-def test_bounds_are_kept() -> None:
-    found = opinions().best(1000, 2, least=0.02)
-    assert found and max(guess.depth for guess in found) == 2 and min(guess.chance for guess in found) > 0.02
-    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], Trust()).best(9, 9) == []
 
 
 @pytest.mark.parametrize(("is_right", "bound"), [(0.95, (0.85, 1)), (0.3, (0.15, 0.45)), (0.0, (0, 0.05))])

@@ -161,17 +161,29 @@ def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
     assert abs(first - stays[0] / 2) <= 1 and abs(last - stays[0] / 2) <= 1, "a sweep begins half a gap before one"
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, ("Llama-2-70B", None)], ids=str)
-def test_the_least_card_that_is_named_works_and_a_byte_less_does_not(pair: tuple[str, str | None]) -> None:
-    with pytest.raises(UserError, match="raise `gpu_memory` to") as refusal:
-        plan_of(pair, GB, 256 * GB)
-    named_mib = int(re.search(r"raise `gpu_memory` to (\d+)MiB", str(refusal.value))[1])
-    least = plan_of(pair, named_mib * MIB, 256 * GB)
-    assert (least.num_slots, least.num_resident) == (2, 0)
-    assert (named_mib - 1) * MIB < least.gpu_total_bytes <= named_mib * MIB
-    assert plan_of(pair, least.gpu_total_bytes, 256 * GB).num_slots == 2
-    with pytest.raises(UserError, match=f"raise `gpu_memory` to {named_mib}MiB"):
-        plan_of(pair, least.gpu_total_bytes - 1, 256 * GB)
+LEAST = [*((pair, "gpu_memory") for pair in [*PAIRS, ("Llama-2-70B", None)]), (PAIRS[1], "ram")]
+
+
+@pytest.mark.parametrize(("pair", "budget"), LEAST, ids=str)
+def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(
+    pair: tuple[str, str | None], budget: str
+) -> None:
+    is_card = budget == "gpu_memory"
+
+    def planned(num_bytes: int) -> MemoryPlan:
+        return plan_of(pair, num_bytes, 256 * GB) if is_card else plan_of(pair, 48 * GB, num_bytes)
+
+    with pytest.raises(UserError, match=f"raise `{budget}` to") as refusal:
+        planned(GB if is_card else 2 * GB)
+    named_mib = int(re.search(rf"raise `{budget}` to (\d+)MiB", str(refusal.value))[1])
+    least = planned(named_mib * MIB)
+    least_bytes = least.gpu_total_bytes if is_card else least.total_bytes
+    assert (named_mib - 1) * MIB < least_bytes <= named_mib * MIB
+    for one in (least, planned(least_bytes)):
+        slots = (one.num_slots, one.num_resident) if is_card else (one.num_host_slots, one.num_layers_in(Tier.HOST))
+        assert slots == (2, 0) and (is_card or one.num_layers_in(Tier.DISK) > 60)
+    with pytest.raises(UserError, match=f"raise `{budget}` to {named_mib}MiB"):
+        planned(least_bytes - 1)
 
 
 def test_a_card_too_small_for_the_draft_hears_what_would_fit() -> None:
@@ -183,17 +195,6 @@ def test_a_card_too_small_for_the_draft_hears_what_would_fit() -> None:
     left_bytes = 12 * GB - least_budget(lambda size: plan_of((PAIRS[0][0], None), size, 256 * GB))
     assert float(room[1]) == pytest.approx(left_bytes / 2**30, abs=0.02)
     assert plan_of(PAIRS[0], 24 * GB, 256 * GB).draft_bytes > left_bytes
-
-
-def test_the_least_host_that_is_named_works_and_a_byte_less_does_not() -> None:
-    with pytest.raises(UserError, match="raise `ram` to") as refusal:
-        plan_of(PAIRS[1], 48 * GB, 2 * GB)
-    named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
-    least = plan_of(PAIRS[1], 48 * GB, named_mib * MIB)
-    assert (least.num_host_slots, least.num_layers_in(Tier.HOST)) == (2, 0) and least.num_layers_in(Tier.DISK) > 60
-    assert plan_of(PAIRS[1], 48 * GB, least.total_bytes).num_host_slots == 2
-    with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB"):
-        plan_of(PAIRS[1], 48 * GB, least.total_bytes - 1)
 
 
 def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:

@@ -142,18 +142,7 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
 
 
-def test_the_refusal_says_what_is_needed() -> None:
-    shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
-                       logits_row_bytes=0)  # fmt: skip
-    with pytest.raises(UserError) as refusal:
-        make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
-    assert str(refusal.value) == (
-        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB "
-        "or lower `context` from 10"
-    )
-
-
-def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
+def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
     shape = ModelShape(layer_bytes=(300 * MIB,) * 9, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip
     sizes = {"context": 8, "num_nodes": 1}
@@ -164,14 +153,21 @@ def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
         assert make_plan(shape, None, Budgets(enough_bytes - 1), **sizes).num_resident == num_resident - 1
     assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB), **sizes).num_slots == 0
     assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB - 1), **sizes).num_slots == 3
-
-
-def test_layers_of_different_size_share_slots_of_the_largest() -> None:
+    # Layers of different size share slots of the largest.
     sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
     shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
     for ram_mib in range(850, 2000, 130):
         got = make_plan(shape, None, Budgets(ram_mib * MIB), context=8, num_nodes=1)
         assert got.total_bytes <= ram_mib * MIB and (got.slot_bytes == 300 * MIB or got.num_resident == 9)
+    # The refusal says what is needed.
+    shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
+                       logits_row_bytes=0)  # fmt: skip
+    with pytest.raises(UserError) as refusal:
+        make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
+    assert str(refusal.value) == (
+        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB "
+        "or lower `context` from 10"
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,17 +312,15 @@ def test_what_is_known_of_a_checkpoint_goes_with_it(monkeypatch: pytest.MonkeyPa
     assert left() is None
 
 
-def test_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_has_memory_and_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
+    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
+    assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
+    # The tightest limit counts.
     monkeypatch.setattr(machine, "_meminfo_available", lambda: 5000)
     for limits, free_bytes in (([], 5000), ([(9000, 100), (4000, 1000)], 3000), ([(4000, 4100)], 0)):
         monkeypatch.setattr(machine, "_cgroup_limits", lambda root, member, limits=limits: limits)
         assert machine.available_ram_bytes() == free_bytes
-
-
-def test_this_machine_has_memory() -> None:
-    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
-    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
-    assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
 
 
 DENSE = model_shape(checkpoint_of(CONFIGS["Llama-3-70B"]))
@@ -362,18 +356,20 @@ def test_a_slower_link_asks_for_more_rows(shape: ModelShape) -> None:
     assert plan_of(shape, ram, rates=None).max_prompt_rows == PROMPT_ROWS, "nothing is known of the machine"
 
 
-def test_a_slow_disk_behind_a_fast_link_asks_for_more_rows() -> None:
+def test_rows_of_a_pass_follow_link_disk_and_context() -> None:
     how = {"ram": 40 * GB, "gpu": 48 * GB}
     fast, slow = (plan_of(**how, rates=Rates(25e9, 1e14, disk)).max_prompt_rows for disk in (1e11, 2e9))
     assert fast < slow
     roomy = plan_of(ram=512 * GB, gpu=48 * GB, rates=Rates(25e9, 1e14, 2e9)).max_prompt_rows
     assert roomy == pytest.approx(fast, rel=0.3), "nothing comes from the disk"
-
-
-def test_what_stays_or_is_short_has_the_usual_rows() -> None:
+    # What stays or is short has the usual rows.
     assert plan_of(ram=512 * GB, rates=Rates(1e6, 1e15)).max_prompt_rows == PROMPT_ROWS
     assert plan_of(context=300, rates=Rates(1e6, 1e15)).max_prompt_rows == 300
     assert plan_of(context=600, rates=Rates(1e6, 1e15)).max_prompt_rows == 600, "one pass, and no more than there are"
+    # More rows need no more keys and values.
+    few, many = plan_of(rates=None), plan_of(rates=Rates(1e7, 1e15))
+    assert many.max_prompt_rows > few.max_prompt_rows
+    assert (many.kv_bytes, many.cache_slots, many.draft_slots) == (few.kv_bytes, few.cache_slots, few.draft_slots)
 
 
 def exceeds(plan: MemoryPlan) -> bool:
@@ -417,9 +413,3 @@ def test_where_memory_is_short_passes_get_shorter_before_a_run_is_refused() -> N
     tight = plan_of(ram=least)
     assert tight.max_prompt_rows < PROMPT_ROWS and tight.total_bytes <= least and not exceeds(tight)
     assert plan_of(ram=least + 4 * GB).max_prompt_rows >= PROMPT_ROWS
-
-
-def test_more_rows_need_no_more_keys_and_values() -> None:
-    few, many = plan_of(rates=None), plan_of(rates=Rates(1e7, 1e15))
-    assert many.max_prompt_rows > few.max_prompt_rows
-    assert (many.kv_bytes, many.cache_slots, many.draft_slots) == (few.kv_bytes, few.cache_slots, few.draft_slots)

@@ -68,17 +68,15 @@ def read(folder: Path, content: Any) -> Cluster:
     return read_cluster(written(folder, content))
 
 
-def test_ranks_are_machines(tmp_path: Path) -> None:
+def test_ranks_are_machines_and_forms_are_forgiven(tmp_path: Path) -> None:
     found = read(tmp_path, {"ranks": [ALPHA, BETA], "network": {"bytes_per_s": "1GB/s", "latency_us": 50}})
     alpha, beta = found.ranks
     assert alpha == Hardware(name="alpha", ram_bytes=32 << 30, disk_bytes_per_s=3e9)
     known = KNOWN["rtx4090"]
     assert (beta.name, beta.ram_bytes, beta.gpu_bytes) == ("beta", 64 << 30, known.gpu_bytes)
     assert beta.feed_bytes_per_s == known.link_bytes_per_s and found.network == Network(1e9, 5e-5)
-
-
-def test_forms_are_forgiven(tmp_path: Path) -> None:
-    """A disk may be called the link where there is no other; numbers are bytes; names need not be given."""
+    # A disk may be called the link where there is no other; numbers are bytes; names need not be
+    # given.
     rank = {"ram": 2**34, "link": 5e8, "flops": "1.5T", "memory": 4e10, "flops_share": 0.5}
     found = read(tmp_path, {"ranks": [rank, {**ALPHA, "disk": "500MB"}], "network": {"gbit_per_s": 2.5}})
     own = {"flops_per_s": 1.5e12, "memory_bytes_per_s": 4e10, "flops_share": 0.5}
@@ -88,6 +86,11 @@ def test_forms_are_forgiven(tmp_path: Path) -> None:
     card = {"ram": "64GiB", "disk": "3GB/s", "gpu": "24GiB", "link": "25GB/s", "flops": 165e12, "memory": "1TB/s"}
     alone = read(tmp_path, {"ranks": [card]})  # which needs no network
     assert alone.ranks[0].feed_bytes_per_s == 25e9 and alone.ranks[0].disk_bytes_per_s == 3e9
+    # What is no file is refused.
+    with pytest.raises(UserError, match=r"cannot read .*nowhere.json \(No such file or directory\): check the path"):
+        read_cluster(tmp_path / "nowhere.json")
+    with pytest.raises(UserError, match="check the path"):
+        read_cluster(tmp_path)
 
 
 def ranks(*listed: Any) -> dict[str, Any]:
@@ -137,10 +140,3 @@ def test_a_malformed_file_is_refused_in_one_line(
     with pytest.raises(UserError, match=r"\A[^\n]*\Z") as refusal:
         reader(written(tmp_path, content))
     assert words in str(refusal.value) and "mine" in str(refusal.value)
-
-
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*nowhere.json \(No such file or directory\): check the path"):
-        read_cluster(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match="check the path"):
-        read_cluster(tmp_path)

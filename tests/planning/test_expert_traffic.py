@@ -233,6 +233,14 @@ def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: Routing) 
     assert text.distinct(1) == pytest.approx(per_layer) and text.num_experts == NUM_LAYERS * NUM_EXPERTS
     for num_rows, wanted in UNIONS.items():
         assert text.distinct(num_rows) / per_layer == pytest.approx(wanted, rel=0.02)
+    # Independent choices need twice as many.
+    alike = shares(np.ones(NUM_EXPERTS), NUM_CHOSEN)
+    for num_rows, wanted in INDEPENDENT.items():
+        assert alike.distinct(num_rows) / NUM_LAYERS / NUM_CHOSEN == pytest.approx(wanted, rel=0.01)
+    for num_rows in (8, 16, 32):
+        assert INDEPENDENT[num_rows] > 1.5 * UNIONS[num_rows], "which is what measuring is for"
+    half = alike.num_experts // 2
+    assert alike.misses(4, half) == pytest.approx(alike.distinct(4) / 2), "none is better to keep"
 
 
 @pytest.mark.parametrize("num_rows", MISSES)
@@ -241,16 +249,6 @@ def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int,
     for room, wanted in MISSES[num_rows].items():
         kept = round(room * text.num_experts)
         assert text.misses(num_rows, kept) / NUM_LAYERS / YIELDS[num_rows] == pytest.approx(wanted, rel=0.25)
-
-
-def test_independent_choices_need_twice_as_many() -> None:
-    alike = shares(np.ones(NUM_EXPERTS), NUM_CHOSEN)
-    for num_rows, wanted in INDEPENDENT.items():
-        assert alike.distinct(num_rows) / NUM_LAYERS / NUM_CHOSEN == pytest.approx(wanted, rel=0.01)
-    for num_rows in (8, 16, 32):
-        assert INDEPENDENT[num_rows] > 1.5 * UNIONS[num_rows], "which is what measuring is for"
-    half = alike.num_experts // 2
-    assert alike.misses(4, half) == pytest.approx(alike.distinct(4) / 2), "none is better to keep"
 
 
 @pytest.mark.parametrize(

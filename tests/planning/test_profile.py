@@ -92,9 +92,7 @@ def test_uses_of_experts_are_kept_where_there_are_any() -> None:
     path = save_profile(profile())
     assert "expert_uses" not in path.read_text(), "the file of a dense target is the one it was"
     assert read_profile(path, IDENTITY).expert_uses is None
-
-
-def test_uses_of_other_experts_are_refused_where_they_were_named_and_else_passed_over() -> None:
+    # Uses of other experts are refused where they were named, and else passed over.
     known = profile(expert_uses=ExpertUses(((5, 0, 10), (2, 8, 5)), 10))
     right = ExpertShape(num_layers=2, num_experts=3, num_chosen=1, slot_bytes=64, dense_bytes=(64, 64))
     for is_named in (True, False):
@@ -140,9 +138,7 @@ def test_found_but_unusable_is_passed_over_with_the_reason() -> None:
     save_profile(profile()).rename(path.with_name(replace(IDENTITY, temperature=1.0).file_name))
     found, note = find_profile(replace(IDENTITY, temperature=1.0))
     assert found is None and "temperature 0.6, not 1.0" in note, "a renamed file stays what it is"
-
-
-def test_note_names_the_settings_of_a_near_miss() -> None:
+    # Note names the settings of a near miss.
     save_profile(profile())
     assert "temperature 0.6, not 0.0" in find_profile(replace(IDENTITY, temperature=0.0))[1]
     assert "no profile for this pair" in find_profile(replace(IDENTITY, target="c" * 64))[1]
@@ -215,20 +211,18 @@ def test_malformed_profiles_are_refused(change: dict[str, Any] | str | None, rea
         read_profile(path, IDENTITY)
 
 
-def test_a_user_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers: no HOME, and no entry in the list of users."""
+def test_where_no_profile_can_be_kept_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
+        save_profile(profile())
+    # As in containers: no HOME, and no entry in the list of users: as in containers: no HOME, and
+    # no entry in the list of users.
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert find_profile(IDENTITY) == (None, "this user has no home folder: set XDG_CACHE_HOME to a folder")
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
-        save_profile(profile())
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
         save_profile(profile())
 
 

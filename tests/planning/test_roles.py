@@ -196,11 +196,9 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert words in line and "\n" not in line and len(line) < 400
 
 
-def test_rows_are_free_as_long_as_a_pass_takes_hardly_longer() -> None:
+def test_free_rows_and_numbers_of_runs() -> None:
     assert [free_rows(times) for times in ([1, 1, 1, 1, 1], [1, 1.1, 1.2, 2, 4], [1, 2], [1])] == [32, 4, 1, 1]
-
-
-def test_numbers_follow_from_the_mode_where_none_are_named() -> None:
+    # Numbers follow from the mode where none are named.
     assert [PipelineOptions(mode=mode).num_runs(3) for mode in ("plain", "sync", "async")] == [1, 1, 4]
     assert [PipelineOptions(mode=mode).num_rows(16) for mode in ("plain", "sync", "async")] == [1, 64, 16]
     assert parse_pipeline("async,rows=2,runs=9").num_rows(16) == 2

@@ -158,12 +158,10 @@ def mean_cost(machine: Machine, how: str, num_texts: int, seed: int, *, first: i
     return float(1 / np.mean([1 / one for one in costs])) / least_s(machine, num_texts)
 
 
-BELIEFS, NUMBERS = ("truth", "half", "twice"), (2, 4, 8, 16)
+AXES = (MACHINES, (2, 4, 8, 16), ("truth", "half", "twice"))
 
 
-@matrix(
-    "name, num_texts, how", product(MACHINES, NUMBERS, BELIEFS), always=diagonal(MACHINES, NUMBERS, BELIEFS), daily=5
-)
+@matrix("name, num_texts, how", product(*AXES), always=diagonal(*AXES), daily=5)
 def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -> None:
     assert mean_cost(MACHINES[name], how, num_texts, seed=num_texts) <= ALLOWED
 

@@ -109,13 +109,12 @@ def test_bad_grammars_are_refused_in_a_line(grammars: Grammars, case: str) -> No
     assert str(refusal.value).startswith(str(grammar)) and "\n" not in str(refusal.value)
 
 
-def test_what_takes_too_long_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_or_panics_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRIAL_S", 0.001)
     with pytest.raises(UserError, match="must be compiled within"):
         grammars.mask(Grammar("regex", "slow"))
 
-
-def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A compiler that panics is told of.
     class PanicException(BaseException):  # as pyo3 has it
         pass
 
@@ -219,7 +218,8 @@ def test_logits_are_never_changed_in_place_and_bad_ones_are_told_of(grammars: Gr
     assert scores_TV[0].max() == 0 and scores_TV[1].isnan().any() and scores_TV[2].max() == torch.inf
 
 
-def test_a_grammar_that_leads_nowhere_ends_in_a_line(grammars: Grammars, ids: Any) -> None:
+def test_texts_end_where_nothing_may_follow(grammars: Grammars, ids: Any, tokenizer: Any) -> None:
+    # A grammar that leads nowhere ends in a line.
     mask, (a, b) = grammars.mask(Grammar("lark", 'start: "a" x\nx: "b" x')), ids("ab")
     mask.accept([a, b] * 1)
     sound = grammars.mask(Grammar("lark", 'start: "a" | "b" x\nx: x'))
@@ -228,9 +228,7 @@ def test_a_grammar_that_leads_nowhere_ends_in_a_line(grammars: Grammars, ids: An
     sound.accept([b])
     with pytest.raises(UserError, match="cannot be followed any further"):
         sound.accept([a])
-
-
-def test_without_an_end_token_a_text_is_over_where_nothing_may_follow(tokenizer: Any, ids: Any) -> None:
+    # Without an end token a text is over where nothing may follow.
     mask, (a, b) = Grammars(tokenizer, VOCAB_SIZE, set()).mask(Grammar("regex", "ab*|ba")), ids("ab")
     sampler = Sampler(Sampling(), VOCAB_SIZE, adjustments=[mask])
     sampler.begin([])

@@ -167,14 +167,6 @@ def test_a_planted_bias_is_detected(planted: Callable[..., Tensor]) -> None:
     assert p_value(draws_over_seeds(SETTINGS["T1"], kernels=kernels), probs_V) < 1e-4
 
 
-def test_filters_in_another_order_would_show() -> None:
-    """top-p of the full distribution keeps tokens that top-p of the four largest drops."""
-    how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
-    kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
-    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()
-    assert np.count_nonzero(distribution_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
-
-
 def test_greedy_knows_no_chance_and_the_least_temperature_still_tells_scores_apart() -> None:
     for seed in range(20):
         sampler = Sampler(Sampling(seed=seed), 10)
@@ -201,3 +193,9 @@ def test_half_precision_logits_are_drawn_from_in_float32() -> None:
 def test_a_lower_temperature_draws_the_likeliest_more_often() -> None:
     shares = [draws_over_seeds({"temperature": t}, 500)[0] / 500 for t in (2.0, 1.0, 0.5, 0.1)]
     assert shares == sorted(shares) and shares[-1] > 0.6
+    # Filters in another order would show: top-p of all keeps tokens that top-p of the four largest
+    # drops: top-p of the full distribution keeps tokens that top-p of the four largest drops.
+    how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
+    kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
+    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()
+    assert np.count_nonzero(distribution_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
