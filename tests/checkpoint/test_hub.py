@@ -168,21 +168,28 @@ REPOSITORY = [
 NEEDED = set(REPOSITORY[:9]) | {"requirements.txt"}
 
 
+def served(patch: pytest.MonkeyPatch, folder: Path, offered: list[str]) -> list[str]:
+    """Let the hub offer these files; return those that are fetched by what its library makes of patterns."""
+    fetched = list[str]()
+
+    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
+        assert revision in (None, folder.name), "one commit"
+        fetched.extend(filter_repo_objects(offered, **patterns))
+        return str(folder)
+
+    patch.setattr("huggingface_hub.snapshot_download", serve)
+    return fetched
+
+
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the hub's own library makes of the patterns: no pickle, no code, no second form of the weights."""
-    fetched, folder = list[str](), tmp_path / "c0ffee"
+    """No pickle, no code, no second form of the weights."""
+    folder = tmp_path / "c0ffee"
     folder.mkdir()
     if is_indexed:
         index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
-        assert revision in (None, "c0ffee"), "one commit"
-        fetched.extend(filter_repo_objects(REPOSITORY, **patterns))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    fetched = served(monkeypatch, folder, REPOSITORY)
     tokenizer_folder("org/model")
     assert set(fetched) == NEEDED
     fetched.clear()
@@ -195,18 +202,12 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
 def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered, fetched = [*NEEDED, "model.safetensors", "model.fp16.safetensors"], list[str]()
     (hub.folder / "model.safetensors.index.json").unlink()
     (hub.folder / "model.safetensors").touch()
-
-    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
-        fetched.extend(name for name in filter_repo_objects(offered, **patterns) if name.endswith(".safetensors"))
-        return str(hub.folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    fetched = served(monkeypatch, hub.folder, [*NEEDED, "model.safetensors", "model.fp16.safetensors"])
     with pytest.raises(UserError, match="header of 0 bytes"):
         open_checkpoint("org/model")
-    assert fetched == ["model.safetensors"]
+    assert [name for name in fetched if name.endswith(".safetensors")] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["../b.safetensors", "/b.safetensors", "x/b.safetensors", "b.bin", "..", "*.py"])
