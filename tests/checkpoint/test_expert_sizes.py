@@ -44,8 +44,7 @@ def test_stacks_of_words_come_apart_and_one_expert_is_expanded_at_a_time() -> No
     assert coded.experts.scratch_bytes == EXPERT_BYTES + 2 * 256
     assert coded.scratch_bytes > 31 * coded.experts.scratch_bytes, "a layer's experts are expanded together"
     assert coded.companion_bytes > 6 * 32 * EXPERT_BYTES / 64
-    # Packed without loss, all mantissas of a stack lie before all exponents: it comes with its
-    # layer: packed without loss, all mantissas of a stack lie before all exponents.
+    # Packed without loss, all mantissas of a stack lie before all exponents: it comes with its layer.
     checkpoint = mixture(is_stacked=True)
     name = "model.layers.0.mlp.experts.down_proj"
     entry = coded_stacks(checkpoint).tensors[name]

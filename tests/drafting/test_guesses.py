@@ -95,9 +95,8 @@ def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple
 
 
 def test_trust_follows_what_comes_true_beside_the_draft() -> None:
-    # Right as often as not, but never where the draft is wrong: only where they disagree is
-    # something to learn: right as often as not, but never where the draft is wrong: only where they
-    # disagree is something to learn.
+    # Right as often as not, but never where the draft is wrong: only where they disagree is something
+    # to learn.
     trust = Trust()
     for _ in range(50):
         trust.learn("lookup", 5, 1.0, 0.9)  # both right

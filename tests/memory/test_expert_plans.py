@@ -108,8 +108,7 @@ def test_a_plan_says_what_stays_and_a_small_room_still_reads_ahead() -> None:
 
 
 def test_an_expert_is_expanded_by_itself_and_contributions_of_rows_are_counted() -> None:
-    # Each row of a pass holds k outputs until they are added, in the type that is computed in: each
-    # row of a pass holds k outputs until they are added, in the type that is computed in.
+    # Each row of a pass holds k outputs until they are added, in the type that is computed in.
     for num_nodes in (1, 16):
         demand, layers = (
             plan_of(1 << 40, experts=how, num_nodes=num_nodes).activation_bytes for how in ("demand", "layers")

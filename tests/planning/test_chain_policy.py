@@ -64,13 +64,11 @@ def test_the_lengths_of_table_2_are_nearly_the_best() -> None:
 
 def test_gains_are_those_of_section_3() -> None:
     # Section 3.6: alpha 0.2, c = 0 and gamma 3 give 1.25; more guesses give no more than 1 / (1 -
-    # alpha): section 3.6: alpha 0.2, c = 0 and gamma 3 give 1.25; more guesses give no more than 1
-    # / (1 - alpha).
+    # alpha).
     assert wall_clock_gain(0.2, 3, 0) == pytest.approx(1.25, abs=0.005)
     assert wall_clock_gain(0.2, 1000, 0) == pytest.approx(1 / 0.8)
     # Corollary 3.9: with alpha > c there is a gain, of (1 + alpha) / (1 + c) at least; else no
-    # guess is best: corollary 3.9: with alpha > c there is a gain, of (1 + alpha) / (1 + c) at
-    # least; else the best is no guess.
+    # guess is best.
     for alpha, cost in ((0.3, 0.2), (0.21, 0.2), (0.9, 0.5)):
         gamma = best_length(alpha, MOST, paper(cost))
         assert wall_clock_gain(alpha, gamma, cost) >= (1 + alpha) / (1 + cost) > 1

@@ -63,7 +63,7 @@ def test_what_is_saved_is_found_again_in_a_file_for_people(cache: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
     lines = save_profile(profile()).read_text().splitlines()
     assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
-    # Keys of the file stay: files of this schema lie on disks: files of this schema lie on disks.
+    # Keys of the file stay: files of this schema lie on disks.
     values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
     assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
     assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
@@ -216,8 +216,7 @@ def test_where_no_profile_can_be_kept_a_line_says_so(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
         save_profile(profile())
-    # As in containers: no HOME, and no entry in the list of users: as in containers: no HOME, and
-    # no entry in the list of users.
+    # As in containers: no HOME, and no entry in the list of users.
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -250,8 +249,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
     assert fingerprint(open_checkpoint(moved)) != before
 
-    # A fine-tune has another one: its headers and its config are the same, only weights differ: its
-    # headers and its config are the same; only weights differ.
+    # A fine-tune has another one: its headers and its config are the same, only weights differ.
     def saved(seed: int) -> Checkpoint:
         return open_checkpoint(save(build(FAMILIES["llama"](), seed), tmp_path / str(seed)))
 

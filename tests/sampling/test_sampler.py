@@ -194,7 +194,7 @@ def test_a_lower_temperature_draws_the_likeliest_more_often() -> None:
     shares = [draws_over_seeds({"temperature": t}, 500)[0] / 500 for t in (2.0, 1.0, 0.5, 0.1)]
     assert shares == sorted(shares) and shares[-1] > 0.6
     # Filters in another order would show: top-p of all keeps tokens that top-p of the four largest
-    # drops: top-p of the full distribution keeps tokens that top-p of the four largest drops.
+    # drops.
     how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
     kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
     assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()

@@ -53,8 +53,7 @@ def test_the_first_child_with_a_token_is_found() -> None:
     assert tree.num_nodes == 6 and tree.tokens == [9, 4, 7, 4, 7, 7]
     assert (tree.child(0, 4), tree.child(0, 7), tree.child(0, 9)) == (1, 2, None)
     assert (tree.child(1, 7), tree.child(1, 4), tree.child(3, 7), tree.child(5, 7)) == (4, None, None, None)
-    # Children are remembered by shape, tokens must not be: children are remembered by shape, tokens
-    # must not be.
+    # Children are remembered by shape, tokens must not be.
     shape = k_ary(2, 3)
     one, two = TokenTree(shape, torch.tensor([0, 1, 2])), TokenTree(shape, torch.tensor([0, 2, 1]))
     assert (one.child(0, 1), two.child(0, 1)) == (1, 2)

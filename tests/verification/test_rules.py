@@ -179,15 +179,13 @@ def test_a_tree_of_point_masses_carries_no_distribution(drafting: Drafting) -> N
 
 def test_children_beyond_a_narrow_draft() -> None:
     # Six children of a draft of four tokens: the last two are those that only the target has (Alg.
-    # 1): six children of a draft of four tokens: the last two are those that only the target has
-    # (Alg. 1).
+    # 1).
     sampler = Sampler(Sampling(temperature=0.7), 6, Drafting.WITHOUT_REPLACEMENT)
     tree = grow_bigrams(k_ary(6, 7), [1, 0], sampler)
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and sorted(tree.tokens[5:]) == [4, 5]
     assert [offer.probs_V[offer.token] for offer in tree.offers(0)][4:] == [0.5, 1.0]
     # Seven children of four tokens: the four draws are offered, and the fourth is accepted for
-    # certain: seven children of four tokens: the four draws are offered, and the fourth is accepted
-    # for certain.
+    # certain.
     sampler = Sampler(Sampling(temperature=0.7), 4, Drafting.WITHOUT_REPLACEMENT)
     tree = grow_bigrams(k_ary(7, 8), [1, 0], sampler, 4)
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and [offer.child for offer in tree.offers(0)] == [1, 2, 3, 4]
