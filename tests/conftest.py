@@ -160,7 +160,7 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One core and one thread, for a decoder leaves the number that its last step had; and no decoder is left open."""
     import torch
 
-    monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
+    monkeypatch.setattr("offload.machine.num_cores", lambda: 1)
     torch.set_num_threads(1)
     before = _num_readers()
     yield

@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from warm import ROOT, popen
+from forked import ROOT, popen
 
 _TOKEN = re.compile(r"\x1b(?:\[(\d*)([A-Za-z])|([78D]))|(.)", re.DOTALL)
 

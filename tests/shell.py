@@ -11,7 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 from unittest.mock import patch
 
-from warm import ROOT, popen
+from forked import ROOT, popen
 
 from offload.cli import main as cli
 
@@ -38,7 +38,7 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Return the same as a process under way, with pipes; `python` may be other options of the interpreter.
 
-    It is forked from a warm one, see `warm.py`. What asks which modules are imported, or when, wants a cold one.
+    It is forked from a warm one, see `forked.py`. What asks which modules are imported, or when, wants a cold one.
     """
     command = [sys.executable, *python, *map(str, arguments)]
     pipe = subprocess.PIPE

@@ -10,13 +10,13 @@ from test_tiny import prompts
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
-from offload.checkpoint.pack import pack
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
 from offload.memory.planner import plan_memory
+from offload.packing.pack import pack
 
 FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]
 

@@ -1,4 +1,6 @@
-"""The commands that make and look after datastores, corpora that drafts are looked up in: `offload datastore ...`."""
+"""The commands that make and look after datastores, corpora that drafts are looked up in: `offload
+datastore ...`.
+"""
 
 import json
 import sys
@@ -13,8 +15,8 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
-from offload.config import parse_size
 from offload.machine import available_ram_bytes
+from offload.units import parse_size
 
 if TYPE_CHECKING:
     from offload.cli.datastore_run import Write
@@ -27,16 +29,26 @@ datastore = typer.Typer(
     rich_markup_mode=None,
     invoke_without_command=True,
 )
-app.add_typer(datastore, name="datastore", short_help="Make a store of text that drafts are looked up in.")
+app.add_typer(
+    datastore, name="datastore", short_help="Make a store of text that drafts are looked up in."
+)
 
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", help="UTF-8 text, folders of it, or .jsonl of samples")
+    list[Path],
+    typer.Argument(
+        metavar="FILES|DIR|JSONL...", help="UTF-8 text, folders of it, or .jsonl of samples"
+    ),
 ]
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
 Ram = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free")
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free"
+    ),
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="pass over bad files and lines, and name them")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="pass over bad files and lines, and name them")
+]
 
 
 @datastore.callback()
@@ -55,18 +67,30 @@ def _group(context: typer.Context) -> None:
 )
 def build(
     files: Files,
-    tokenizer: Annotated[str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")
+    ],
     out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
     ram: Ram = None,
     skip_bad: SkipBad = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Make a store of text, code or chats. A line of a .jsonl file has text, messages, conversations or a prompt."""
+    """Make a store of text, code or chats. A line of a .jsonl file has text, messages,
+    conversations or a prompt.
+    """
     from offload.datastore import build as building
 
     with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
-        _write(console, partial(building.build, out.expanduser()), tokenizer, files, ram, skip_bad, as_json=as_json)
+        _write(
+            console,
+            partial(building.build, out.expanduser()),
+            tokenizer,
+            files,
+            ram,
+            skip_bad,
+            as_json=as_json,
+        )
 
 
 @datastore.command(
@@ -81,14 +105,17 @@ def append(
     store: Store,
     files: Files,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was")
+        str | None,
+        typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was"),
     ] = None,
     ram: Ram = None,
     skip_bad: SkipBad = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it was."""
+    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it
+    was.
+    """
     from offload.datastore import build as building
     from offload.datastore.store import read_store
 
@@ -107,7 +134,9 @@ def append(
     offload datastore info python.store --json""",
 )
 def info(store: Store, as_json: flags.Json = False) -> None:
-    """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk took."""
+    """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk
+    took.
+    """
     from offload.cli.datastore_run import info_lines
     from offload.datastore.store import read_store
 
@@ -127,19 +156,30 @@ def verify(store: Store, as_json: flags.Json = False, quiet: flags.Quiet = False
     """Read every byte of a store: sizes, checksums, tokens, and the order of every position."""
     from offload.cli.datastore_run import store_line
     from offload.datastore.store import read_store
-    from offload.datastore.verify import verify as check
+    from offload.datastore.store import verify as check
 
     found = read_store(store)
     with Console(is_quiet=quiet or as_json) as console:
         check(found, partial(console.bytes_landed, label="reading"))
-    print(json.dumps({**found.as_dict(), "is_sound": True}) if as_json else f"{store_line(found)}: sound")
+    print(
+        json.dumps({**found.as_dict(), "is_sound": True})
+        if as_json
+        else f"{store_line(found)}: sound"
+    )
 
 
 def _write(
-    console: Console, write: "Write", model: str, files: list[Path], ram: str | None, skip_bad: bool, *, as_json: bool
+    console: Console,
+    write: "Write",
+    model: str,
+    files: list[Path],
+    ram: str | None,
+    skip_bad: bool,
+    *,
+    as_json: bool,
 ) -> None:
     """Build or append, and say what came of it."""
-    from offload.datastore.corpus import Corpus
+    from offload.datastore.build import Corpus
 
     ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
     corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")

@@ -8,11 +8,11 @@ import typer
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, Names
+from offload.cli.console import Console, ModelNames
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import read_prompt
-from offload.config import Sampling, parse_size
 from offload.memory.plan import MemoryPlan
+from offload.units import Sampling, parse_size
 
 if TYPE_CHECKING:
     from offload.engine.generation import Run
@@ -32,7 +32,10 @@ def demo(
     max_tokens: flags.NumTokens = 96,
     size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size, if that works")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="memory budget; default: a quarter of the size, if that works"
+        ),
     ] = None,
     tree: flags.Tree = "dynamic:128x20",
     rule: flags.RuleName = "match",
@@ -44,19 +47,31 @@ def demo(
     verbose: flags.Verbose = False,
 ) -> None:
     """See it work on a packaged model, here and now."""
-    size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
+    size_bytes = parse_size(size, "--size")
+    sampling = Sampling(temperature=temp, seed=seed)
     shown = Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram or size)
     with shown as console, libraries(console):
         from offload.cli import demo as run
         from offload.engine.request import Request
 
-        request = Request(run.PROMPT if prompt is None else read_prompt(prompt, None), sampling, max_tokens, raw=True)
-        options = run.demo_options(run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit)
+        request = Request(
+            run.PROMPT if prompt is None else read_prompt(prompt, None),
+            sampling,
+            max_tokens,
+            raw=True,
+        )
+        options = run.demo_options(
+            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit
+        )
         run.check(request)
-        target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
+        target = run.inflated_target(
+            size_bytes, partial(console.bytes_landed, label="making the target")
+        )
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
-            console.open(Names(target.name, "of the package"), decoder, decoder.tree_choice(sampling))
+            console.open(
+                ModelNames(target.name, "of the package"), decoder, decoder.tree_choice(sampling)
+            )
             show = partial(_show, console, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(16, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)

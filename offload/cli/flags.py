@@ -1,4 +1,6 @@
-"""Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is imported."""
+"""Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is
+imported.
+"""
 
 import re
 from pathlib import Path
@@ -6,53 +8,89 @@ from typing import Annotated
 
 import typer
 
-from offload.config import RULES, require
-from offload.planning.place import Place, find_place, own_value
-from offload.threads import cores
+from offload import machine as cores
+from offload.rank_roles import RankInfo, find_place, own_value
+from offload.units import RULES, require
 
 
-def _place(context: typer.Context) -> Place | None:
-    """Of this process, where the command runs on many ranks; what else sets RANK, a job that calls it, is not asked."""
-    return find_place() if isinstance(context.params.get("ranks"), str) else None  # of `plan` it is a file
+def _place(context: typer.Context) -> RankInfo | None:
+    """Of this process, where the command runs on many ranks; what else sets RANK, a job that calls
+    it, is not asked.
+    """
+    # of `plan` it is a file
+    return find_place() if isinstance(context.params.get("ranks"), str) else None
 
 
-def _of_this_rank(context: typer.Context, param: typer.CallbackParam, text: str | None) -> str | None:
-    """Of one value per rank its own; a list where there are no ranks is left to whoever reads the value."""
+def _of_this_rank(
+    context: typer.Context, param: typer.CallbackParam, text: str | None
+) -> str | None:
+    """Of one value per rank its own; a list where there are no ranks is left to whoever reads the
+    value.
+    """
     return None if text is None else own_value(text, param.opts[0], _place(context))
 
 
-Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder, GGUF file or hub id of the target")]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="folder, GGUF file or hub id of the target"
+    ),
+]
 Draft = Annotated[
     str | None,
     typer.Option(
-        "--draft", "-d", metavar="MODEL", help="small model with the same vocabulary; self:int4, self:int8: a copy"
+        "--draft",
+        "-d",
+        metavar="MODEL",
+        help="small model with the same vocabulary; self:int4, self:int8: a copy",
     ),
 ]
 DraftDtype = Annotated[
-    str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
+    str | None,
+    typer.Option(
+        metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored"
+    ),
 ]
 Prompt = Annotated[
-    str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
+    str | None,
+    typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input"),
 ]
 PromptFile = Annotated[
     Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file; many of them from a .jsonl"),
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="read the prompt from a UTF-8 file; many of them from a .jsonl",
+    ),
 ]
 Parallel = Annotated[
-    int, typer.Option(metavar="B", min=1, help="texts that are written at a time, for one pass over the weights")
+    int,
+    typer.Option(
+        metavar="B", min=1, help="texts that are written at a time, for one pass over the weights"
+    ),
 ]
 Results = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="of many prompts: go on with the results in this file; default: stdout"),
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="of many prompts: go on with the results in this file; default: stdout",
+    ),
 ]
 Samples = Annotated[
-    int, typer.Option(metavar="K", min=1, help="so many texts of a prompt, by seeds that follow --seed")
+    int,
+    typer.Option(metavar="K", min=1, help="so many texts of a prompt, by seeds that follow --seed"),
 ]
 LargestTree = Annotated[
-    str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
+    str | None,
+    typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24"),
 ]
 Config = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="folder or hub id of what a GGUF target was made from; docs/gguf.md")
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="folder or hub id of what a GGUF target was made from; docs/gguf.md"
+    ),
 ]
 Ram = Annotated[
     str | None,
@@ -63,9 +101,12 @@ Ram = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
-GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
+GpuMem = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")
+]
 Context = Annotated[
-    int | None, typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096")
+    int | None,
+    typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096"),
 ]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
 Tree = Annotated[
@@ -77,12 +118,19 @@ Tree = Annotated[
 ]
 Lenience = Annotated[
     float,
-    typer.Option(metavar="L", help="below 1 NOT EXACT: more guesses pass, no token at over 1/L times its chance"),
+    typer.Option(
+        metavar="L",
+        help="below 1 NOT EXACT: more guesses pass, no token at over 1/L times its chance",
+    ),
 ]
-RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
+RuleName = Annotated[
+    str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")
+]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")
+]
 
 
 def _own_threads(context: typer.Context, text: str | None) -> int | None:
@@ -98,7 +146,9 @@ def _own_threads(context: typer.Context, text: str | None) -> int | None:
 
 
 def _at_most_cores(num_threads: int) -> int:
-    """More than there are cores only wait for each other, and thousands are more than a process may start."""
+    """More than there are cores only wait for each other, and thousands are more than a process may
+    start.
+    """
     if num_threads > (most := cores.num_cores()):
         rule = f"--threads must be at most {most}, the cores that this process may use"
         require(False, rule, num_threads, "leave it out to have it measured")
@@ -116,33 +166,50 @@ Threads = Annotated[
 ]
 ProfileFile = Annotated[
     str | None,
-    typer.Option("--profile", metavar="FILE", help="of offload tune, or none; default: the one that fits this run"),
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="of offload tune, or none; default: the one that fits this run",
+    ),
 ]
 LinkLimit = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", callback=_of_this_rank, help="slow the stream down to this per second", hidden=True),
+    typer.Option(
+        metavar="SIZE",
+        callback=_of_this_rank,
+        help="slow the stream down to this per second",
+        hidden=True,
+    ),
 ]
 Experts = Annotated[
     str,
     typer.Option(
-        metavar="HOW", help="experts of a mixture: demand (those that a pass needs), layers (all of them), auto"
+        metavar="HOW",
+        help="experts of a mixture: demand (those that a pass needs), layers (all of them), auto",
     ),
 ]
 Ranks = Annotated[
     str | None,
     typer.Option(
-        metavar="ROLES", is_eager=True, help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md"
+        metavar="ROLES",
+        is_eager=True,
+        help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md",
     ),  # eager: values of one rank among many are read by it
 ]
 Pipeline = Annotated[
     str | None,
-    typer.Option(metavar="MODE", help="of stages: async, sync or plain, with settings; see docs/ranks.md"),
+    typer.Option(
+        metavar="MODE", help="of stages: async, sync or plain, with settings; see docs/ranks.md"
+    ),
 ]
-SlowLayer = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="every layer takes longer", hidden=True)]
+SlowLayer = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0, help="every layer takes longer", hidden=True)
+]
 Invariant = Annotated[
     bool | None,
     typer.Option(
-        "--invariant/--no-invariant", help="the same bits with every tree; default: where layers are streamed"
+        "--invariant/--no-invariant",
+        help="the same bits with every tree; default: where layers are streamed",
     ),
 ]
 Lookup = Annotated[
@@ -153,67 +220,120 @@ Lookup = Annotated[
     ),
 ]
 LookupLength = Annotated[
-    str, typer.Option(metavar="MIN:MAX", help="tokens that must agree for a guess by --lookup or --datastore")
+    str,
+    typer.Option(
+        metavar="MIN:MAX", help="tokens that must agree for a guess by --lookup or --datastore"
+    ),
 ]
 Ngram = Annotated[
-    Path | None, typer.Option(metavar="FILE|STORE", help="guess by what follows on a token in a text or a store")
+    Path | None,
+    typer.Option(
+        metavar="FILE|STORE", help="guess by what follows on a token in a text or a store"
+    ),
 ]
 Datastore = Annotated[
-    Path | None, typer.Option(metavar="STORE", help="guess by what follows in a store of offload datastore build")
+    Path | None,
+    typer.Option(
+        metavar="STORE", help="guess by what follows in a store of offload datastore build"
+    ),
 ]
 OwnTemp = Annotated[
     float | None,
-    typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy; default: as the model suggests"),
+    typer.Option(
+        "--temp", "--temperature", metavar="T", help="0 is greedy; default: as the model suggests"
+    ),
 ]
-OwnTopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")]
-OwnTopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all")]
+OwnTopP = Annotated[
+    float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")
+]
+OwnTopK = Annotated[
+    int | None,
+    typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all"),
+]
 OwnMinP = Annotated[
-    float | None, typer.Option("--min-p", metavar="P", help="keep tokens at least P times as likely as the likeliest")
+    float | None,
+    typer.Option(
+        "--min-p", metavar="P", help="keep tokens at least P times as likely as the likeliest"
+    ),
 ]
 RepeatPenalty = Annotated[
-    float | None, typer.Option(metavar="R", help="above 1: against tokens that are in the prompt or the answer")
+    float | None,
+    typer.Option(metavar="R", help="above 1: against tokens that are in the prompt or the answer"),
 ]
 PresencePenalty = Annotated[
-    float | None, typer.Option(metavar="A", help="off the logits of tokens that are in the answer, once")
+    float | None,
+    typer.Option(metavar="A", help="off the logits of tokens that are in the answer, once"),
 ]
-FrequencyPenalty = Annotated[float | None, typer.Option(metavar="A", help="... and as many times as they are there")]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(metavar="A", help="... and as many times as they are there")
+]
 LogitBias = Annotated[
-    list[str] | None, typer.Option(metavar="ID:NUMBER", help="added to a token's logit; may be given several times")
+    list[str] | None,
+    typer.Option(metavar="ID:NUMBER", help="added to a token's logit; may be given several times"),
 ]
 Logprobs = Annotated[
     int | None,
-    typer.Option("--logprobs", metavar="K", help="with --json: of each new token, and of K of the likeliest"),
+    typer.Option(
+        "--logprobs", metavar="K", help="with --json: of each new token, and of K of the likeliest"
+    ),
 ]
 System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="what the model is told before the prompt or the first question")
+    str | None,
+    typer.Option(
+        metavar="TEXT", help="what the model is told before the prompt or the first question"
+    ),
 ]
-Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token always, whatever else is said")]
+Greedy = Annotated[
+    bool, typer.Option("--greedy", help="the likeliest token always, whatever else is said")
+]
 Stop = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="end before this string; may be given several times"),
 ]
 JsonSchema = Annotated[
     Path | None,
-    typer.Option("--json-schema", metavar="FILE", help="write JSON that this schema allows; docs/grammar.md"),
+    typer.Option(
+        "--json-schema", metavar="FILE", help="write JSON that this schema allows; docs/grammar.md"
+    ),
 ]
 Regex = Annotated[
-    str | None, typer.Option("--regex", metavar="TEXT", help="write what this regular expression matches as a whole")
+    str | None,
+    typer.Option(
+        "--regex", metavar="TEXT", help="write what this regular expression matches as a whole"
+    ),
 ]
 LarkGrammar = Annotated[
-    Path | None, typer.Option("--grammar", metavar="FILE", help="write what these rules in Lark's notation allow")
+    Path | None,
+    typer.Option(
+        "--grammar", metavar="FILE", help="write what these rules in Lark's notation allow"
+    ),
 ]
 Session = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="keep tokens, keys and values there, and go on from there; see docs/flags.md"),
+    typer.Option(
+        metavar="FILE",
+        help="keep tokens, keys and values there, and go on from there; see docs/flags.md",
+    ),
 ]
 Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
-TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
-TopK = Annotated[int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")]
-Seed = Annotated[
-    int, typer.Option(metavar="N", help="same seed, same text; with the rules match and topk for any tree")
+TopP = Annotated[
+    float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")
 ]
-NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")]
+TopK = Annotated[
+    int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="same seed, same text; with the rules match and topk for any tree"
+    ),
+]
+NumTokens = Annotated[
+    int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")
+]
 
-# The library's errors name arguments, in backticks; a person at the command line knows them by these names.
+# The library's errors name arguments, in backticks; a person at the command line knows them by
+# these names.
 _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",

@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,11 @@ from offload.cli.app import app
 from offload.cli.console import Console, profile_lines
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
-from offload.config import Sampling, require
+from offload.units import Sampling, require
 
 _Hardware = Annotated[
-    str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
+    str | None,
+    typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json"),
 ]
 
 
@@ -48,50 +50,86 @@ def plan(
     rule: flags.RuleName = "match",
     hardware: _Hardware = None,
     disk_speed: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="of the disk per second, such as 3GB; default: measured")
+        str | None,
+        typer.Option(metavar="SIZE", help="of the disk per second, such as 3GB; default: measured"),
     ] = None,
     tokens_per_sweep: Annotated[
-        float | None, typer.Option(metavar="G", help="what the named tree yields; default: from the profile")
+        float | None,
+        typer.Option(metavar="G", help="what the named tree yields; default: from the profile"),
     ] = None,
     profile: flags.ProfileFile = None,
     ranks: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="several machines, as a JSON file describes them; docs/ranks.md")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="several machines, as a JSON file describes them; docs/ranks.md"
+        ),
     ] = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
-    from offload.model.headers import is_built
+    """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a
+    config.json.
+    """
+    from offload.model.meta import describe, is_built
     from offload.planning.near_copy import copy_bits
     from offload.planning.options import LoadOptions
 
     if ranks is not None:
-        _require_no_machine(hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device)
+        _require_no_machine(
+            hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device
+        )
     options = LoadOptions(
-        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        profile=profile, draft_dtype=draft_dtype, experts=experts, parallel=parallel)  # fmt: skip
+        config=config,
+        device=device,
+        gpu_memory=gpu_mem,
+        ram=ram,
+        dtype=dtype,
+        context=context,
+        tree=tree,
+        rule=rule,
+        profile=profile,
+        draft_dtype=draft_dtype,
+        experts=experts,
+        parallel=parallel,
+    )
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
         if ranks is not None:
             from offload.cli.ranks_lines import cluster_lines
-            from offload.ranks.forecast import forecast
+            from offload.reports.forecast import forecast
 
             of_cluster = forecast(model, draft, options, ranks, tokens_per_sweep)
-            figures, lines = of_cluster.as_dict(), cluster_lines(of_cluster, is_verbose=verbose)
+            figures = of_cluster.as_dict()
+            lines = cluster_lines(of_cluster, is_verbose=verbose)
         else:
-            from offload.calibration.drafts import compare_drafts
-            from offload.calibration.estimate import estimate
             from offload.cli.plan_lines import answer_lines
+            from offload.reports.drafts import compare_drafts
+            from offload.reports.estimate import estimate
 
+            read = cache(describe)  # all estimates are of the same models
             found = estimate(
-                model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
+                model,
+                draft,
+                options,
+                hardware=hardware,
+                disk_speed=disk_speed,
+                tokens_per_sweep=tokens_per_sweep,
+                read=read,
             )
-            drafts = [] if tokens_per_sweep else compare_drafts(model, draft, options, hardware, disk_speed)
+            drafts = (
+                []
+                if tokens_per_sweep
+                else compare_drafts(model, draft, options, hardware, disk_speed, read)
+            )
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             lines = answer_lines(found, drafts, is_verbose=verbose, is_decimal=console.is_decimal)
-    print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))
+    print(
+        flags.as_flags(json.dumps(figures))
+        if as_json
+        else fitted(flags.as_flags(lines), sys.stdout)
+    )
 
 
 def _require_no_machine(**given: object) -> None:
@@ -110,8 +148,14 @@ def _require_no_machine(**given: object) -> None:
 )
 def tune(
     model: flags.Model,
-    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model, or self:int4, self:int8")],
-    text: Annotated[list[Path], typer.Option(metavar="FILE", help="UTF-8, of the kind to be decoded; several times")],
+    draft: Annotated[
+        str,
+        typer.Option("--draft", "-d", metavar="MODEL", help="small model, or self:int4, self:int8"),
+    ],
+    text: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="UTF-8, of the kind to be decoded; several times"),
+    ],
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
     top_k: flags.TopK = 0,
@@ -119,7 +163,9 @@ def tune(
     seed: flags.Seed = 0,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
     config: flags.Config = None,
-    teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
+    teacher_forced: Annotated[
+        bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")
+    ] = False,
     tree: flags.LargestTree = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
@@ -137,17 +183,32 @@ def tune(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
-        threads=threads, link_limit=link_limit, draft_dtype=draft_dtype, experts=experts,
-    )  # fmt: skip
+        config=config,
+        device=device,
+        gpu_memory=gpu_mem,
+        ram=ram,
+        dtype=dtype,
+        tree=tree or "auto",
+        rule=rule,
+        threads=threads,
+        link_limit=link_limit,
+        draft_dtype=draft_dtype,
+        experts=experts,
+    )
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, sizes_like=ram) as console, libraries(console):
         from offload.planning.profile import format_json
-        from offload.tuning.tune import tune as measure
+        from offload.reports.tune import tune as measure
 
         tuned = measure(
-            model, draft, text, sampling, options,
-            num_tokens=tokens, is_teacher_forced=teacher_forced, hooks=console.hooks,
-        )  # fmt: skip
+            model,
+            draft,
+            text,
+            sampling,
+            options,
+            num_tokens=tokens,
+            is_teacher_forced=teacher_forced,
+            hooks=console.hooks,
+        )
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
     print(format_json(tuned.profile.as_dict()) if as_json else fitted(table, sys.stdout))

@@ -1,7 +1,9 @@
-"""Defaults of one's own: a file, and environment variables before it, stand in for flags that are not given.
+"""Defaults of one's own: a file, and environment variables before it, stand in for flags that are
+not given.
 
-The file is a TOML file of flag names, `ram = "8GiB"`; those in a table, `[chat]`, are for that command alone and come
-first. What holds for all commands, as every variable does, holds for those that take a model; the demo brings its own.
+The file is a TOML file of flag names, `ram = "8GiB"`; those in a table, `[chat]`, are for that
+command alone and come first. What holds for all commands, as every variable does, holds for those
+that take a model; the demo brings its own.
 """
 
 import os
@@ -11,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.small_files import read_small
+from offload.checkpoint.files import read_small
 from offload.errors import UserError, reason
 
 _EACH_TIME = ("prompt", "file", "help")  # said anew in every call
-_OF_ITS_OWN = {("plan", "ranks")}  # what only shares its name: a file of machines there, roles of ranks elsewhere
+# what only shares its name: a file of machines there, roles of ranks elsewhere
+_OF_ITS_OWN = {("plan", "ranks")}
 
 
 class OwnDefaults(NamedTuple):
@@ -26,13 +29,16 @@ class OwnDefaults(NamedTuple):
     sources: dict[tuple[str, str], str]  # {(command, parameter): the variable or file that sets it}
 
     def blame(self, message: str, given: list[str]) -> str:
-        """An error's line, with where its flag was set if not in `given`, the arguments of the command line."""
+        """An error's line, with where its flag was set if not in `given`, the arguments of the
+        command line.
+        """
         name = given[0]
         if not any(command == name for command, _ in self.sources):
             return message
         context = self.commands[name].make_context(name, given[1:], resilient_parsing=True)
         for param in context.command.params:
-            source, origin = self.sources.get((name, param.name)), context.get_parameter_source(param.name)
+            source = self.sources.get((name, param.name))
+            origin = context.get_parameter_source(param.name)
             flags = "|".join([*param.opts, *param.secondary_opts])
             is_given = origin is not None and origin.name == "COMMANDLINE"
             if source and not is_given and re.search(rf"(?<![\w-])({flags})(?![\w-])", message):
@@ -41,17 +47,23 @@ class OwnDefaults(NamedTuple):
 
 
 def own_defaults(commands: Mapping[str, Any]) -> OwnDefaults:
-    """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
+    """What file and environment say about these commands. Raises `UserError` for a key that is no
+    flag of theirs.
+    """
     flags = {name: _flags(command) for name, command in commands.items()}
     shared = {
         name: {flag: param for flag, param in known.items() if (name, flag) not in _OF_ITS_OWN}
         for name, known in flags.items()
         if "model" in known
     }
-    path, found = config_file(), OwnDefaults(commands, {name: {} for name in flags}, {})
+    path = config_file()
+    found = OwnDefaults(commands, {name: {} for name in flags}, {})
     told = _read(path) if path else {}
     tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
-    for scope, entries in [(shared, told), *(({name: flags[name]}, table) for name, table in tables.items())]:
+    for scope, entries in [
+        (shared, told),
+        *(({name: flags[name]}, table) for name, table in tables.items()),
+    ]:
         for key, value in entries.items():
             _set(found, scope, key, value, str(path))
     for flag in {flag for known in shared.values() for flag in known}:
@@ -72,18 +84,28 @@ def config_file() -> Path | None:
 
 def _flags(command: Any) -> dict[str, Any]:
     """Every parameter by its first long name without the dashes."""
-    return {names[0][2:]: p for p in command.params if (names := _long_names(p)) and p.name not in _EACH_TIME}
+    return {
+        names[0][2:]: p
+        for p in command.params
+        if (names := _long_names(p)) and p.name not in _EACH_TIME
+    }
 
 
 def _long_names(param: Any) -> list[str]:
     return [name for name in param.opts if name.startswith("--")]
 
 
-def _set(found: OwnDefaults, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str) -> None:
-    """One setting for the commands of `scope` that know it; an empty one takes back what the file says."""
+def _set(
+    found: OwnDefaults, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str
+) -> None:
+    """One setting for the commands of `scope` that know it; an empty one takes back what the file
+    says.
+    """
     if isinstance(value, dict) or not any(key in known for known in scope.values()):
         known = ", ".join(sorted({flag for flags in scope.values() for flag in flags}))
-        raise UserError(f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}")
+        raise UserError(
+            f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}"
+        )
     for name, param in ((name, flags[key]) for name, flags in scope.items() if key in flags):
         found.by_command[name].pop(param.name, None)
         found.sources.pop((name, param.name), None)

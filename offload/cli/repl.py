@@ -1,7 +1,8 @@
 """A conversation at a terminal: questions in, answers out, and what Ctrl-C means in between.
 
-While an answer is written, Ctrl-C ends the answer and not the program: it is heard at once and obeyed where a layer
-ends, because an exception in the middle of the stream's bookkeeping would lose a slot. A second one ends the program.
+While an answer is written, Ctrl-C ends the answer and not the program: it is heard at once and
+obeyed where a layer ends, because an exception in the middle of the stream's bookkeeping would lose
+a slot. A second one ends the program.
 """
 
 import signal
@@ -13,15 +14,15 @@ from typing import NamedTuple
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput
-from offload.cli.console import Console, Names, error_line, turn_line
+from offload.cli.console import Console, ModelNames, error_line, turn_line
 from offload.cli.session_file import saving
-from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.options import LoadOptions
+from offload.units import Sampling
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
@@ -30,8 +31,10 @@ class Stopped(Exception):  # noqa: N818
     """The user has heard enough of this answer."""
 
 
-class Brake:
-    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else; `check` is for `load(on_layer=...)`."""
+class InterruptFlag:
+    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else; `check` is for
+    `load(on_layer=...)`.
+    """
 
     def __init__(self) -> None:
         self._is_pulled = False
@@ -68,21 +71,31 @@ class ChatOptions(NamedTuple):
     session: Path | None = None  # gone on from where it is there, and written after every answer
 
 
-def converse(model: str, draft: str | None, options: LoadOptions, console: Console, wishes: ChatOptions) -> None:
+def converse(
+    model: str, draft: str | None, options: LoadOptions, console: Console, wishes: ChatOptions
+) -> None:
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`."""
-    brake, sampling = Brake(), wishes.sampling
+    brake = InterruptFlag()
+    sampling = wishes.sampling
 
     def on_layer() -> None:
         console.layer_done()
         brake.check()
 
-    first, hooks = _any_question(wishes), console.hooks._replace(on_layer=on_layer)
+    first = _any_question(wishes)
+    hooks = console.hooks._replace(on_layer=on_layer)
     with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
-        console.open(Names.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling))
+        console.open(
+            ModelNames.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling)
+        )
         console.say(wishes.note)
         chat = Chat(
-            decoder, sampling, system=wishes.system, max_new_tokens=wishes.max_new_tokens, stop=wishes.stop
-        )  # fmt: skip
+            decoder,
+            sampling,
+            system=wishes.system,
+            max_new_tokens=wishes.max_new_tokens,
+            stop=wishes.stop,
+        )
         if first.session is not None:
             _go_on(chat, wishes, console)
         console.say(HINT)
@@ -95,7 +108,12 @@ def _any_question(wishes: ChatOptions) -> Request:
     found = wishes.session if wishes.session and wishes.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
     return Request(
-        question, wishes.sampling, max_new_tokens=1, stop=wishes.stop, session=found, is_kept=wishes.session is not None
+        question,
+        wishes.sampling,
+        max_new_tokens=1,
+        stop=wishes.stop,
+        session=found,
+        is_kept=wishes.session is not None,
     )
 
 
@@ -112,9 +130,12 @@ def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
     console.say(f"going on with {wishes.session}: questions {len(asked)}{last}")
 
 
-def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, session: Path | None) -> None:
+def answer_lines(
+    chat: Chat, plan: MemoryPlan, console: Console, brake: InterruptFlag, session: Path | None
+) -> None:
     """Answer question by question until there are no more, or until a command says so."""
-    commands, keeper = ChatCommands(chat, plan, console), _Keeper(chat, session, console)
+    commands = ChatCommands(chat, plan, console)
+    keeper = _Keeper(chat, session, console)
     with ChatInput(HINT) as entries:
         while True:
             try:
@@ -134,7 +155,9 @@ def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, s
 
 
 class _Keeper:
-    """Writes the conversation to the session's file, if there is one; what could not be written stays to be."""
+    """Writes the conversation to the session's file, if there is one; what could not be written
+    stays to be.
+    """
 
     def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
         self._chat, self._session, self._console, self._kept = chat, session, console, chat.messages
@@ -155,7 +178,13 @@ class _Keeper:
             self._kept = self._chat.messages
 
 
-def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, console: Console, brake: Brake) -> None:
+def _answer(
+    chat: Chat,
+    pieces: Generator[str, None, None],
+    plan: MemoryPlan,
+    console: Console,
+    brake: InterruptFlag,
+) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     num_shown = 0
     failure: BaseException | None = None
@@ -167,7 +196,8 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
                 for piece in pieces:
                     num_shown += len(piece)
                     console.text(piece)
-            except BaseException as error:  # whatever it is, but for `Stopped` it is raised again behind the text
+            # whatever it is, but for `Stopped` it is raised again behind the text
+            except BaseException as error:
                 failure = error
         result = chat.turn.result()
         console.text(result.text[num_shown:] + "\n")

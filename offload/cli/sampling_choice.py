@@ -1,4 +1,6 @@
-"""How tokens are drawn: as the flags say, or where they say nothing as the model suggests, and then a line tells so."""
+"""How tokens are drawn: as the flags say, or where they say nothing as the model suggests, and then
+a line tells so.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -7,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from offload.checkpoint.generation_config import suggested_sampling
-from offload.config import Sampling
 from offload.errors import UserError
+from offload.units import Sampling
 
 _OFF = Sampling()
 _DRAWS = {"temperature": "temperature", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p"}
@@ -31,7 +33,8 @@ class OwnSampling(NamedTuple):
 
 
 def own_sampling(draws: Given, penalties: Given, seed: int, *, is_greedy: bool) -> OwnSampling:
-    """Fields of `Sampling` as flags give them, None where they do not. Raises `UserError` for what makes no sense.
+    """Fields of `Sampling` as flags give them, None where they do not. Raises `UserError` for what
+    makes no sense.
 
     Args:
         draws: how tokens are drawn: one of them, and nothing is left to the model.
@@ -45,7 +48,9 @@ def own_sampling(draws: Given, penalties: Given, seed: int, *, is_greedy: bool) 
     if is_greedy:
         return OwnSampling(Sampling(seed=seed, **laid_over))
     if draws["temperature"] is None and given:
-        raise UserError("`top_p`, `top_k` and `min_p` choose among tokens that are drawn: give `temperature` as well")
+        raise UserError(
+            "`top_p`, `top_k` and `min_p` choose among tokens that are drawn: give `temperature` as well"
+        )
     return OwnSampling(own if given else None, laid_over)
 
 
@@ -57,7 +62,9 @@ def _bias(text: str) -> tuple[int, float]:
         raise UserError(f"`logit_bias` must be ID:NUMBER, got {text!r:.80}: try 42:-1.5") from None
 
 
-def choose_sampling(model: str, own: OwnSampling, seed: int, on_phase: Callable[[str], None]) -> SamplingChoice:
+def choose_sampling(
+    model: str, own: OwnSampling, seed: int, on_phase: Callable[[str], None]
+) -> SamplingChoice:
     """The user's own, or the model's suggestion. Raises `UserError` for one that makes no sense."""
     if own.sampling is not None:
         return SamplingChoice(own.sampling, "")
@@ -66,8 +73,11 @@ def choose_sampling(model: str, own: OwnSampling, seed: int, on_phase: Callable[
     suggested = suggested_sampling(model, seed)
     if suggested == Sampling(seed=seed):
         return SamplingChoice(replace(suggested, **own.penalties), "")
-    chosen, but = replace(suggested, **own.penalties), ", but for flags" if own.penalties else ""
-    return SamplingChoice(chosen, f"sampling as the model suggests{but}: {sampling_words(chosen)}; --greedy for none")
+    chosen = replace(suggested, **own.penalties)
+    but = ", but for flags" if own.penalties else ""
+    return SamplingChoice(
+        chosen, f"sampling as the model suggests{but}: {sampling_words(chosen)}; --greedy for none"
+    )
 
 
 def sampling_words(sampling: Sampling) -> str:

@@ -1,13 +1,15 @@
-"""What a caller may wish of a text by name: keywords of `Decoder.generate` and `stream`, and requests made of them."""
+"""What a caller may wish of a text by name: keywords of `Decoder.generate` and `stream`, and
+requests made of them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from offload.config import MOST_SAMPLES, Sampling, require, whole_number
 from offload.engine.request import Prompt, Request
 from offload.errors import UserError
 from offload.sampling.grammar import find_grammar
+from offload.units import MOST_SAMPLES, Sampling, require, whole_number
 
 
 class Wishes(TypedDict, total=False):
@@ -23,11 +25,12 @@ class Wishes(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...]
-    num_logprobs: int | None  # tell each new token's, and those of so many of the likeliest, in `Generation.logprobs`
+    # tell each new token's, and those of so many of the likeliest, in `Generation.logprobs`
+    num_logprobs: int | None
     stop: str | Sequence[str] | None  # strings that end the text; they are not part of it
     raw: bool  # leave the chat template out
-    # What the text must keep, one of them: a schema or its text, a regular expression for all of it, or rules in Lark's
-    # notation; see docs/grammar.md.
+    # What the text must keep, one of them: a schema or its text, a regular expression for all of
+    # it, or rules in Lark's notation; see docs/grammar.md.
     json_schema: Mapping[str, Any] | str | None
     regex: str | None
     grammar: str | None
@@ -41,7 +44,9 @@ def request_of(prompt: Prompt, wishes: Wishes) -> Request:
     """What is asked for. Raises `UserError`, and `TypeError` for a name that there is not."""
     unknown = wishes.keys() - Wishes.__annotations__.keys()
     if unknown:
-        raise TypeError(f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(Wishes.__annotations__)}")
+        raise TypeError(
+            f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(Wishes.__annotations__)}"
+        )
     left: dict[str, Any] = dict(wishes)
     sampling = Sampling(**{name: left.pop(name) for name in _OF_SAMPLING if name in left})
     kept = find_grammar(*(left.pop(name, None) for name in ("json_schema", "regex", "grammar")))
@@ -53,11 +58,16 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
-        yield replace(request, sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63))
+        yield replace(
+            request,
+            sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63),
+        )
 
 
 def several_of(prompt: Any) -> Sequence[Prompt] | None:
-    """The prompts of a list of them; None for one prompt. Raises `UserError` for an empty list of nothing."""
+    """The prompts of a list of them; None for one prompt. Raises `UserError` for an empty list of
+    nothing.
+    """
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return None
     is_one = isinstance(prompt[0], Mapping | int) or not isinstance(prompt[0], str | Sequence)

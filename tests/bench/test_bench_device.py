@@ -19,9 +19,9 @@ from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origi
 from offload.bench.harness.timeline import LANES
 from offload.bench.latency import exact
 from offload.cli.demo import PAIR, PROMPT
-from offload.config import Sampling
 from offload.engine.load import load
-from offload.tuning.audit import draw_gaps
+from offload.reports.proof import draw_gaps
+from offload.units import Sampling
 
 
 def run_tiny(*options: object) -> tuple[int, dict[str, Any], Outcome]:

@@ -14,7 +14,7 @@ from offload.bench.harness.prompts import COPY, held_out_files, prompts
 from offload.bench.harness.setting import resident_pair
 from offload.bench.harness.steps import dictated
 from offload.bench.latency import decode, lookup
-from offload.tree.topology import DynamicShape, chain
+from offload.trees.topology import DynamicShape, chain
 
 LIBRARY = stores._files()
 LEAST = ["--quick", "--size", "60MB", "--num-prompts", "1"]

@@ -17,7 +17,7 @@ from offload.bench.harness.metrics import Burst
 from offload.bench.harness.network import NoNetworkError, network
 from offload.bench.latency import ranks, stages
 from offload.errors import UserError
-from offload.planning.exchange import Gathers, Network
+from offload.planning.cluster import Gathers, Network
 from offload.stats import RankFigures
 
 LIMIT = 1000.0  # bytes per second

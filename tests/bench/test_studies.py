@@ -7,8 +7,8 @@ import pytest
 from shell import shell
 
 from offload.bench.studies import chains, choice
-from offload.tree.topology import DynamicShape
-from offload.tuning import tune
+from offload.reports import tune
+from offload.trees.topology import DynamicShape
 
 
 @pytest.mark.full

@@ -14,8 +14,8 @@ from refusals import Break, assert_refused, case, cut_file, damaged, header, joi
 from shell import process
 
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.memory.planner import model_shape
 
 pytestmark = pytest.mark.usefixtures("_instant_link")
 

@@ -12,9 +12,8 @@ from refusals import BOTH, ENOUGH, assert_refused, config, drop, generate, heade
 from shell import shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
-from offload.checkpoint.config_counts import check_counts, check_types
-from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.tensors import check_counts, check_method, check_types
 from offload.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("_instant_link")

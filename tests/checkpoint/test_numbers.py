@@ -7,8 +7,8 @@ import pytest
 import torch
 from gguf_files import random_blocks
 
-from offload.checkpoint.crc32 import crc32_of_scratch
-from offload.checkpoint.numbers import Form, Top, form_of, is_finite, is_matrix, magnitude, remarks, top_bits
+from offload.checkpoint.numbers import Form, TensorMaximum, form_of, is_finite, is_matrix, magnitude, remarks, top_bits
+from offload.checkpoint.whole import crc32_of_scratch
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}  # fmt: skip
@@ -68,15 +68,15 @@ def test_whole_numbers_are_always_finite() -> None:
     assert is_matrix((4, 4)) and is_matrix((2, 3, 4)) and not is_matrix((4,)) and not is_matrix((1, 4))
 
 
-def top(name: str, number: float, *, matrix: bool = True) -> Top:
+def top(name: str, number: float, *, matrix: bool = True) -> TensorMaximum:
     bits = int(torch.tensor([number]).view(torch.int32).item())
-    return Top(name, "a.safetensors", matrix, the_form("F32"), bits)
+    return TensorMaximum(name, "a.safetensors", matrix, the_form("F32"), bits)
 
 
 SOUND = [top("model.layers.0.up.weight", 0.3), top("model.layers.0.input_layernorm.weight", 2.0, matrix=False)]
 NORM = top("model.norm.weight", 0.0, matrix=False)
 UPS = [top(f"model.layers.{n}.up.weight", 0.0) for n in range(3)]
-REMARKS: dict[str, tuple[list[Top], bool, list[str]]] = {
+REMARKS: dict[str, tuple[list[TensorMaximum], bool, list[str]]] = {
     "sound": (SOUND, False, []),
     "zeros": (SOUND + UPS, False, ["all zero: model.layers.0.up.weight in a.safetensors and 2 more"]),
     "zeros that others have, too": (SOUND + UPS, True, []),
@@ -92,7 +92,9 @@ REMARKS: dict[str, tuple[list[Top], bool, list[str]]] = {
 
 
 @pytest.mark.parametrize(("tops", "has_zeros", "told"), REMARKS.values(), ids=REMARKS)
-def test_what_is_odd_is_told_in_a_line_for_each_kind(tops: list[Top], has_zeros: bool, told: list[str]) -> None:
+def test_what_is_odd_is_told_in_a_line_for_each_kind(
+    tops: list[TensorMaximum], has_zeros: bool, told: list[str]
+) -> None:
     assert remarks(tops, has_zeros=has_zeros) == told
 
 

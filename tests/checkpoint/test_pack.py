@@ -21,13 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
-from offload.checkpoint import pack as module
-from offload.checkpoint import packed_writing
-from offload.checkpoint.pack import verify
-from offload.checkpoint.packed_file import read_packed
 from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
-from offload.encoding.exponents import Exponents, Window
+from offload.encoding.exponents import Exponents
 from offload.errors import ReadError, UserError
+from offload.integrity import verify
+from offload.kernels.path_attention import Window
+from offload.packing import writing as packed_writing
+from offload.packing.format import read_packed
+from offload.packing.pack import pack as module
 
 
 def silent(_done: int, _total: int) -> None:
@@ -169,7 +170,7 @@ def wrong_coders(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.checkpoint.packed_writing.os.fsync", interrupt)
+    patch.setattr("offload.packing.writing.os.fsync", interrupt)
 
 
 @pytest.mark.parametrize(("plant", "told"), [
@@ -337,7 +338,7 @@ def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
 
 def test_a_disk_that_is_too_small_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, 1 << 20)
-    monkeypatch.setattr("offload.checkpoint.pack_folder.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("offload.packing.pack.shutil.disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"more of disk, .* has 1 MiB: free some, the same command goes on"):
         pack(model, tmp_path / "packed")
 

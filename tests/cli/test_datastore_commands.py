@@ -17,7 +17,7 @@ from test_main import LISTS_IMPORTS
 from tiny import save_tokenizer
 
 from offload.datastore import build as building
-from offload.datastore.corpus import Corpus
+from offload.datastore.build import Corpus
 from offload.datastore.store import open_datastore
 from offload.engine.text import load_tokenizer
 

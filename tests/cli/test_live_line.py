@@ -17,7 +17,7 @@ from screen import Recording, Screen, record
 from shell import process
 
 from offload.cli.live_line import LiveLine, column_after, fitted
-from offload.cli.progress import Phase, Writing, duration, plural
+from offload.cli.progress import Phase, TextProgress, duration, plural
 from offload.stats import Stats
 
 NUM_ROWS = 6  # so that text scrolls
@@ -168,9 +168,11 @@ def test_nothing_is_shown_when_it_is_off() -> None:
 # What it says
 
 
-def writing(**figures: object) -> Writing:
+def writing(**figures: object) -> TextProgress:
     stats = Stats(tree_depth=3, **figures)  # type: ignore[arg-type]
-    return Writing(stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100, started_s=time.monotonic() - 10)
+    return TextProgress(
+        stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100, started_s=time.monotonic() - 10
+    )
 
 
 def test_a_prompt_tells_how_many_layers_are_left() -> None:

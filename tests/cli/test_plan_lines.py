@@ -10,8 +10,8 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.cli.flags import as_flags
-from offload.config import format_bytes
 from offload.memory import planner as plan
+from offload.units import format_bytes
 
 LAPTOP = ("--ram", "32GiB", "--disk-speed", "3GB", "--context", "512")
 GPU = ("--hardware", "rtx4090", "--ram", "64GiB", "--context", "512")

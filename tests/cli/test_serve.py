@@ -20,8 +20,8 @@ from reciting import recited, settings
 from shell import ROOT, process, shell, start
 
 from offload.cli.serving import read_keys, served_sampling
-from offload.config import Sampling
 from offload.errors import UserError
+from offload.units import Sampling
 
 PATIENCE_S = 120
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import ROOT, popen
 from reciting import PROMPT, SAID, settings
 from shell import Outcome, process
-from warm import ROOT, popen
 
 # What a shell does before a program starts.
 REDIRECTS = {
@@ -142,7 +142,7 @@ LISTS_UNUSED = """
 import os, sys
 os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
 from offload.__main__ import main
-unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.tuning.trace_acceptance"}
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.reports.trace_acceptance"}
 try:
     main()
 finally:

@@ -20,10 +20,10 @@ from shell import ROOT
 
 from offload.datastore import build as building
 from offload.datastore.build import Coder
+from offload.datastore.index import SuffixIndex
 from offload.datastore.store import open_datastore, read_store
-from offload.datastore.suffix_index import SuffixIndex
-from offload.datastore.verify import verify
 from offload.errors import UserError
+from offload.integrity import verify
 
 
 def assert_same(index: SuffixIndex, texts: list[str]) -> None:

@@ -8,24 +8,22 @@ from test_dynamic import path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
-from offload.drafting.copying import Copying
-from offload.drafting.lookup import LookupDrafter, PassSeconds
-from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
-from offload.drafting.sources import Sources
+from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
+from offload.drafting.lookup import Copying, GuessSources, LookupDrafter, PassSeconds
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
-from offload.tree.spec import MatchLength
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DynamicShape, Shape, chain, k_ary, sequences
+from offload.trees.spec import MatchLength
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import DynamicShape, Shape, chain, k_ary, sequences
+from offload.units import Sampling
 
 REPEATED = [3, 1, 4, 1, 5, 9, 2, 6, 7, 8] * 3
 BRANCHING = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]
 
 
 def lookup(pass_s: PassSeconds = lambda _: 1.0) -> LookupDrafter:
-    return LookupDrafter(Sources([Copying(MatchLength(2, 16))]), pass_s)
+    return LookupDrafter(GuessSources([Copying(MatchLength(2, 16))]), pass_s)
 
 
 def grown(shape: Shape, tokens: list[int], pass_s: PassSeconds = lambda _: 1.0) -> TokenTree:
@@ -82,8 +80,8 @@ PROMPT = [7, 11, 9, 5, 7, 11, 3, 7, 11]
 def test_a_drafter_keeps_a_text_in_its_state_alone(kind: DrafterKind, tmp_path: Path) -> None:
     """Two texts at once: what it proposes for one does not depend on the other."""
     model = resident_model(open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[1]), "float32")
-    sources = Sources([Copying(MatchLength(1, 8))] if kind.has_sources else [])
-    drafter = DRAFTERS[kind](Materials(model, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0))
+    sources = GuessSources([Copying(MatchLength(1, 8))] if kind.has_sources else [])
+    drafter = DRAFTERS[kind](DrafterInputs(model, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0))
     sampler, shape = Sampler(Sampling(), VOCAB_SIZE), k_ary(2, 7) if any(kind) else chain(0)
     one, other, fresh = (drafter.new_state() for _ in range(3))
 

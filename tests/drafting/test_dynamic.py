@@ -10,28 +10,30 @@ import torch
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 
-from offload import load
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Drafting, Sampling
 from offload.drafting.base import Drafted
-from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import Mixture, grow_best
+from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftPassPolicy, grow_best
 from offload.drafting.model import ModelDrafter
-from offload.drafting.worth import Worth
+from offload.engine import load
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.tree.pace import Pace, most_rows
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DynamicShape, k_ary
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import DynamicShape, GrowthSchedule, k_ary, most_rows
+from offload.units import ChildSampling, Sampling
 
 NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
 PROMPT = [7, 11, 3, 42, 5]
 GREEDY, WARM, NUCLEUS = Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.0, top_p=0.8, seed=4)
-CASES = [(GREEDY, Drafting.COUPLED), (WARM, Drafting.COUPLED), (NUCLEUS, Drafting.COUPLED), (WARM, Drafting.TOP_K)]
+CASES = [
+    (GREEDY, ChildSampling.COUPLED),
+    (WARM, ChildSampling.COUPLED),
+    (NUCLEUS, ChildSampling.COUPLED),
+    (WARM, ChildSampling.TOP_K),
+]
 
 
 class BigramModel:
@@ -56,13 +58,15 @@ def draft_of_bigrams(model: BigramModel) -> Draft:
 
 
 def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
-    return grow_best(draft_of_bigrams(model), bounds, [4, 0], sampler, Mixture(exponent))
+    return grow_best(draft_of_bigrams(model), bounds, [4, 0], sampler, CandidateRanking(exponent))
 
 
-def grown(worth: Worth) -> tuple[TokenTree, int]:
+def grown(worth: DraftPassPolicy) -> tuple[TokenTree, int]:
     """A large tree of as many passes and nodes as are worth their time; its passes."""
-    model, shape = BigramModel(), DynamicShape(64, 6, Pace(16, 9, 1.0))
-    drafted = grow_best(draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), Mixture(1.25), worth)
+    model, shape = BigramModel(), DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0))
+    drafted = grow_best(
+        draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), CandidateRanking(1.25), worth
+    )
     return drafted.tree, len(model.num_rows)
 
 
@@ -79,7 +83,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
             log_f, parent = 0.0, 0
             for position, token in enumerate(path, start=ROOT_AT + 1):
                 logits_1V = BigramModel.logits_VV[parent][None]
-                is_coupled = sampler.drafting is Drafting.COUPLED
+                is_coupled = sampler.drafting is ChildSampling.COUPLED
                 score_V = (sampler.perturbed(logits_1V, position) if is_coupled else logits_1V)[0].double().numpy()
                 log_f += float(np.log(np.exp(exponent * score_V)[token] / np.exp(exponent * score_V).sum()))
                 parent = token
@@ -91,7 +95,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
 @pytest.mark.filterwarnings("ignore:divide by zero")
 @pytest.mark.parametrize("bounds", [DynamicShape(*one) for one in ((2, 1), (12, 5), (40, 4), (40, 2))], ids=str)
 @pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
-def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: Drafting) -> None:
+def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: ChildSampling) -> None:
     model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
     tree, row_of_node, score_of_node = grow_bigrams(model, bounds, sampler, 1.25)
     paths = [path_of(tree, node) for node in range(tree.num_nodes)]
@@ -124,7 +128,7 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
     """The first ones are hidden; behind them one has to bring as much as a step of so many tokens in that time."""
 
     def passes(tokens_per_step: int, pass_s: float, num_hidden: int) -> int:
-        worth = Worth(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
+        worth = DraftPassPolicy(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
         worth.learn(tokens_per_step)
         return grown(worth)[1]
 
@@ -134,7 +138,7 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-2] > counts[-1] == 1
     assert passes(4, 1.0, 5) == 5 and passes(1, 0.1, 0) > passes(8, 0.1, 0)
     # Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would.
-    worth = Worth(lambda num_rows, widths: max(1.0 + num_rows, 2.0 * len(widths)))
+    worth = DraftPassPolicy(lambda num_rows, widths: max(1.0 + num_rows, 2.0 * len(widths)))
     worth.learn(4)
     assert grown(worth)[1] == 1, "63 rows would have hidden it, and they are not sent"
 
@@ -142,7 +146,7 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
 def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
     """Where every row costs, as the experts that it asks for do, far nodes are left out, and the rest is the same."""
     prices = (0.0, 1e-6, 0.02, 0.1, 0.5, 100.0)
-    trees = [grown(Worth(lambda num_rows, _, row_s=row_s: 1.0 + row_s * num_rows))[0] for row_s in prices]
+    trees = [grown(DraftPassPolicy(lambda num_rows, _, row_s=row_s: 1.0 + row_s * num_rows))[0] for row_s in prices]
     sizes = [tree.num_nodes for tree in trees]
     assert sizes[:2] == [64, 64] and sizes == sorted(sizes, reverse=True) and sizes[2] > sizes[4] > 1 == sizes[5]
     paths = [{path_of(tree, node) for node in range(tree.num_nodes)} for tree in trees]
@@ -151,12 +155,12 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
 
 def test_rows_are_weighed_by_what_they_bring_for_their_time() -> None:
     seconds = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 6: 2.0}
-    worth = Worth(lambda num_rows, _: seconds[num_rows])
+    worth = DraftPassPolicy(lambda num_rows, _: seconds[num_rows])
     chances = np.array([0.8, 0.5, 0.1, 0.05, 0.05])
     rates = {1: 1 / 1.0, 2: 1.8 / 1.2, 3: 2.3 / 1.4, 4: 2.4 / 1.6, 6: 2.5 / 2.0}
     assert worth.num_rows(chances, (1,)) == max(rates, key=lambda size: rates[size]) == 3
     assert worth.num_rows(chances[:1], (1,)) == 2 and worth.num_rows(np.array([]), (1,)) == 1
-    assert Worth().num_rows(chances, (1,)) == 6, "where nothing was measured"
+    assert DraftPassPolicy().num_rows(chances, (1,)) == 6, "where nothing was measured"
 
 
 def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +192,7 @@ def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
 
 def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, Mixture(4.0))
+    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, CandidateRanking(4.0))
     assert tree.topology.depth >= 4 and len(rows) > 8
     gaps = []
     for node, score_V in scores.items():
@@ -246,7 +250,7 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5, 8.0])
 def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
-    generator, sharpness = torch.Generator().manual_seed(1), Sharpness()
+    generator, sharpness = torch.Generator().manual_seed(1), DraftCalibration()
     for _ in range(500):
         score_TV = torch.randn(3, 20, generator=generator)
         token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
@@ -262,7 +266,7 @@ def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Pa
             decoder.generate(PROMPT, max_new_tokens=30, temperature=temperature, seed=seed)
         assert sorted(sampling.temperature for sampling, _ in drafter._sharpness) == [0.0, 0.9]
     # A token that was ruled out teaches nothing.
-    sharpness = Sharpness()
+    sharpness = DraftCalibration()
     start = sharpness.exponent
     for _ in range(50):
         sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), torch.tensor([1]))

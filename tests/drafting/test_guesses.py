@@ -6,29 +6,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.config import Sampling
-from offload.datastore.suffix_index import SuffixIndex
-from offload.datastore.trie import heaviest
-from offload.drafting.by_kind import MOST_KINDS, ByKind
-from offload.drafting.copying import Copied, Copying
-from offload.drafting.guesses import Guess, Guesses, Place, TrieTier
-from offload.drafting.ngram import Ngrams
-from offload.drafting.retrieval import Retrieval
-from offload.drafting.sources import Asked
-from offload.drafting.trust import Trust, Trusts
+from offload.datastore.index import SuffixIndex, heaviest
+from offload.drafting.base import MOST_KINDS, ByKind
+from offload.drafting.lookup import (
+    Copying,
+    GrowingText,
+    Guess,
+    Guesses,
+    GuessRequest,
+    SourceWeights,
+    SourceWeightsByKind,
+    TrieCursor,
+    TrieGuesses,
+)
+from offload.drafting.retrieval import Ngrams, Retrieval
 from offload.sampling.sampler import Sampler
-from offload.tree.spec import MatchLength
+from offload.trees.spec import MatchLength
+from offload.units import Sampling
 
 VOCAB_SIZE, DEPTH = 4, 3
 
 
-def tier(seed: int, length: int, source: str = "lookup", num_rows: int = 12) -> TrieTier:
+def tier(seed: int, length: int, source: str = "lookup", num_rows: int = 12) -> TrieGuesses:
     rows = np.random.default_rng(seed).integers(0, VOCAB_SIZE, (num_rows, DEPTH))
-    return TrieTier(source, length, heaviest(rows, 64))
+    return TrieGuesses(source, length, heaviest(rows, 64))
 
 
 def opinions() -> Guesses:
-    return Guesses([tier(1, 3), tier(2, 9), tier(3, 1, "datastore")], Trust())
+    return Guesses([tier(1, 3), tier(2, 9), tier(3, 1, "datastore")], SourceWeights())
 
 
 def chance_of(guesses: Guesses, path: tuple[int, ...]) -> float:
@@ -57,19 +62,21 @@ def test_chances_and_what_is_left_sum_to_one() -> None:
     # Bounds are kept.
     found = opinions().best(1000, 2, least=0.02)
     assert found and max(guess.depth for guess in found) == 2 and min(guess.chance for guess in found) > 0.02
-    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], Trust()).best(9, 9) == []
+    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], SourceWeights()).best(9, 9) == []
 
 
 def test_the_longest_match_is_asked_first() -> None:
     """By hand: it claims its trust, shared out; the next claims of the rest, for tokens that were not named yet."""
-    one = TrieTier("lookup", 9, heaviest(np.array([[1], [1], [2]]), 8))
-    other = TrieTier("lookup", 3, heaviest(np.array([[1]] * 6 + [[2], [3], [0], [0]]), 8))
-    trust = Trust()
+    one = TrieGuesses("lookup", 9, heaviest(np.array([[1], [1], [2]]), 8))
+    other = TrieGuesses("lookup", 3, heaviest(np.array([[1]] * 6 + [[2], [3], [0], [0]]), 8))
+    trust = SourceWeights()
     first, second = trust.of("lookup", 9), trust.of("lookup", 3)
-    chances, rest = Guesses([other, one], trust).children(Place(0, (0, 0)))
+    chances, rest = Guesses([other, one], trust).children(TrieCursor(0, (0, 0)))
     wanted = {1: first * 2 / 3, 2: first / 3, 3: (1 - first) * second / 3, 0: (1 - first) * second * 2 / 3}
     assert first > second and chances == pytest.approx(wanted) and rest == pytest.approx((1 - first) * (1 - second))
-    assert Guesses([one, one], trust).children(Place(0, (0, 0)))[1] == pytest.approx(1 - first), "twice is not more"
+    assert Guesses([one, one], trust).children(TrieCursor(0, (0, 0)))[1] == pytest.approx(1 - first), (
+        "twice is not more"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 7, 30, 1000])
@@ -87,37 +94,39 @@ def test_best_paths_are_the_best_of_all(count: int) -> None:
 
 @pytest.mark.parametrize(("is_right", "bound"), [(0.95, (0.85, 1)), (0.3, (0.15, 0.45)), (0.0, (0, 0.05))])
 def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple[float, float]) -> None:
-    trust, chance = Trust(), np.random.default_rng(0)
+    trust, chance = SourceWeights(), np.random.default_rng(0)
     for _ in range(200):
         trust.learn("lookup", 5, float(chance.random() < is_right), 0.0)
     assert bound[0] <= trust.of("lookup", 5) <= bound[1]
-    assert trust.of("lookup", 24) == Trust().of("lookup", 24) and trust.of("datastore", 5) == Trust().of("datastore", 5)
+    assert trust.of("lookup", 24) == SourceWeights().of("lookup", 24) and trust.of(
+        "datastore", 5
+    ) == SourceWeights().of("datastore", 5)
 
 
 def test_trust_follows_what_comes_true_beside_the_draft() -> None:
     # Right as often as not, but never where the draft is wrong: only where they disagree is something
     # to learn.
-    trust = Trust()
+    trust = SourceWeights()
     for _ in range(50):
         trust.learn("lookup", 5, 1.0, 0.9)  # both right
         trust.learn("lookup", 5, 0.0, 0.9)  # only the draft
     assert trust.of("lookup", 5) < 0.2
     # A chain that came true to its second token: shorter matches on its way gain, the one behind it
     # loses.
-    trie, trust = heaviest(np.array([[1, 2, 3]]), 8), Trust()
+    trie, trust = heaviest(np.array([[1, 2, 3]]), 8), SourceWeights()
     before = [trust.of("lookup", length) for length in (2, 3, 4)]
     for _ in range(30):
-        Guesses([TrieTier("lookup", 2, trie)], trust).learn([1, 2, 0], [None] * 3)
+        Guesses([TrieGuesses("lookup", 2, trie)], trust).learn([1, 2, 0], [None] * 3)
     after = [trust.of("lookup", length) for length in (2, 3, 4)]
     assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2]
 
 
-ASKED = Asked(64, 6)
+ASKED = GuessRequest(64, 6)
 
 ANY_LENGTH, USUAL = MatchLength(1, 8), MatchLength(2, 16)
 
 
-def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: Copied | None = None) -> dict[int, set]:
+def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: GrowingText | None = None) -> dict[int, set]:
     """By the length of the match all the first tokens that are guessed, with their shares."""
     source = Copying(match)
     tiers = source.tiers(tokens, ASKED, state or source.new_state())
@@ -147,7 +156,7 @@ def test_matches_by_hand() -> None:
     for little in ([7], [1, 2, 3, 4], [1, 1]):
         assert said(little, USUAL) == {} and bool(said(little)) == (little == [1, 1])
     source, loop = Copying(USUAL), [5, 1, 2, 3, 1, 2, 3, 1, 2]
-    tier = next(iter(source.tiers(loop, Asked(64, 9), source.new_state())))
+    tier = next(iter(source.tiers(loop, GuessRequest(64, 9), source.new_state())))
     place, path = tier.start(), []
     while tier.shares(place):
         (token,) = tier.shares(place)
@@ -158,7 +167,7 @@ def test_matches_by_hand() -> None:
     assert said([1, 2, 3, 1, 2], USUAL, state)[2] == {(3, 1.0)}
     state.clear(2)
     assert said([1, 2, 4, 1, 2], state=state)[2] == {(4, 1.0)}, "what was cut is forgotten"
-    assert said([*range(3000), 7, 8], state=Copied())[2] == {(9, 1.0)}, "longer than its array was"
+    assert said([*range(3000), 7, 8], state=GrowingText())[2] == {(9, 1.0)}, "longer than its array was"
 
 
 NUM_WORDS = 32
@@ -171,7 +180,7 @@ def index() -> SuffixIndex:
 
 def retrieved(context: list[int], length: MatchLength = USUAL) -> list[Any]:
     source = Retrieval(index(), length)
-    return list(source.tiers(context, Asked(16, 3), source.new_state()))
+    return list(source.tiers(context, GuessRequest(16, 3), source.new_state()))
 
 
 def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
@@ -179,7 +188,7 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
     assert [tier.length for tier in tiers] == [4, 3] and tiers[0].shares(0) == {5: 1.0}
     (short,) = retrieved([3, 4], MatchLength(2, 2))
     assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
-    found = Guesses([*tiers, short], Trust()).best(16, 3)
+    found = Guesses([*tiers, short], SourceWeights()).best(16, 3)
     assert {guess.token for guess in found if guess.depth == 1} == {5, 8, 10} and found[0].token == 5
     assert all(retrieved(context) == [] for context in ([20, 21], [7], [4, 10], [])), (
         "nothing follows what is not there"
@@ -190,14 +199,14 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
 
 def test_bigrams_then_unigrams() -> None:
     tokens = [token for document in DOCUMENTS for token in document]
-    bigram, unigram = Ngrams(index()).tiers([0, 3], Asked(16, 3), Ngrams(index()).new_state())
+    bigram, unigram = Ngrams(index()).tiers([0, 3], GuessRequest(16, 3), Ngrams(index()).new_state())
     assert bigram.shares(bigram.start()) == {4: 1.0}
     assert bigram.shares(bigram.follow(3, 4)) == {8: 0.5, 5: 0.25, 10: 0.25}
     assert not bigram.shares(30)
     shares = unigram.shares(30)
     assert list(shares)[:2] == [3, 4] and shares == unigram.shares(3)
     assert all(np.isclose(share, tokens.count(token) / len(tokens), atol=0.08) for token, share in shares.items())
-    guesses = Guesses(Ngrams(index()).tiers([1], Asked(16, 3), Ngrams(index()).new_state()), Trust())
+    guesses = Guesses(Ngrams(index()).tiers([1], GuessRequest(16, 3), Ngrams(index()).new_state()), SourceWeights())
     chance = guesses.children(guesses.root)[0][2]
     assert chance == guesses.children(guesses.follow(guesses.root, 2))[0][3], "a count is not worth more further down"
     assert max(guess.chance for guess in guesses.best(16, 2) if guess.depth == 2) >= chance**2
@@ -210,7 +219,7 @@ def test_few_kinds_of_sampling_are_kept_and_those_that_nobody_asks_for_go_first(
         known[kind].append(kind)
         assert known[-1] == [7], "what is asked for all the time stays"
     assert len(known) == MOST_KINDS and known[0] == []
-    trusts = Trusts()
+    trusts = SourceWeightsByKind()
     for index in range(2 * MOST_KINDS):
         trusts.of(Sampler(Sampling(temperature=0.5 + index / 1000), 10))
     assert len(trusts._known) == MOST_KINDS

@@ -12,20 +12,19 @@ from gguf_files import KINDS, interleaved, random_blocks
 from safetensors.torch import save_file
 
 from offload.checkpoint.safetensors import read_header
-from offload.encoding.base import Encoding
+from offload.encoding.base import ENCODINGS, PLAIN_OF, Encoding
 from offload.encoding.exponents import (
     CODE,
     FORMATS,
     MANTISSAS,
     WORDS,
     Exponents,
-    Found,
+    RecognisedWeight,
     best_window,
     distance_bytes,
     histogram,
 )
-from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
-from offload.encoding.registry import ENCODINGS, PLAIN_OF
+from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expansion import REFERENCE
 
@@ -93,7 +92,7 @@ def test_what_was_stored_is_what_is_expanded(source: str, format, width: int) ->
     sizes = {"mantissas": Told(MANTISSAS[source], SHAPE), "escapes": Told("U8", (len(words.escape_3E) + len(fill),))}
     told = headers(format.parameter, width=width, **sizes)
     found = format.recognise(told, {})
-    assert isinstance(found, Found) and found.shape == SHAPE
+    assert isinstance(found, RecognisedWeight) and found.shape == SHAPE
     assert found.coding.stored_bytes(SHAPE) == len(stored_B)
     ready = found.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
     assert sum(tensor.nbytes for tensor in ready.values()) == found.coding.companion_bytes(SHAPE)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.config import RULES
+from offload.units import RULES
 
 PROMPT, LENGTH = [7, 11, 3, 42, 5], 24
 WARM = {"temperature": 0.8, "seed": 3}

@@ -13,13 +13,13 @@ from matrix import matrix
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR
-from offload.config import RULES, Sampling
 from offload.datastore.build import Coder, build
 from offload.drafting.lookup import LookupDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import Files, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.units import RULES, Sampling
 
 SOURCE = Path(heapq.__file__).read_text(encoding="utf-8")
 PROMPT = SOURCE[7000:7800] + "\n\n# The same again\n" + SOURCE[7000:7100]
@@ -60,7 +60,7 @@ def ids(decoder: Decoder, **options: Any) -> list[int]:
 
 
 def streaming_ram(draft: Path | None) -> int:
-    files = Files(open_checkpoint(PAIR / "target"), draft and open_checkpoint(draft))
+    files = ModelFiles(open_checkpoint(PAIR / "target"), draft and open_checkpoint(draft))
     return least_budget(lambda size: plan_memory(files, ram=size, dtype="float32", context=640, num_nodes=64))
 
 

@@ -13,11 +13,11 @@ from tiny import FAMILIES, build, save, save_pair
 
 import offload
 from offload.checkpoint.held import Held
-from offload.checkpoint.pack import pack
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.planner import plan_memory
+from offload.packing.pack import pack
 from offload.planning.near_copy import copy_bits, files_of
 from offload.planning.options import LoadOptions, check_models
 
@@ -129,7 +129,7 @@ def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = run(pair[0], "self:int4")
-    from offload.model import held
+    from offload.model import quantised_draft as held
 
     def planted(weight_NK: torch.Tensor) -> held.Int4:
         found = held.Int4(*_int4(weight_NK))

@@ -18,10 +18,10 @@ from tiny import FAMILIES, VOCAB_SIZE, displaced, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
-from offload.engine.hooks import Hooks
+from offload.engine.team import Hooks
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.planning.place import Place
+from offload.rank_roles import RankInfo
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_NEW = 24
@@ -213,7 +213,7 @@ def test_coded_ranks_meet_and_run_as_stages_only(pairs: Callable[[str], Pair], t
     assert "layers cannot be shared, weights are stored as" in refused[0] and "\n" not in refused[0]
 
 
-def _script(place: Place, report: Callable[[Any], None], target: Path, draft: Path, ranks: str) -> None:
+def _script(place: RankInfo, report: Callable[[Any], None], target: Path, draft: Path, ranks: str) -> None:
     names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import offload
 from offload.cli.demo import PAIR, PROMPT
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.sampling.sampler import Sampler
+from offload.units import Sampling
 
 TREES = ("none", "64x16", "grown:64x16", "chain:8", "sequences:4x4")
 PROMPTS = (PROMPT, "import os\n\n\ndef walk(top):\n", "class Stack(list):\n    def push(self, item):\n")

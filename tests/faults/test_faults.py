@@ -5,7 +5,6 @@ so far, no file half-written, and a next run that works. Invariant: what a verdi
 """
 
 import json
-import random
 import shutil
 import signal
 import sys
@@ -20,7 +19,7 @@ from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene, prepare, scenes
 from faults.trial import Damage, Trial
 from faults.verdict import Circumstances, Reference, Verdict, contents, judged, of_ids
-from matrix import matrix
+from matrix import matrix, random_of_the_day
 
 NUM_STRIKES = {"session, new": 4, "datastore build": 8}
 has_shim = pytest.mark.skipif(
@@ -42,7 +41,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trial
 @has_shim
 @matrix("name", NUM_STRIKES, daily=5)
 def test_faults_end_as_promised(name: str, trials: dict[str, Trial]) -> None:
-    chance, trial = random.Random(name), trials[name]
+    chance, trial = random_of_the_day(name), trials[name]
     possible = [fault for fault in FAULTS if trial.numbers(fault)]
     for fault in chance.sample(possible, NUM_STRIKES[name]):
         at = chance.choice(trial.numbers(fault))

@@ -13,15 +13,16 @@ from mixture_headers import mixture
 
 from offload import machine
 from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
 from offload.memory import plan as plans
 from offload.memory import planner as plan
-from offload.memory.plan import PROMPT_ROWS
-from offload.memory.planner import DEFAULT_CONTEXT, Budgets, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
+from offload.memory.plan import PROMPT_ROWS, MemoryPlan
+from offload.memory.planner import DEFAULT_CONTEXT, Budgets, make_plan, plan_memory
 from offload.memory.prompt_rows import Rates, row_s, wanted_rows
-from offload.tree.pace import most_rows
+from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB

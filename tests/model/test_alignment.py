@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 import offload
 from offload.checkpoint import layout
 from offload.checkpoint.hub import open_headers
-from offload.checkpoint.pack import pack
 from offload.memory.planner import least_budget, plan_memory
+from offload.packing.pack import pack
 
 __all__ = ["device"]  # a fixture
 _PRODUCTS = {functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}

@@ -17,18 +17,17 @@ from test_wrappers import saved
 from tiny import save
 from transformers import AutoModelForCausalLM
 
-from offload.checkpoint.experts import ON_DEMAND
-from offload.checkpoint.layout import SlabLayout
+from offload.checkpoint.layout import ON_DEMAND, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import NEVER
 from offload.streaming.device import Event
 from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
-from offload.streaming.expert_pool import ExpertPool, open_pool
+from offload.streaming.experts import ExpertPool, open_pool
 
 WRAPPED = sorted(one for one in ON_DEMAND if one.endswith("_text"))  # language models inside of others
 FAMILIES = sorted(ON_DEMAND - {*WRAPPED})

@@ -25,8 +25,8 @@ from transformers import (
 
 import offload
 from offload.checkpoint.safetensors import Checkpoint
-from offload.config import Sampling
 from offload.model.meta import attention_windows, build_meta_model
+from offload.units import Sampling
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 NUM_NEW = 30  # with the prompt more than twice the sliding window
@@ -166,7 +166,7 @@ def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
 
 def test_a_wrong_model_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer's mask reaches too far: sliding windows of 24 become 25."""
-    from offload.model import weights as model
+    from offload.model import streamed as model
 
     windows = model.attention_windows
     directory = save(tiny_model(FAMILIES["mistral-sliding"]()), tmp_path)

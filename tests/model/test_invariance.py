@@ -24,17 +24,16 @@ from torch.overrides import TorchFunctionMode
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import Chunk, ScoreTerms, Window
+from offload.kernels.path_attention import AttentionChunk, ScoreTerms, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
-from offload.model.invariance import InvariantRows, in_whole_vectors
+from offload.model.invariant import InvariantRows, find_sizes, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
-from offload.model.row_sizes import find_sizes
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology, chain
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology, chain
 
 NUM_TOKENS = 84  # beyond one block of keys and three windows
 TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -186,7 +185,8 @@ def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False), (Chunk(30), None, False)]
+    ("window", "cap", "has_sink"),
+    [(None, None, False), (30, None, True), (None, 5.0, False), (AttentionChunk(30), None, False)],
 )
 def test_path_attention_is_attention(
     window: Window, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +215,7 @@ def test_path_attention_is_attention(
     score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
     position_S = torch.cat([torch.arange(num_prefix), torch.from_numpy(topology.depth_N.copy()) + num_prefix])
     sees_TS = torch.cat([torch.ones(num_rows, num_prefix, dtype=torch.bool), ancestors(topology)], 1)
-    if isinstance(window, Chunk):
+    if isinstance(window, AttentionChunk):
         sees_TS &= position_S // window.size == position_S[num_prefix:, None] // window.size
     elif window is not None:
         sees_TS &= position_S > position_S[num_prefix:, None] - window
@@ -258,7 +258,7 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
         ended.append(factor.ndim)
         return sizes
 
-    monkeypatch.setattr("offload.model.invariance.find_sizes", noting)
+    monkeypatch.setattr("offload.model.invariant.find_sizes", noting)
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
     model.be_invariant(InvariantRows([1]))
     taken_in(model, CUTS[0])

@@ -17,9 +17,9 @@ from offload.engine.build import resident_model
 from offload.kernels.jit import HAS_TRITON
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology
+from offload.model.streamed import StreamedModel
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology
 
 NUM_LAYERS, NUM_SLOTS, NUM_HEADS, WIDTH = 2, 40, 3, 4
 Gather = Callable[..., None]

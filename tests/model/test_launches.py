@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
-from offload.model import invariance
-from offload.model.invariance import InvariantRows
+from offload.model import invariant as invariance
+from offload.model.invariant import InvariantRows
 from offload.model.norms import normalize_with
 from offload.model.path_attention import path_attention
-from offload.model.weights import Attend, StreamedModel
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first
+from offload.model.streamed import Attend, StreamedModel
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first
 
 NO_LAUNCH = ("aten::empty", "aten::new_empty")
 

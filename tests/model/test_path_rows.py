@@ -19,7 +19,7 @@ from tiny import FAMILIES, build, save, save_pair
 from torch import Tensor
 
 import offload
-from offload.calibration.kernel_selection import KernelChoice
+from offload.calibration.kernels import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import load as loading
 from offload.engine.build import resident_model
@@ -29,9 +29,9 @@ from offload.model import cuda_graphs as graphed
 from offload.model.cuda_graphs import Graphs
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
-from offload.model.weights import Attend, StreamedModel
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology
+from offload.model.streamed import Attend, StreamedModel
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 

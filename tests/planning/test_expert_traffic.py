@@ -14,36 +14,26 @@ import pytest
 from mixture_headers import mixture
 
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling
-from offload.memory.planner import Budgets, Files, make_plan
+from offload.memory.planner import Budgets, ModelFiles, make_plan
 from offload.planning.chains import ChainPolicy
-from offload.planning.cost_model import (
-    DEMAND_RATE,
-    NEVER,
-    Costs,
-    Curve,
-    Traffic,
-    link_alone,
-    overlapped_s,
-    step_of,
-)
-from offload.planning.expert_choice import with_experts
-from offload.planning.expert_traffic import ExpertTraffic
+from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
+from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
-from offload.planning.room import Room
-from offload.planning.routing import Routing
-from offload.planning.tree_policy import Trees, routing_in
-from offload.planning.tree_search import Forest, rank_trees
-from offload.tree.sizes import SIZES
-from offload.tree.spec import parse_tree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, check_acceptance
+from offload.planning.room import MemoryBudget
+from offload.planning.search import TreeSearch, rank_trees
+from offload.planning.selector import Trees, routing_in, with_experts
+from offload.trees.spec import parse_tree
+from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance
+from offload.units import Sampling
 
 MB, GB = 10**6, 10**9
 LINK = 2e9
-FINE, COARSE = Routing.usual(48, 128, 8), Routing.usual(32, 8, 2)  # such as Qwen3-30B-A3B and Mixtral have
+FINE, COARSE = ExpertRouting.usual(48, 128, 8), ExpertRouting.usual(32, 8, 2)  # such as Qwen3-30B-A3B and Mixtral have
 
 
-def traffic(routing: Routing = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0) -> Traffic:
+def traffic(
+    routing: ExpertRouting = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0
+) -> Traffic:
     num_kept = round(kept * routing.num_experts)
     experts = ExpertTraffic(slot_bytes, num_kept, routing, num_kept)
     return Traffic(dense_bytes, 0, experts=experts)
@@ -95,7 +85,7 @@ def test_computing_waits_for_what_routers_ask_for_unless_many_rows_read_ahead() 
 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("routing", [FINE, COARSE], ids=["fine", "coarse"])
-def test_ahead_begins_where_it_is_quicker(routing: Routing, kept: float) -> None:
+def test_ahead_begins_where_it_is_quicker(routing: ExpertRouting, kept: float) -> None:
     moved = traffic(routing, kept, 350 * MB if routing is COARSE else 9 * MB)
     for known in (costs(), costs(row_s=1e-2), costs(pass_s=1.0), None):
         rows, curves = moved.ahead_rows(known), known or link_alone(1.0)
@@ -105,7 +95,7 @@ def test_ahead_begins_where_it_is_quicker(routing: Routing, kept: float) -> None
 
 
 def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> None:
-    forest = Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=128)
+    forest = TreeSearch(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=128)
     small = costs(pass_s=0.02)
 
     def best(moved: Traffic) -> int:
@@ -115,7 +105,7 @@ def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> No
     assert best(traffic(FINE, 0.2)) <= 8 < 32 <= best(traffic(COARSE, 0.05, 350 * MB))
     as_layers = Traffic(6144 * 9 * MB, 0)
     assert best(as_layers) >= 64, "of whole layers every row is free"
-    measured = traffic(FINE, 0.2).routed_by(Routing(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1))))
+    measured = traffic(FINE, 0.2).routed_by(ExpertRouting(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1))))
     assert best(measured) >= 64, "and so it is where all rows need the same experts"
 
 
@@ -126,7 +116,7 @@ def test_chains_growth_and_guesses_pay_for_their_rows() -> None:
     trees.costs, trees.link_bytes_per_s = known, LINK
     steps = [trees.step_s(num_rows, (1,)) for num_rows in (1, 2, 8, 32)]
     assert steps == sorted(set(steps)) and steps[-1] > 2 * steps[0]
-    trees.routing = Routing(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
+    trees.routing = ExpertRouting(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
     assert trees.step_s(32, (1,)) == pytest.approx(trees.step_s(1, (1,))), "what was counted is what counts"
     assert trees.step_s(32, (1,)) < steps[0]
     assert trees.ahead_rows() == moved.routed_by(trees.routing).ahead_rows(trees.costs)
@@ -180,12 +170,12 @@ def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
     assert Traffic(5, 5).routed_by(routing) == Traffic(5, 5)
 
 
-def room(ram_bytes: int, **how: Any) -> Room:
-    return Room(**{"ram": ram_bytes, "gpu": None, "dtype": "auto", "context": 512, "rule": "match", **how})
+def room(ram_bytes: int, **how: Any) -> MemoryBudget:
+    return MemoryBudget(**{"ram": ram_bytes, "gpu": None, "dtype": "auto", "context": 512, "rule": "match", **how})
 
 
 def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
-    fine, dense = Files(mixture(num_hidden_layers=24)), Files(mixture(model_type="dbrx"))
+    fine, dense = ModelFiles(mixture(num_hidden_layers=24)), ModelFiles(mixture(model_type="dbrx"))
     whole_bytes = sum(model_shape(fine.target).layer_bytes)
     for share in (0.1, 0.3, 0.6):
         budget = room(int(share * whole_bytes) + 600_000_000)
@@ -196,7 +186,7 @@ def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
     assert with_experts(room(2 * GB), dense).experts == "layers"
     # A named tree that needs all experts is weighed as it is.
     target = mixture(num_hidden_layers=24)
-    files = Files(target, mixture(num_hidden_layers=1))
+    files = ModelFiles(target, mixture(num_hidden_layers=1))
     budget = room(int(0.3 * sum(model_shape(target).layer_bytes)) + 2_000_000_000)
     assert with_experts(budget, files, num_nodes=2).experts == "demand"
     ways = {how: replace(budget, experts=how).traffic(files, 512) for how in ("demand", "layers")}
@@ -212,23 +202,23 @@ MISSES = {1: {0.03: 4.2, 0.05: 3.6, 0.10: 2.5, 0.20: 1.2}, 4: {0.03: 4.8, 0.05: 
 YIELDS = {1: 1.0, 2: 1.8, 4: 2.95, 8: 4.16, 16: 5.0, 32: 5.85, 64: 6.7, 128: 7.6}  # tokens of a sweep, by its nodes
 
 
-def shares(ranks: np.ndarray, num_chosen: int, num_layers: int = NUM_LAYERS) -> Routing:
+def shares(ranks: np.ndarray, num_chosen: int, num_layers: int = NUM_LAYERS) -> ExpertRouting:
     """The same in every layer, in proportion to `ranks`; what is above 1 goes to the others."""
     low, high = 0.0, 1e6
     for _ in range(100):
         scale = (low + high) / 2
         low, high = (scale, high) if np.minimum(1, scale * ranks).sum() < num_chosen else (low, scale)
-    return Routing(np.tile(np.minimum(1, low * ranks), (num_layers, 1)))
+    return ExpertRouting(np.tile(np.minimum(1, low * ranks), (num_layers, 1)))
 
 
 @pytest.fixture(scope="module")
-def text() -> Routing:
+def text() -> ExpertRouting:
     """Shares as of that text: 52 experts of a layer in use, falling with the power 0.75 of their rank."""
     rank = np.arange(1, NUM_EXPERTS + 1)
     return shares(np.where(rank <= 52, rank**-0.75, 0.0), NUM_CHOSEN)
 
 
-def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: Routing) -> None:
+def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: ExpertRouting) -> None:
     per_layer = NUM_LAYERS * NUM_CHOSEN
     assert text.distinct(1) == pytest.approx(per_layer) and text.num_experts == NUM_LAYERS * NUM_EXPERTS
     for num_rows, wanted in UNIONS.items():
@@ -244,7 +234,7 @@ def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: Routing) 
 
 
 @pytest.mark.parametrize("num_rows", MISSES)
-def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int, text: Routing) -> None:
+def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int, text: ExpertRouting) -> None:
     """Layers differ more than these do, so a little less is read there."""
     for room, wanted in MISSES[num_rows].items():
         kept = round(room * text.num_experts)
@@ -270,7 +260,7 @@ def test_experts_per_token_of_an_empty_cache(num_experts: int, num_chosen: int, 
     ("num_experts", "num_chosen"), [(128, 8), (128, 4), (256, 8), (64, 8), (32, 4), (8, 2), (4, 4)]
 )
 def test_what_is_usual_lies_between_the_traces_and_independence(num_experts: int, num_chosen: int) -> None:
-    usual, alike = Routing.usual(3, num_experts, num_chosen), shares(np.ones(num_experts), num_chosen, 3)
+    usual, alike = ExpertRouting.usual(3, num_experts, num_chosen), shares(np.ones(num_experts), num_chosen, 3)
     assert usual.q_LE.shape == (3, num_experts) and np.allclose(usual.q_LE.sum(1), num_chosen)
     for num_rows in (2, 4, 8):
         ratio = usual.distinct(num_rows) / 3 / num_chosen
@@ -281,7 +271,7 @@ def test_what_is_usual_lies_between_the_traces_and_independence(num_experts: int
 
 
 def test_misses_fall_with_room_and_needs_rise_with_rows() -> None:
-    usual = Routing.usual(48, 128, 8)
+    usual = ExpertRouting.usual(48, 128, 8)
     for num_rows in (1, 4, 64, 512):
         misses = [usual.misses(num_rows, kept) for kept in (0, 7, 300, 1200, 3000, 6144)]
         assert misses == sorted(misses, reverse=True) and misses[-1] == 0 and misses[0] == usual.distinct(num_rows)
@@ -295,10 +285,10 @@ def test_counts_take_over_from_what_is_usual() -> None:
     truth = np.stack([generator.permutation(np.arange(1, 33.0) ** -1.2) for _ in range(5)])
     truth *= 4 / truth.sum(1, keepdims=True)
     truth = np.minimum(truth, 0.95)
-    usual, exact = Routing.usual(5, 32, 4), Routing(truth)
+    usual, exact = ExpertRouting.usual(5, 32, 4), ExpertRouting(truth)
 
-    def counted(num_tokens: int) -> Routing:
-        return Routing.counted(generator.binomial(num_tokens, truth), num_tokens)
+    def counted(num_tokens: int) -> ExpertRouting:
+        return ExpertRouting.counted(generator.binomial(num_tokens, truth), num_tokens)
 
     few, many = counted(20), counted(5000)
     assert np.abs(many.q_LE - truth).max() < 0.03
@@ -306,5 +296,5 @@ def test_counts_take_over_from_what_is_usual() -> None:
         wanted = exact.misses(num_rows, kept)
         assert many.misses(num_rows, kept) == pytest.approx(wanted, rel=0.03)
         assert abs(few.misses(num_rows, kept) - wanted) < max(0.3 * wanted, abs(usual.misses(num_rows, kept) - wanted))
-    nothing = Routing.counted(np.zeros((5, 32)), 0)
+    nothing = ExpertRouting.counted(np.zeros((5, 32)), 0)
     assert nothing.distinct(1) == pytest.approx(5, rel=0.01), "without a count one expert a layer is all that is known"

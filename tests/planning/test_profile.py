@@ -3,17 +3,18 @@
 import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, build, save, save_pair
+from tiny import FAMILIES, save_pair
 
-from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.config import Sampling
-from offload.errors import ReadError, UserError
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import ExpertShape
+from offload.errors import UserError
+from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import (
     SCHEMA,
@@ -22,17 +23,16 @@ from offload.planning.profile import (
     Machine,
     Profile,
     find_profile,
-    fingerprint,
     format_json,
     profiles_folder,
     read_profile,
     save_profile,
     write_atomically,
 )
-from offload.planning.traces import DynamicYield
+from offload.units import Sampling
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
-IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
+IDENTITY = Identity(target="a" * 32, draft="b" * 32, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
 
 
 @pytest.fixture(autouse=True)
@@ -41,45 +41,43 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-COSTS = Costs(compute_s=Curve((1, 16), (0.1, 0.2)), draft_step_s=Curve((1,), (0.01,)), verify_s=0.001,
-              link_bytes_per_s=1e9)  # fmt: skip
-MEASURED = Profile(
-    identity=IDENTITY, target_name="big", draft_name="small", created="2026-01-01T00:00:00+00:00", num_tokens=6,
-    is_teacher_forced=False, acceptance=(0.5, 0.25), standard_error=(0.1, 0.05), smoothing=16.0, num_threads=2,
-    costs=COSTS, dynamic_yields=(DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
-    traces=((0, 1, -1), (0, 0, 1)),
-)  # fmt: skip
-
-
 def profile(**changes: Any) -> Profile:
-    return replace(MEASURED, **changes)
+    values: dict[str, Any] = {
+        "identity": IDENTITY,
+        "target_name": "big",
+        "draft_name": "small",
+        "created": "2026-01-01T00:00:00+00:00",
+        "num_tokens": 6,
+        "is_teacher_forced": False,
+        "acceptance": (0.5, 0.25),
+        "standard_error": (0.1, 0.05),
+        "smoothing": 16.0,
+        "num_threads": 2,
+        "costs": Costs(
+            compute_s=Curve((1, 16), (0.1, 0.2)),
+            draft_step_s=Curve((1,), (0.01,)),
+            verify_s=0.001,
+            link_bytes_per_s=1e9,
+        ),
+        "dynamic_yields": (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
+        "traces": ((0, 1, -1), (0, 0, 1)),
+    }
+    return Profile(**{**values, **changes})
 
 
-def test_what_is_saved_is_found_again_in_a_file_for_people(cache: Path) -> None:
+def test_what_is_saved_is_found_again(cache: Path) -> None:
     path = save_profile(profile())
     assert path.parent == profiles_folder() == cache / "offload" / "profiles"
     assert find_profile(IDENTITY) == (profile(), str(path))
     assert read_profile(path, IDENTITY) == profile()
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
-    lines = save_profile(profile()).read_text().splitlines()
-    assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
-    # Keys of the file stay: files of this schema lie on disks.
-    values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
-    assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
-    assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
-    assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 2
-    found, _ = find_profile(IDENTITY)
-    assert found is not None and found.costs.overlap_penalty == 0.2 and found.dynamic_yields
 
 
-def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
+@pytest.mark.parametrize("schema", [1, 2, SCHEMA + 1])
+def test_a_profile_of_another_version_is_refused(schema: int) -> None:
     path = save_profile(profile())
-    values = json.loads(path.read_text())
-    del values["grown"]
-    path.write_text(json.dumps({**values, "schema": 1}))
-    assert read_profile(path, IDENTITY) == profile(dynamic_yields=())
-    path.write_text(json.dumps({**values, "schema": SCHEMA}))
-    with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
+    with pytest.raises(UserError, match=f"has schema {schema}, this version reads {SCHEMA}: run offload tune again"):
         read_profile(path, IDENTITY)
 
 
@@ -92,7 +90,9 @@ def test_uses_of_experts_are_kept_where_there_are_any() -> None:
     path = save_profile(profile())
     assert "expert_uses" not in path.read_text(), "the file of a dense target is the one it was"
     assert read_profile(path, IDENTITY).expert_uses is None
-    # Uses of other experts are refused where they were named, and else passed over.
+
+
+def test_uses_of_other_experts_are_refused_where_they_were_named_and_else_passed_over() -> None:
     known = profile(expert_uses=ExpertUses(((5, 0, 10), (2, 8, 5)), 10))
     right = ExpertShape(num_layers=2, num_experts=3, num_chosen=1, slot_bytes=64, dense_bytes=(64, 64))
     for is_named in (True, False):
@@ -105,11 +105,26 @@ def test_uses_of_experts_are_kept_where_there_are_any() -> None:
             known.of_experts(other, is_named=True)
 
 
+def test_file_is_for_people(cache: Path) -> None:
+    lines = save_profile(profile()).read_text().splitlines()
+    assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
+
+
+def test_keys_of_the_file_stay() -> None:
+    """Files of this schema lie on disks."""
+    values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
+    assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
+    assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
+    assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 3
+    found, _ = find_profile(IDENTITY)
+    assert found is not None and found.costs.overlap_penalty == 0.2 and found.dynamic_yields
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"target": "c" * 64}, "target weights"),
-        ({"draft": "c" * 64}, "draft weights"),
+        ({"target": "c" * 32}, "target model aaaaaaaaaaaa, not cccccccccccc"),
+        ({"draft": "c" * 32}, "draft model bbbbbbbbbbbb, not cccccccccccc"),
         ({"rule": "sequoia"}, "rule match, not sequoia"),
         ({"temperature": 0.0}, "temperature 0.6, not 0.0"),
         ({"top_p": 1.0}, "top_p 0.9, not 1.0"),
@@ -138,90 +153,94 @@ def test_found_but_unusable_is_passed_over_with_the_reason() -> None:
     save_profile(profile()).rename(path.with_name(replace(IDENTITY, temperature=1.0).file_name))
     found, note = find_profile(replace(IDENTITY, temperature=1.0))
     assert found is None and "temperature 0.6, not 1.0" in note, "a renamed file stays what it is"
-    # Note names the settings of a near miss.
+
+
+def test_note_names_the_settings_of_a_near_miss() -> None:
     save_profile(profile())
     assert "temperature 0.6, not 0.0" in find_profile(replace(IDENTITY, temperature=0.0))[1]
     assert "no profile for this pair" in find_profile(replace(IDENTITY, target="c" * 64))[1]
 
 
-SAID = json.loads(format_json(profile().as_dict()))["costs"]
+COSTS = json.loads(format_json(profile().as_dict()))["costs"]
 
 
-def saying(**changes: Any) -> dict[str, Any]:
-    return {"costs": {**SAID, **changes}}
-
-
-def used(uses_LE: object, num_rows: int = 3) -> dict[str, Any]:
-    return {"expert_uses": {"uses_LE": uses_LE, "num_rows": num_rows}}
-
-
-TOO_LARGE = {"num_nodes": 10**12, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}
-MALFORMED: list[tuple[dict[str, Any], str]] = [
-    ({"schema": SCHEMA + 1}, f"has schema {SCHEMA + 1}, this version reads {SCHEMA}"),
-    ({"schema": None}, "has schema None"),
-    ({"acceptance": [1.5, 0.0]}, r"must lie in \[0, 1\]"),
-    ({"acceptance": [0.9, 0.2]}, "sum to 1 at most"),
-    ({"acceptance": [float("nan"), 0.0]}, r"must lie in \[0, 1\]"),
-    ({"acceptance": []}, "one entry per rank"),
-    ({"standard_error": [0.1]}, "one standard error per"),
-    ({"standard_error": [0.1, -0.1]}, "standard errors must lie"),
-    (saying(link_bytes_per_s=0), "must be positive"),
-    (saying(link_bytes_per_s=float("inf")), "must be positive"),
-    (saying(verify_s=-1), "verify_s must not be negative"),
-    (saying(friction=1.5), "friction must lie in"),
-    (saying(compute_s={"sizes": [1, 2], "seconds": [1, -1]}), "must be positive"),
-    (saying(compute_s={"sizes": [2, 1], "seconds": [1, 1]}), "rising sizes"),
-    (saying(compute_s={"sizes": [], "seconds": []}), "rising sizes"),
-    (saying(speed=1), "unexpected keyword argument 'speed'"),
-    ({"costs": 3}, "malformed"),
-    ({"traces": [[0, 32]]}, "ranks in -1..31"),
-    ({"traces": [[0, -2]]}, "ranks in -1..31"),
-    ({"traces": []}, "ranks in -1..31"),
-    ({"traces": [[0, float("inf")]]}, "malformed"),
-    ({"smoothing": 0}, "must be positive"),
-    ({"smoothing": float("inf")}, "must be positive"),
-    ({"num_threads": 2**63}, r"num_threads must lie in 1\.\.4096"),
-    ({"grown": [TOO_LARGE]}, "trees have at"),
-    ({"identity": {}}, "malformed"),
-    (used([]), "1 to 4096 layers"),
-    (used([[]]), "1 to 65536 experts"),
-    (used([[1, 2], [1]]), "as many experts"),
-    (used([[1, 2.5]]), "whole numbers"),
-    (used([[True, 2]]), "whole numbers"),
-    (used([[1, -2]]), "once for each row"),
-    (used([[1, 4]]), "once for each row"),
-    (used([[0, 0]], 0), "of some rows"),
-    ({"expert_uses": {"uses_LE": [[0, 0]]}}, "malformed"),
-    (used(7), "malformed"),
-    ({"expert_uses": [1]}, "malformed"),
-    ({"extra": 1}, "unexpected keyword argument 'extra'"),
-    *((text, r"profile\.json") for text in ("", "[]", "3", '{"schema": 1}', "null", "[" * 100_000)),
-    (None, r"cannot read the profile .*profile\.json"),
-]
-
-
-@pytest.mark.parametrize(("change", "reason"), MALFORMED)
-def test_malformed_profiles_are_refused(change: dict[str, Any] | str | None, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    if isinstance(change, dict):
-        change = json.dumps({**json.loads(save_profile(profile()).read_text()), **change})
-    if change is not None:
-        path.write_text(change)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": SCHEMA + 1}, f"has schema {SCHEMA + 1}, this version reads {SCHEMA}"),
+        ({"schema": None}, "has schema None"),
+        ({"acceptance": [1.5, 0.0]}, r"must lie in \[0, 1\]"),
+        ({"acceptance": [0.9, 0.2]}, "sum to 1 at most"),
+        ({"acceptance": [float("nan"), 0.0]}, r"must lie in \[0, 1\]"),
+        ({"acceptance": []}, "one entry per rank"),
+        ({"standard_error": [0.1]}, "one standard error per"),
+        ({"standard_error": [0.1, -0.1]}, "standard errors must lie"),
+        ({"costs": {**COSTS, "link_bytes_per_s": 0}}, "must be positive"),
+        ({"costs": {**COSTS, "link_bytes_per_s": float("inf")}}, "must be positive"),
+        ({"costs": {**COSTS, "verify_s": -1}}, "verify_s must not be negative"),
+        ({"costs": {**COSTS, "friction": 1.5}}, "friction must lie in"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [1, 2], "seconds": [1, -1]}}}, "must be positive"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [2, 1], "seconds": [1, 1]}}}, "rising sizes"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [], "seconds": []}}}, "rising sizes"),
+        ({"costs": {**COSTS, "speed": 1}}, "unexpected keyword argument 'speed'"),
+        ({"costs": 3}, "malformed"),
+        ({"traces": [[0, 32]]}, "ranks in -1..31"),
+        ({"traces": [[0, -2]]}, "ranks in -1..31"),
+        ({"traces": []}, "ranks in -1..31"),
+        ({"traces": [[0, float("inf")]]}, "malformed"),
+        ({"smoothing": 0}, "must be positive"),
+        ({"smoothing": float("inf")}, "must be positive"),
+        ({"num_threads": 2**63}, r"num_threads must lie in 1\.\.4096"),
+        ({"grown": [{"num_nodes": 10**12, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]}, "trees have at"),
+        ({"identity": {}}, "malformed"),
+        ({"expert_uses": {"uses_LE": [], "num_rows": 3}}, "1 to 4096 layers"),
+        ({"expert_uses": {"uses_LE": [[]], "num_rows": 3}}, "1 to 65536 experts"),
+        ({"expert_uses": {"uses_LE": [[1, 2], [1]], "num_rows": 3}}, "as many experts"),
+        ({"expert_uses": {"uses_LE": [[1, 2.5]], "num_rows": 3}}, "whole numbers"),
+        ({"expert_uses": {"uses_LE": [[True, 2]], "num_rows": 3}}, "whole numbers"),
+        ({"expert_uses": {"uses_LE": [[1, -2]], "num_rows": 3}}, "once for each row"),
+        ({"expert_uses": {"uses_LE": [[1, 4]], "num_rows": 3}}, "once for each row"),
+        ({"expert_uses": {"uses_LE": [[0, 0]], "num_rows": 0}}, "of some rows"),
+        ({"expert_uses": {"uses_LE": [[0, 0]]}}, "malformed"),
+        ({"expert_uses": {"uses_LE": 7, "num_rows": 3}}, "malformed"),
+        ({"expert_uses": [1]}, "malformed"),
+        ({"extra": 1}, "unexpected keyword argument 'extra'"),
+    ],
+)
+def test_malformed_profiles_are_refused(change: dict[str, Any], reason: str) -> None:
+    path = save_profile(profile())
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=reason):
         read_profile(path, IDENTITY)
 
 
-def test_where_no_profile_can_be_kept_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
-        save_profile(profile())
-    # As in containers: no HOME, and no entry in the list of users.
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null", "[" * 100_000])
+def test_files_that_are_no_profile_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"some\.json"):
+        read_profile(path, IDENTITY)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the profile .*absent"):
+        read_profile(tmp_path / "absent.json", IDENTITY)
+
+
+def test_a_user_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers: no HOME, and no entry in the list of users."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert find_profile(IDENTITY) == (None, "this user has no home folder: set XDG_CACHE_HOME to a folder")
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
+        save_profile(profile())
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
         save_profile(profile())
 
 
@@ -238,34 +257,35 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
-    target, _ = save_pair(FAMILIES["llama"](), tmp_path)
-    before = fingerprint(open_checkpoint(target))
-    moved = target.rename(tmp_path / "elsewhere")
-    assert fingerprint(open_checkpoint(moved)) == before, "the place does not matter"
-    (moved / "README.md").write_text("words")
-    assert fingerprint(open_checkpoint(moved)) == before, "neither do files that are not the model"
-    config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
-    assert fingerprint(open_checkpoint(moved)) != before
+def test_a_copy_whose_weights_nobody_has_compared_has_no_profile(tmp_path: Path) -> None:
+    """It may differ where no sample lies; with a sum of all weights on both sides it is the same."""
+    pair = save_pair(FAMILIES["llama"](), tmp_path / "one")
+    for folder in pair:
+        shutil.copytree(folder, tmp_path / "two" / folder.name)
+    mine, copy = (
+        Identity.of(*(open_checkpoint(tmp_path / name / one.name) for one in pair), Sampling(), "match", MACHINE)
+        for name in ("one", "two")
+    )
+    path = save_profile(profile(identity=mine))
+    assert find_profile(mine) == (profile(identity=mine), str(path))
+    found, why = find_profile(copy)
+    assert found is None and "target weights that look the same and are not proved to be" in why
+    proofs = {part: {**own, "sum": "a"} for part, own in mine.proofs.items()}
+    save_profile(profile(identity=replace(mine, proofs=proofs)))
+    copied = {part: {**own, "sum": "a"} for part, own in copy.proofs.items()}
+    assert find_profile(replace(copy, proofs=copied))[0] is not None
+    copied["target"]["sum"] = "b"
+    assert find_profile(replace(copy, proofs=copied))[0] is None
 
-    # A fine-tune has another one: its headers and its config are the same, only weights differ.
-    def saved(seed: int) -> Checkpoint:
-        return open_checkpoint(save(build(FAMILIES["llama"](), seed), tmp_path / str(seed)))
 
-    assert fingerprint(saved(0)) != fingerprint(saved(1))
-
-
-@pytest.mark.parametrize("name", ["config.json", "model-00001"])
-def test_a_file_that_has_gone_or_fails_ends_a_fingerprint_in_one_line(name: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[0])
-    (path,) = checkpoint.directory.glob(f"{name}*")
-    path.unlink()
-    with pytest.raises(ReadError, match=rf"reading .*{path.name} failed: No such file"):
-        fingerprint(checkpoint)
-    path.mkdir()
-    with pytest.raises(ReadError, match=rf"reading .*{path.name} failed: "):
-        fingerprint(checkpoint)
+@pytest.mark.parametrize("proofs", [{"target": 5}, {"target": {"sum": 5}}, [], 7])
+def test_proofs_of_strangers_are_checked(proofs: Any) -> None:
+    path = save_profile(profile())
+    values = json.loads(path.read_text())
+    values["identity"]["proofs"] = proofs
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"malformed|not proved"):
+        read_profile(path, IDENTITY)
 
 
 def test_greedy_settings_are_one_identity(tmp_path: Path) -> None:

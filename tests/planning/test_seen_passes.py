@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from matrix import matrix
 
-from offload.config import Sampling
+from offload.bench.harness.routing import Pass
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
-from offload.planning.seen import Pass, with_misses
-from offload.planning.tree_policy import Trees
-from offload.planning.tree_search import Forest, rank_trees
-from offload.tree.spec import parse_tree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
+from offload.planning.search import TreeSearch, rank_trees
+from offload.planning.seen import with_misses
+from offload.planning.selector import Trees
+from offload.trees.spec import parse_tree
+from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
+from offload.units import Sampling
 
 GB = 10**9
 MOST_NODES, ALLOWED = 512, 1.07
@@ -61,8 +62,8 @@ class Machine(NamedTuple):
 
 
 @cache
-def forest_of(misses: float, num_texts: int) -> Forest:
-    return Forest(with_misses(USUAL, misses), max_nodes=MOST_NODES // num_texts)
+def forest_of(misses: float, num_texts: int) -> TreeSearch:
+    return TreeSearch(with_misses(USUAL, misses), max_nodes=MOST_NODES // num_texts)
 
 
 @cache

@@ -7,15 +7,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from offload.errors import UserError
-from offload.planning.exchange import Gathers, Hops, Network
-from offload.planning.shares import (
-    Load,
-    RankCapacity,
-    shard_fractions,
-    shard_link_s,
-    stage_layers,
-    stage_link_s,
-)
+from offload.planning.cluster import Gathers, Hops, Network
+from offload.planning.shares import Load, RankCapacity, shard_fractions, shard_link_s, stage_layers, stage_link_s
 
 GB = 10**9
 LLAMA = Load([1_711_250_000] * 80, num_slots=0)  # Llama-3-70B in bf16; 136.9 GB

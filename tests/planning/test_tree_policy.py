@@ -13,27 +13,27 @@ from tiny import FAMILIES, save_pair
 import offload
 from offload.bench.latency import prediction
 from offload.bench.studies import choice as bench
-from offload.calibration import estimate as estimating
-from offload.calibration.estimate import estimate
 from offload.calibration.startup import RunSettings, trees_of
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling
 from offload.errors import UserError
-from offload.memory.planner import Files
-from offload.model.headers import describe
-from offload.planning import tree_policy
+from offload.memory.planner import ModelFiles
+from offload.model.meta import describe
+from offload.planning import selector as tree_policy
+from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, tokens_per_sweep
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
-from offload.planning.measured_pairs import range_for
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
-from offload.planning.room import Room
-from offload.planning.traces import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
-from offload.planning.tree_policy import TreeChoice, TreeSelector
-from offload.planning.tree_search import Forest
-from offload.tree.spec import label_of, parse_tree
-from offload.tree.topology import (
+from offload.planning.room import MemoryBudget
+from offload.planning.search import TreeSearch, range_for
+from offload.planning.selector import TreeChoice, TreeSelector
+from offload.reports import estimate as estimating
+from offload.reports import tune as tuning
+from offload.reports.estimate import estimate
+from offload.reports.tune import choice_from
+from offload.trees.spec import label_of, parse_tree
+from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     DynamicShape,
     Topology,
@@ -42,8 +42,8 @@ from offload.tree.topology import (
     expected_tokens,
     isotonic,
 )
-from offload.tuning import tune as tuning
-from offload.tuning.tune import choice_from
+from offload.trees.verification import acceptance
+from offload.units import Sampling
 
 CONTEXT, RAM = 128, 2 << 30
 NAMED = ("none", "64x16", "24x6", "8x3", "40x2", "dynamic:24x6", "grown:64x16", "chain:4", "sequences:3x5")
@@ -70,7 +70,7 @@ def profile_with(identity: Identity, **measured: Any) -> Profile:
     return Profile(identity=identity, **how, **measured)
 
 
-def profile_of(files: Files, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
+def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
     assert files.draft is not None
     traces = runs_of_luck(12)
     p_K, error_K = acceptance(traces)
@@ -89,8 +89,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def files(pair: tuple[Path, Path]) -> Files:
-    return Files(*map(open_checkpoint, pair))
+def files(pair: tuple[Path, Path]) -> ModelFiles:
+    return ModelFiles(*map(open_checkpoint, pair))
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +118,9 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
 
 
 @pytest.mark.parametrize("known", SMOOTHED)
-def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: Files) -> None:
+def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: ModelFiles) -> None:
     profile = profile_of(files, *SMOOTHED[known])
-    path, room = save_profile(profile), Room.of(LoadOptions(ram=RAM, context=CONTEXT))
+    path, room = save_profile(profile), MemoryBudget.of(LoadOptions(ram=RAM, context=CONTEXT))
     choice = decoded(pair, "auto")
     assert choice == choice_from(profile, files, room) and choice.candidates and choice.is_dynamic
     assert is_predicted(pair, "auto", choice) and choice.shape.num_nodes > 16, "the choice must not be trivial"
@@ -149,7 +149,7 @@ def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
 DEFAULT = [*DEFAULT_ACCEPTANCE, *[0.0] * 32]
 
 
-def test_a_named_tree_follows_the_traces_where_they_know_more(files: Files) -> None:
+def test_a_named_tree_follows_the_traces_where_they_know_more(files: ModelFiles) -> None:
     """The defect that began this: 64x16 was built from the vector and predicted from the traces."""
     learnt, product = (profile_of(files, smoothing) for smoothing in (4.0, PRODUCT_FORM))
     trees = [TreeSelector("match", one).choose(parse_tree("64x16")) for one in (learnt, product)]
@@ -163,7 +163,7 @@ def test_a_named_tree_follows_the_traces_where_they_know_more(files: Files) -> N
     assert yields[0] > yields[1] and trees[0].tokens_per_sweep > trees[1].tokens_per_sweep
 
 
-def test_yields_are_counted_on_the_traces_or_were_counted(files: Files) -> None:
+def test_yields_are_counted_on_the_traces_or_were_counted(files: ModelFiles) -> None:
     profile = profile_of(files, 4.0)
     choice = TreeSelector("match", profile).choose(parse_tree("chain:6"))
     assert choice.shape == chain(6) and choice.tokens_per_sweep == tokens_per_sweep(chain(6), profile.traces)
@@ -178,17 +178,19 @@ def test_yields_are_counted_on_the_traces_or_were_counted(files: Files) -> None:
     # A smaller forest has the same trees.
     profile = profile_of(files, 16.0)
     p_K = isotonic(profile.acceptance)
-    large, small = Forest(p_K, profile.traces, 16.0, 512), Forest(p_K, profile.traces, 16.0, 64, 16)
+    large, small = TreeSearch(p_K, profile.traces, 16.0, 512), TreeSearch(p_K, profile.traces, 16.0, 64, 16)
     assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
 
 
 @pytest.mark.parametrize("size", [(1, 4), (40, 1), (64, 2), (300, 40), (7, 99)])
-def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: Files) -> None:
+def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: ModelFiles) -> None:
     choice = TreeSelector("match", profile_of(files, 4.0)).choose(parse_tree("{}x{}".format(*size)))
     assert choice.shape.num_nodes == min(size[0], 33 if size[1] == 1 else size[0]) and choice.shape.depth <= size[1]
 
 
-def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(pair: tuple[Path, Path], files: Files) -> None:
+def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(
+    pair: tuple[Path, Path], files: ModelFiles
+) -> None:
     path = save_profile(profile_of(files, 4.0))
     assert find_profile(profile_of(files, 4.0).identity)[0] is not None
     other = Sampling(temperature=0.5)
@@ -222,8 +224,8 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def described(headers: list[str]) -> Files:
-    return Files(*map(describe, headers))
+def described(headers: list[str]) -> ModelFiles:
+    return ModelFiles(*map(describe, headers))
 
 
 def usual_profile(costs: Costs) -> Profile:
@@ -235,12 +237,12 @@ def usual_profile(costs: Costs) -> Profile:
     return profile_with(identity, **found, costs=costs, dynamic_yields=(), traces=((0,) * 64,))
 
 
-def named(described: Files, headers: list[str], machine: Hardware, folder: Path) -> dict[str, str]:
+def named(described: ModelFiles, headers: list[str], machine: Hardware, folder: Path) -> dict[str, str]:
     """By caller the tree that it chooses."""
     place = "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
-    room = Room.of(options, place)
-    context = room.plan(Files(described.target), 1).context
+    room = MemoryBudget.of(options, place)
+    context = room.plan(ModelFiles(described.target), 1).context
     costs = costs_on(machine, *(model_shape(one) for one in described if one is not None), context // 2)
     profile = usual_profile(costs)
     path, said = folder / "profile.json", folder / "machine.json"
@@ -265,12 +267,12 @@ def named(described: Files, headers: list[str], machine: Hardware, folder: Path)
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_caller_names_the_same_tree(name: str, headers: list[str], described: Files, tmp_path: Path) -> None:
+def test_every_caller_names_the_same_tree(name: str, headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
     found = named(described, headers, MACHINES[name], tmp_path)
     assert len(set(found.values())) == 1, found
 
 
-def test_sizes_follow_what_rows_cost(headers: list[str], described: Files, tmp_path: Path) -> None:
+def test_sizes_follow_what_rows_cost(headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
     """Large where a slow link leaves rows free, small where computing is what takes the time."""
     names = ("slow link", "l40", "h200", "server", "laptop")
     trees = [named(described, headers, MACHINES[name], tmp_path)["plan"] for name in names]
@@ -283,7 +285,7 @@ CAPS = {"plan": (estimating, 1024), "generate": (tree_policy, 512), "tune": (tun
 
 @pytest.mark.parametrize("caller", CAPS)
 def test_a_cap_of_one_caller_is_noticed(
-    caller: str, headers: list[str], described: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    caller: str, headers: list[str], described: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a selector with a cap of its own, as each caller once had."""
     module, most = CAPS[caller]

@@ -12,13 +12,13 @@ from scipy import stats
 from tables import p_value
 from torch import Tensor
 
-from offload.config import LEAST_TEMPERATURE, Sampling
 from offload.errors import UserError
 from offload.kernels import keyed_gumbel as noise
 from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import noise_bytes
 from offload.sampling.sampler import Sampler
+from offload.units import LEAST_TEMPERATURE, Sampling
 
 MASK = (1 << 64) - 1
 P_MIN = 1e-3  # everything here is deterministic: a p-value is met once and for all

@@ -20,8 +20,9 @@ from fake_device import FakeDevice, fake_arena
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.planning.cost_model import NEVER
-from offload.streaming import bounces, device_expert_carrier
-from offload.streaming.expert_pool import ExpertPool, open_pool
+from offload.streaming import bounces
+from offload.streaming import carriers as device_expert_carrier
+from offload.streaming.experts import ExpertPool, open_pool
 
 NUM_LAYERS, NUM_EXPERTS, LEAD_BYTES = 3, 8, 24
 RECORDS = [

@@ -12,7 +12,7 @@ import pytest
 from matrix import matrix
 from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes
 
-from offload.checkpoint.layout import BLOCK_BYTES, Part, Piece, SlabLayout, slab_layout
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, slab_layout
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import ReadError
 from offload.streaming import disk as host_store
@@ -25,7 +25,7 @@ SHM = Path("/dev/shm")
 def layer_layout(checkpoint: Checkpoint, layer: int) -> SlabLayout:
     own = f"model.layers.{layer}."
     rows = {name: entry for name, entry in checkpoint.tensors.items() if name.startswith(own)}
-    return slab_layout({name: (entry.shape, [Part(entry)]) for name, entry in rows.items()})
+    return slab_layout({name: (entry.shape, [TensorPart(entry)]) for name, entry in rows.items()})
 
 
 def read(store: DiskReader, layout: SlabLayout) -> np.ndarray:
@@ -144,7 +144,7 @@ def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pyt
 def one_piece(path: Path) -> SlabLayout:
     """A whole file as one run."""
     num_bytes = path.stat().st_size
-    return SlabLayout((Piece(0, 0, num_bytes, 0),), {}, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES, is_direct=True)
+    return SlabLayout((SlabRead(0, 0, num_bytes, 0),), {}, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES, is_direct=True)
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from transformers import GPTNeoXConfig
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.whole import open_whole
-from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
+from offload.engine.team import Hooks
+from offload.integrity import verify
 from offload.planning.options import LoadOptions
-from offload.streaming import sight as sights
-from offload.streaming.verify import verify
+from offload.streaming import scan as sights
 
 CONTEXT, PROMPT = 64, [5, 9, 2]
 LAYER, EMBEDDING = "model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -196,7 +196,7 @@ def test_what_is_read_twice_is_not_seen_for_the_whole(plain: Path) -> None:
     checkpoint, stored = open_checkpoint(plain), np.zeros(1 << 20, np.uint8)
     entry = checkpoint.tensors[LAYER]
     half = entry.num_bytes // 2
-    sight = sights.Sight(checkpoint, lambda line: None)
+    sight = sights.WeightScan(checkpoint, lambda line: None)
     for size in (half, half - 64, half + 64):
         sight.look(entry.shard, entry.lo, stored[:size])
     assert not sight.notes, "its second half may hold anything"

@@ -20,18 +20,18 @@ from tiny import FAMILIES, build, save
 from torch import Tensor
 
 import offload
-from offload.calibration import device_link as card_link
+from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.config import RULES, Sampling, drafting_of
 from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.sampling import sampler as sampling
 from offload.streaming.disk import DiskReader
-from offload.tree.topology import DynamicShape
+from offload.trees.topology import DynamicShape
+from offload.units import RULES, Sampling, drafting_of
 
 __all__ = ["base", "device"]  # fixtures
 LOAD = {"context": 128, "threads": 1, **BUDGETS}
