@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
 from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
-from offload.encoding.exponents import Exponents
+from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError
-from offload.integrity import verify
-from offload.kernels.path_attention import Window
+from offload.packing import pack as module
 from offload.packing import writing as packed_writing
 from offload.packing.format import read_packed
-from offload.packing.pack import pack as module
+from offload.packing.pack import verify
 
 
 def silent(_done: int, _total: int) -> None:
@@ -271,7 +270,7 @@ def test_tensors_that_look_better_than_they_are_stay_plain(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a sample misleads."""
-    monkeypatch.setattr(module, "window_of", lambda *_: Window(3, 4, 12.0))
+    monkeypatch.setattr(module, "window_of", lambda *_: ExponentWindow(3, 4, 12.0))
     pack(model, tmp_path / "packed")
     assert not any(entry.coded for entry in open_checkpoint(tmp_path / "packed").tensors.values())
     unpack(tmp_path / "packed", tmp_path / "back")

@@ -31,7 +31,7 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.profile import Profile
-from offload.planning.search import DEPTHS, TreeSearch, best_smoothing, rank_trees, search
+from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, rank_trees, search
 from offload.planning.selector import Trees
 from offload.trees.spec import parse_tree
 from offload.trees.topology import (
@@ -39,7 +39,6 @@ from offload.trees.topology import (
     SIZES,
     DynamicShape,
     Topology,
-    TreeOrder,
     best_first,
     chain,
     check_acceptance,
