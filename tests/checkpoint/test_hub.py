@@ -227,14 +227,14 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
     assert len(asked) == 1, "small files alone"
 
 
-def test_what_is_not_here_is_said_to_be_downloaded_and_small_files_alone_for_what_is_suggested(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
     told = list[str]()
     headers.fetch([hub.folder, "org/model"], lambda *_: told.append("checked"), told.append)
     assert told == ["checked", "downloading org/model"]
-    # What the model suggests is one small file.
+
+
+def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:
     (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
     assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
     assert hub.asked == ["generation_config.json"]
