@@ -35,7 +35,7 @@ class Console:
         sizes_like: a size as the user has written it, for the unit of those that are shown.
     """
 
-    def __init__(self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | None = None) -> None:
+    def __init__(self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None) -> None:
         self._is_quiet, self._is_verbose, self.is_decimal = is_quiet, is_verbose, is_decimal(sizes_like)
         self._line = LiveLine(is_off=is_quiet)
         self._shown: Progress | None = None

@@ -68,7 +68,7 @@ def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", lookup=looks_up, **options)
 
 
-def budget(size_bytes: int, ram: str | None, tree: str, rule: str) -> str | int:
+def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str | int:
     """What a target of that size may take: a quarter of it, or the least that works. Raises `UserError`.
 
     Args:

@@ -19,7 +19,6 @@ from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
-from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.errors import RankError, RunError, UserError
 from offload.planning.place import Place
 
@@ -29,14 +28,14 @@ EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
-    given, own, place = sys.argv[1:] or ["--help"], OwnDefaults({}, {}, {}), None
+    given, own, place = sys.argv[1:] or ["--help"], flags.Defaults({}, {}, {}), None
     try:
         command: Any = typer.main.get_command(app)
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live line tells what is under way
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--version"} & {*given}:
-            own = own_defaults({name: one for name, one in command.commands.items() if name != "bench"})
+            own = flags.find_defaults({name: one for name, one in command.commands.items() if name != "bench"})
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         with command.make_context("offload", given, default_map=own.by_command) as context:

@@ -6,42 +6,32 @@ read; and however it ends, texts under way get their grace, requests that wait a
 
 from pathlib import Path
 from threading import Event, Timer
-from typing import NamedTuple
 
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.small_files import read_small
 from offload.cli.console import Console, Names
 from offload.cli.progress import plural
-from offload.cli.sampling_choice import sampling_words
+from offload.cli.sampling import sampling_words
 from offload.config import Sampling, parse_size
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.service import Closing, Engine
 from offload.errors import UserError, reason
+from offload.options import ServerOptions
 from offload.planning.options import LoadOptions
 from offload.server.app import create_app
 from offload.server.listening import Listening, bind
 from offload.server.settings import Settings, is_loopback
 
 
-class Wishes(NamedTuple):
-    """What the flags of a server say."""
-
-    host: str
-    port: int
-    api_key_file: Path | None
-    num_waiting: int
-    grace_s: float
-    max_body: str
-
-
-def serve_model(model: str, draft: str | None, options: LoadOptions, console: Console, wishes: Wishes) -> None:
+def serve_model(model: str, draft: str | None, options: LoadOptions, console: Console, server: ServerOptions) -> None:
     """Serve until a signal ends it. Raises `UserError` and `RunError`."""
-    keys, max_body_bytes = read_keys(wishes.api_key_file, wishes.host), parse_size(wishes.max_body, "--max-body")
+    keys = read_keys(server.api_key_file, server.host)
+    max_body_bytes = parse_size(server.max_body, "`max_body`")
     sampling = served_sampling(str(options.config or model))
     names = Names.of(model, draft)
     settings = Settings(
-        model_id=names.model, sampling=sampling, host=wishes.host, api_keys=keys, max_body_bytes=max_body_bytes
+        model_id=names.model, sampling=sampling, host=server.host, api_keys=keys, max_body_bytes=max_body_bytes
     )
     app = create_app(None, settings)
     first, brake = Request(sampling=sampling), Event()
@@ -53,17 +43,17 @@ def serve_model(model: str, draft: str | None, options: LoadOptions, console: Co
 
     hooks = console.hooks._replace(on_layer=on_layer)
     with (
-        Listening(app, bind(wishes.host, wishes.port), console.say) as server,
+        Listening(app, bind(server.host, server.port), console.say) as listening,
         open_decoder(model, draft, options, first, hooks=hooks) as decoder,
     ):
         if decoder.tokenizer is None:
             raise UserError("a server needs the model's tokenizer: put its tokenizer.json beside it")
         console.open(names, decoder, decoder.tree_choice(sampling))
         console.say(f"{sampling_words(sampling)} where a request does not say how to draw")
-        with Engine(decoder, max_waiting=wishes.num_waiting) as engine:
+        with Engine(decoder, max_waiting=server.queue) as engine:
             app.state.engine = engine
-            console.say(f"serving {settings.model_id} at {server.address}/v1, Ctrl-C ends it")
-            _wait(server, engine, console, wishes.grace_s, brake)
+            console.say(f"serving {settings.model_id} at {listening.address}/v1, Ctrl-C ends it")
+            _wait(listening, engine, console, server.grace, brake)
 
 
 def _wait(server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event) -> None:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +18,7 @@ from offload.cli.machine_failure import machine_failure
 from offload.cli.progress import plural
 from offload.config import format_bytes, require
 from offload.errors import UserError
+from offload.options import OutputOptions, VerifyOptions
 
 if TYPE_CHECKING:
     from offload.checkpoint.whole import Damage
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _DAMAGED, _SHOWN = 1, 10
 
 
-@app.command(
+@flags.command(
+    app,
     short_help="Is a model whole?",
     epilog="""Examples:
 
@@ -39,22 +40,16 @@ _DAMAGED, _SHOWN = 1, 10
 )
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded")],
-    manifest: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="checksums to compare with; default: beside it, and written there"),
-    ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="write FILE of --manifest, too, once nothing speaks against the model")
-    ] = False,
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    compared: VerifyOptions,
+    output: OutputOptions,
 ) -> None:
     """Read all of a model at the speed of the disk: sizes, numbers, checksums of the hub and of an earlier time.
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
+    manifest, write = compared.manifest, compared.write
     require(manifest is not None or not write, "`write` goes with `manifest`", "no FILE", "name one, or leave it out")
-    with Console(is_quiet=quiet or as_json) as console:
+    with Console(is_quiet=output.quiet or output.as_json) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
         from offload.streaming.verify import verify as check
@@ -64,7 +59,9 @@ def verify(
             place = manifest and manifest.expanduser()
             report = check(open_whole(model), place, may_write=write, progress=show)
         console.clear()
-        told = json.dumps(report.as_dict()) if as_json else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
+        told = (
+            json.dumps(report.as_dict()) if output.as_json else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
+        )
     print(told)
     if report.damage:
         raise typer.Exit(_DAMAGED)

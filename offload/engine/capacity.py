@@ -8,7 +8,6 @@ from torch.nn import functional
 from offload.calibration.link import link_bytes_per_s
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.config import parse_size
 from offload.engine.team import Given
 from offload.memory.plan import MemoryPlan
 from offload.planning.shares import RankCapacity
@@ -26,10 +25,9 @@ def capacity_of(given: Given, held: MemoryPlan, *, shares_kv: bool) -> RankCapac
     """
     room, shards = given.room, given.files.target.shards
     disk = link_bytes_per_s(shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
-    gpu_bytes = None if room.gpu is None else parse_size(room.gpu, "`gpu_memory`")
     return RankCapacity.beside(
-        held, 0 if shares_kv else held.kv_bytes, ram_bytes=parse_size(room.ram, "`ram`"), gpu_bytes=gpu_bytes,
-        link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S, disk_bytes_per_s=disk,
+        held, 0 if shares_kv else held.kv_bytes, ram_bytes=room.ram, gpu_bytes=room.gpu,
+        link_bytes_per_s=disk if room.gpu is None else _DEVICE_LINK_BYTES_PER_S, disk_bytes_per_s=disk,
         compute_s=_compute_s(given),
     )  # fmt: skip
 

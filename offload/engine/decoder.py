@@ -27,13 +27,23 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.forest import Forest
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.many import in_order
-from offload.engine.request import Prompt, Request, Tool, encode, whole_numbers, with_start
+from offload.engine.request import (
+    Prompt,
+    Request,
+    Tool,
+    encode,
+    request_of,
+    samples_of,
+    several_of,
+    whole_numbers,
+    with_start,
+)
 from offload.engine.scoring import Scorer, TextScore, Wanted, wanted_of
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
+from offload.engine.text_arguments import TextArguments
 from offload.engine.turn import Turn
-from offload.engine.wishes import Wishes, request_of, samples_of, several_of
 from offload.errors import UserError
 from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
@@ -163,18 +173,18 @@ class Decoder:
     @overload
     def generate(  # type: ignore[overload-overlap]
         self, prompt: Prompt, *, num_samples: Literal[1] = 1, tree: str | None = None, rule: str | None = None,
-        **wishes: Unpack[Wishes],
+        **how: Unpack[TextArguments],
     ) -> Generation: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompt: Prompt | abc.Sequence[Prompt], *, num_samples: int = 1, tree: str | None = None,
-        rule: str | None = None, **wishes: Unpack[Wishes],
+        rule: str | None = None, **how: Unpack[TextArguments],
     ) -> list[Generation]: ...  # fmt: skip
 
     def generate(
         self, prompt: Prompt | abc.Sequence[Prompt], *, num_samples: int = 1, tree: str | None = None,
-        rule: str | None = None, **wishes: Unpack[Wishes],
+        rule: str | None = None, **how: Unpack[TextArguments],
     ) -> Generation | list[Generation]:  # fmt: skip
         """Generate to the end: one text, or as many at a time as the decoder was loaded for.
 
@@ -185,7 +195,7 @@ class Decoder:
                 prompt by prompt. More than one, and several prompts, give a list.
             tree: another tree than the one given to `load`, no larger than that one.
             rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
-            wishes: `max_new_tokens`, `temperature` and the others of `Wishes`.
+            how: `max_new_tokens`, `temperature` and the others of `TextArguments`.
 
         Raises:
             UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
@@ -194,22 +204,22 @@ class Decoder:
         several = several_of(prompt)
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
             with self._turn.held():
-                run = self.start(request_of(prompt, wishes), tree=tree, rule=rule)  # type: ignore[arg-type]
+                run = self.start(request_of(prompt, how), tree=tree, rule=rule)  # type: ignore[arg-type]
                 try:
                     deque(run, maxlen=0)
                 finally:
                     self._pool.release(run.sequence)
                 return run.result()
         prompts: abc.Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
-        requests = [one for own in prompts for one in samples_of(request_of(own, wishes), num_samples)]
+        requests = [one for own in prompts for one in samples_of(request_of(own, how), num_samples)]
         with self._turn.held():
             return in_order(self, requests, tree=tree, rule=rule)
 
     def stream(
-        self, prompt: Prompt, *, tree: str | None = None, rule: str | None = None, **wishes: Unpack[Wishes]
+        self, prompt: Prompt, *, tree: str | None = None, rule: str | None = None, **how: Unpack[TextArguments]
     ) -> Iterator[str]:
         """Yield pieces of one text as they are accepted; the arguments are those of `generate`."""
-        return iter(self.start(request_of(prompt, wishes), tree=tree, rule=rule))
+        return iter(self.start(request_of(prompt, how), tree=tree, rule=rule))
 
     def run(
         self, prompt: Prompt, sampling: Sampling, *, max_new_tokens: int,

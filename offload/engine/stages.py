@@ -18,7 +18,7 @@ from offload.calibration.startup import pick_threads
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.config import format_bytes, parse_size
+from offload.config import format_bytes
 from offload.engine.build import Vocabulary, check_vocabulary, end_ids_of, resident_model, send_beside_layers
 from offload.engine.capacity import capacity_of
 from offload.engine.decoder import Settled
@@ -190,7 +190,7 @@ def _require_room_for_draft(rank: _Rank) -> None:
     is_gpu, shape = given.room.gpu is not None, model_shape(draft, given.options.dtype)
     needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu) + RUNTIME_BYTES
     needed_bytes += noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
-    has_bytes = parse_size(given.room.ram, "`ram`")
+    has_bytes = given.room.ram
     if needed_bytes > has_bytes:
         needed, has = format_bytes(needed_bytes), format_bytes(has_bytes)
         raise UserError(f"needs {needed} of RAM for the draft, budget is {has}: raise `ram`, or take a smaller draft")

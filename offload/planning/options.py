@@ -4,14 +4,17 @@ Options are checked by themselves, folders by their headers. Invariant: nothing 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from offload.checkpoint.download import is_hub_id
 from offload.checkpoint.hub import open_headers
-from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
+from offload.config import Rate, check_lenience, drafting_of, parse_rate, parse_size
 from offload.datastore.store import read_store
+from offload.declaration import whole_number
+from offload.errors import require
 from offload.memory.planner import require_dtype, require_experts, require_positions
+from offload.options import ModelOptions
 from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.pipeline import PipelineOptions, parse_pipeline
 from offload.planning.place import require_place
@@ -22,33 +25,14 @@ from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
-    """Arguments of `offload.load`, which explains them. Raises `UserError` for what no model and machine could do."""
+@dataclass(frozen=True)
+class LoadOptions(ModelOptions):
+    """Options of loading that are proved. Raises `UserError` for what no model and machine could do."""
 
-    config: str | os.PathLike[str] | None = None
-    device: str = "auto"
-    gpu_memory: str | int | None = None
-    ram: str | int | None = None
-    dtype: str = "auto"
-    context: int | None = None
-    tree: str = "auto"
-    rule: str = "match"
-    threads: int | None = None
-    profile: str | os.PathLike[str] | None = None
-    link_limit: str | int | None = None
-    invariant: bool | None = None
-    lookup: bool | None = None
-    lookup_length: str = "1:16"
-    ngram: str | os.PathLike[str] | None = None
-    datastore: str | os.PathLike[str] | None = None
-    lenience: float = 1.0
-    ranks: str | None = None
-    pipeline: str | None = None
-    slow_layer_s: float = 0.0
-    draft_dtype: str | None = None
-    experts: str = "auto"
-    parallel: int = 1
+    @classmethod
+    def of(cls, options: ModelOptions) -> "LoadOptions":
+        """The same options, proved. Raises `UserError`."""
+        return cls(**{one.name: getattr(options, one.name) for one in fields(cls)})
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -90,10 +74,10 @@ class LoadOptions:
             parse_pipeline(self.pipeline)
 
     def _check_sizes(self) -> None:
-        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
-            if size is not None:
-                parse_size(size, name)
-        parse_rate(self.link_limit, "`link_limit`")
+        for name in ("ram", "gpu_memory"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_size(given, f"`{name}`"))
+        object.__setattr__(self, "link_limit", self.limit_bytes_per_s)
         require_dtype(self.dtype)
         require_experts(self.experts)
         if self.context is not None:
@@ -124,7 +108,7 @@ class LoadOptions:
         return str(self.profile) == "none"
 
     @property
-    def limit_bytes_per_s(self) -> int | None:
+    def limit_bytes_per_s(self) -> Rate | None:
         """What the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
 

@@ -17,7 +17,7 @@ from offload.drafting.by_kind import ByKind
 from offload.drafting.confidence import Sharpness
 from offload.ranks.draft_tree import DraftTree, Told
 from offload.ranks.messages import Channel, Kind, Message
-from offload.ranks.orders import error_message, sampling_of
+from offload.ranks.orders import error_message, sampling_of, text_of
 from offload.ranks.transport import RankError, Transport
 from offload.sampling.sampler import Sampler
 
@@ -102,7 +102,7 @@ class _Service:
             self._answer([])
         sampling = sampling_of(message)
         sharpness = self._sharpness[replace(sampling, seed=0)]
-        self._tree.begin(message.numbers[3:], Sampler(sampling, self._vocab_size), sharpness)
+        self._tree.begin(text_of(message), Sampler(sampling, self._vocab_size), sharpness)
 
     def _answer(self, told: Sequence[Told]) -> None:
         self._asked = None

@@ -27,6 +27,7 @@ from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
 from offload.ranks.messages import Channel, Kind, Message
+from offload.ranks.orders import reset_message
 from offload.ranks.runs import Issue, Node, RunTable, Step
 from offload.ranks.timings import Listener, RunEvent, TokenTime, What
 from offload.ranks.transport import Transport
@@ -147,10 +148,9 @@ class Head:
                 self._transport.send(*way, Message(Kind.STOP))
 
     def _reset(self, num_kept: int, sampling: Sampling) -> None:
-        numbers = [num_kept, sampling.seed, sampling.top_k]
-        law = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
-        self._data(Kind.RESET, numbers, law)
-        self._ask_draft(Message(Kind.RESET, [*numbers, *self._tokens], law))
+        message = reset_message(num_kept, sampling)
+        self._data(Kind.RESET, message.numbers, message.payload)
+        self._ask_draft(reset_message(num_kept, sampling, self._tokens))
 
     def _issue_prompt(self, lo: int, hi: int) -> None:
         """Positions [lo, hi) of the prompt; only the very last row is drawn."""

@@ -45,6 +45,9 @@ class Grammar:
         return f"`{name}`" if name else f"a grammar of kind {self.kind}"
 
 
+GRAMMARS = ("json_schema", "regex", "grammar")  # the arguments of `find_grammar`
+
+
 def find_grammar(
     json_schema: Mapping[str, Any] | bool | str | None = None, regex: str | None = None, grammar: str | None = None
 ) -> Grammar | None:

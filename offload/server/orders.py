@@ -3,9 +3,10 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.config import Sampling
+from offload.declaration import options_at
 from offload.engine.request import Request
 from offload.engine.service import Engine
 from offload.engine.ticket import Ticket
@@ -16,7 +17,6 @@ from offload.server.settings import Settings
 
 _LARGEST_SEED = 2**63 - 1
 _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
-_DRAWN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")
 
 
 class Wanted(NamedTuple):
@@ -84,11 +84,13 @@ def _room(engine: Engine, ids: list[int], wanted: Wanted) -> int:
 
 def _sampling(settings: Settings, body: Body) -> Sampling:
     """What a body says, else what the server was told; without a seed any."""
-    given = {name: value for name in _DRAWN if (value := getattr(body, name)) is not None}
-    if body.logit_bias:
-        given["logit_bias"] = _biases(body.logit_bias)
+    given: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        value = getattr(body, name)
+        if value not in (None, {}):
+            given[one.name] = value if one.is_number else _biases(value)
     seed = secrets.randbelow(_LARGEST_SEED) if body.seed is None else body.seed & _LARGEST_SEED
-    return replace(settings.sampling, seed=seed, **given)
+    return replace(settings.sampling, **{**given, "seed": seed})
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from offload.config import Sampling
+from offload.declaration import Option, options_at
+
 _FILE = Path(__file__).with_name("page.html")
+_PLACE = "      <!-- options of drawing -->"
 
 
 class Page(NamedTuple):
@@ -27,6 +31,7 @@ class Page(NamedTuple):
 def read_page(path: Path = _FILE) -> Page:
     """The page with the headers that go with it. Raises `ValueError` for a page of several scripts or styles."""
     text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
+    text = text.replace(_PLACE, "\n".join(_field(one) for one in options_at("page", Sampling).values()))
     script, style = (f"'sha256-{_hash_of(text, tag)}'" for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
@@ -40,6 +45,16 @@ def read_page(path: Path = _FILE) -> Page:
         "Cache-Control": "no-cache",
     }
     return Page(text.encode(), headers)
+
+
+def _field(one: Option) -> str:
+    """A field of the settings for an option of drawing."""
+    low, high = one.page
+    step = "1" if one.kind is int else "any"
+    absent = "as the model suggests" if one.is_suggested else "a new one each time"
+    label = one.at("chat").capitalize()
+    bounds = f'min="{low}" max="{high}" step="{step}"'
+    return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
 
 
 def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:

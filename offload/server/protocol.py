@@ -7,8 +7,10 @@ if it is left out, is accepted, and its name is given back in a header.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from offload.config import Sampling
+from offload.declaration import options_at
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.server.refusal import Refusal
 
@@ -40,25 +42,28 @@ class Extension(BaseModel):
     rule: str | None = None
 
 
-class Body(BaseModel):
+def _fields() -> dict[str, Any]:
+    """Options of drawing that a request may have, each a field that is left out where it is not given."""
+    found: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        low, high = one.http_within or (None, None)
+        kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
+        found[name] = (kind | None if one.is_number else dict[str, kind] | None, None)
+    return found
+
+
+Drawing = create_model("Drawing", __config__=_STRICT, **_fields())
+
+
+class Body(Drawing):  # type: ignore[misc, valid-type]
     """What requests for chat and for text have in common."""
 
-    model_config = _STRICT
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | Stops | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     offload: Extension | None = None
     # Without meaning here.
     user: Any = None

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
 from offload.config import MOST_SAMPLES, Sampling, whole_number
-from offload.engine.request import Request
+from offload.engine.request import Request, samples_of
 from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
-from offload.engine.wishes import samples_of
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
 

@@ -110,14 +110,23 @@ def names_of_doors(folder: Path, model: Path) -> dict[str, Any]:
         Decoder.stream(SimpleNamespace(start=None), "x", nonsense=1)  # type: ignore[arg-type, call-arg]
     return {
         "/set": between(str(refused.value), "knows ", ", got"),
-        "a file of prompts": between(batch, "one of ", ", got"),
+        "a file of prompts": sorted(between(batch, "one of ", ", got")),
         "Decoder.generate": sorted(between(str(unknown.value), "only ", "")),
-        "load": [f"{one.kind.name} {one.name} = {told(one.default)}" for one in parameters(offload.load)],
+        "load": sorted(map(in_words, parameters(offload.load)), key=by_name),
     }
 
 
 def parameters(function: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
+
+
+def in_words(one: inspect.Parameter) -> str:
+    return f"{one.kind.name} {one.name} = {told(one.default)}"
+
+
+def by_name(parameter: str) -> str:
+    """Only the order of positional ones is told."""
+    return parameter if parameter.startswith("KEYWORD_ONLY") else ""
 
 
 def told(value: object) -> str:

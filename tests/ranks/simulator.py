@@ -22,6 +22,7 @@ from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.ranks.head import Head, RowPrice
 from offload.ranks.messages import Channel, Kind, Message
+from offload.ranks.orders import text_of
 from offload.ranks.timings import RunEvent
 from offload.ranks.transport import Transport
 
@@ -302,7 +303,7 @@ class _Draft:
         self._is_busy = False
         if message.kind == Kind.RESET:
             self._numbers, self._news = itertools.count(1), list[tuple[_Guess, int]]()
-            self._root = _Guess(0, tuple(message.numbers[3:]), 1.0, 1.0, {}, True)
+            self._root = _Guess(0, tuple(text_of(message)), 1.0, 1.0, {}, True)
         elif message.kind == Kind.ACCEPT:
             for token in message.numbers:
                 self._descend(token)

@@ -22,6 +22,7 @@ from offload.model.weights import StreamedModel
 from offload.ranks.draft import serve_draft
 from offload.ranks.draft_tree import DraftTree, Told
 from offload.ranks.messages import Channel, Kind, Message
+from offload.ranks.orders import reset_message
 from offload.sampling.sampler import Sampler
 
 NUM_TOKENS, LEAST = 5, -6.0  # of the bigram model; log f of paths that are looked at
@@ -244,9 +245,7 @@ def serving(model: object, num_rows: int = 64) -> Iterator[tuple[InMemory, Draft
 
 
 def reset(transport: InMemory, tokens: Sequence[int], sampling: Sampling = WARM) -> None:
-    law = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
-    numbers = [0, sampling.seed, sampling.top_k, *tokens]
-    transport.send(1, Channel.DRAFT, Message(Kind.RESET, numbers, law))
+    transport.send(1, Channel.DRAFT, reset_message(0, sampling, tokens))
 
 
 def grow(transport: InMemory, num_nodes: int, least_f: float = 0.0, least_p: float = 0.0) -> None:

@@ -18,7 +18,7 @@ from offload.config import Sampling
 from offload.engine.build import resident_model
 from offload.model.weights import StreamedModel
 from offload.ranks.messages import Channel, Kind, Message
-from offload.ranks.orders import read_run
+from offload.ranks.orders import read_run, reset_message
 from offload.ranks.stage import Neighbours, Stage, _Cancellations, serve_stage
 from offload.sampling.logits import Logits
 from offload.sampling.sampler import NO_TOKEN, Sampler
@@ -103,8 +103,7 @@ class TinyHead:
         self.reset(0, sampling)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
-        payload = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
-        self._data(Kind.RESET, [num_kept, sampling.seed, sampling.top_k], payload)
+        self.transport.send(0, Channel.DATA, reset_message(num_kept, sampling))
         self._alone.reset(num_kept, sampling)
         self._rows, self._length = [], num_kept
 
