@@ -105,10 +105,11 @@ def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | 
         raise typer.BadParameter(f"{own!r} is not a valid integer.")
     if int(own) < 1:
         raise typer.BadParameter(f"{own} is not greater than or equal to 1.")
-    # More threads than cores only wait for each other, and thousands are more than a process may start.
-    most = cores.num_cores()
-    rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
-    require(int(own) <= most, rule, own, "leave it out to have it measured")
+    if _DECLARED[str(param.name)].counts == "cores":
+        # More threads than cores only wait for each other, and thousands are more than a process may start.
+        most = cores.num_cores()
+        rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
+        require(int(own) <= most, rule, own, "leave it out to have it measured")
     return int(own)
 
 

@@ -73,7 +73,7 @@ def _row(one: Option) -> str:
     names = ", ".join(f"`{flag}`" for flag in one.flags) + (f" `{one.metavar}`" if one.metavar else "")
     own = {one.of(command).default: f" ({command})" for command in one.commands}
     defaults = {one.default: "", **{value: told for value, told in own.items() if value != one.default}}
-    shown = [f"`{value}`{told}" for value, told in defaults.items() if value not in (None, False, "", ())]
+    shown = [f"`{value}`{told}" for value, told in defaults.items() if str(value) not in ("None", "False", "", "()")]
     doors = [f"{_DOORS[door]} `{one.at(door)}`" for door in one.doors if door in _DOORS]
     cells = (names, ", ".join(one.commands), ", ".join(shown), ", ".join(doors), one.doc or one.help)
     return "".join(f"| {cell.replace('|', chr(92) + '|')} ".replace("  ", " ") for cell in cells) + "|\n"

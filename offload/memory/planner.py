@@ -310,10 +310,10 @@ def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
 
 def ram_warning(ram: str | int) -> str | None:
     """A line for the user who allows more than there is."""
-    wanted_bytes, free_bytes = parse_size(ram, "`ram`"), available_ram_bytes()
-    if wanted_bytes <= free_bytes:
+    wanted, free_bytes = parse_size(ram, "`ram`"), available_ram_bytes()
+    if wanted <= free_bytes:
         return None
-    wanted, free = (format_bytes(size, is_decimal=is_decimal(ram)) for size in (wanted_bytes, free_bytes))
+    free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
     return f"`ram` {wanted} is more than the {free} free here: it may not hold"
 
 

@@ -7,6 +7,7 @@ allow. `chain:auto` is a chain whose length is chosen before every step, by how 
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from offload.config import drafting_of, require
@@ -65,6 +66,9 @@ class TreeSpec:
         """Whether it is not named but chosen, by what was measured."""
         return self.kind in ("auto", "auto_chain")
 
+    def __str__(self) -> str:
+        return self.label
+
     @property
     def label(self) -> str:
         size = f"{self.count}x{self.depth}"
@@ -92,7 +96,7 @@ class TreeSpec:
         """Refuse a rule that needs a tree whose growth looks at no token that was drawn. Raises `UserError`."""
         if self.kind == "dynamic" and drafting_of(rule).keeps_distributions:
             raise UserError(
-                f"`tree` {self.label} looks at the tokens it proposes and rule {rule} is exact only without that: "
+                f"`tree` {self} looks at the tokens it proposes and rule {rule} is exact only without that: "
                 f"use `tree` {self.count}x{self.depth} or `rule` match"
             )
 
@@ -106,14 +110,22 @@ def label_of(shape: Shape) -> str:
 
 def parse_tree(text: str) -> TreeSpec:
     """`NxD` is N nodes, at most D deep; `dynamic:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
+    spec, numbers = _parsed(str(text))
+    if spec is None:
+        raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
+    rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
+    require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try `tree` 64x16")
+    return spec
+
+
+@cache
+def _parsed(text: str) -> tuple[TreeSpec | None, list[int]]:
+    """A tree in words and its numbers; None where they name none."""
     for kind, form in _TREE_FORMS.items():
-        if match := re.fullmatch(form, str(text), re.ASCII):
+        if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]
-            spec = TreeSpec(kind, *(1, *numbers)[-2:])
-            rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
-            require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try `tree` 64x16")
-            return spec
-    raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
+            return TreeSpec(kind, *(1, *numbers)[-2:]), numbers
+    return None, []
 
 
 def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = False) -> TreeSpec:
