@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 from offload.declaration import check_numbers, number, option, options_of, whole_number
 from offload.errors import UserError, require
@@ -197,7 +197,7 @@ def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None)
 
 
 class ByteSize(int):
-    """Bytes, printed in powers of two or, where a person gave them like that, of ten.
+    """Bytes as a person gave them, printed in powers of two or, where they were given like that, of ten.
 
     Attributes:
         is_decimal: whether they were given as `8GB` or `8G`, and not as `8GiB`.
@@ -205,43 +205,46 @@ class ByteSize(int):
 
     is_decimal = False
 
+    @classmethod
+    def parse(cls, given: str | int, flag: str) -> Self:
+        """A size from `512MiB`, `1.2GB`, `4G` or a number of bytes; what is parsed stays. Raises `UserError`."""
+        if isinstance(given, cls):
+            return given
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(given).lower())
+        if match is None:
+            raise UserError(f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(given)!r}")
+        size = cls(float(match[1]) * _UNITS[match[2]])
+        require(size > 0, f"{flag} must be more than zero", given, "try 4GiB")
+        size.is_decimal = len(match[2]) == 1
+        return size
+
     def __str__(self) -> str:
         return format_bytes(int(self), is_decimal=self.is_decimal)
 
-    def __deepcopy__(self, memo: object) -> "ByteSize":
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class Rate(ByteSize):
     """Bytes per second."""
 
+    @classmethod
+    def parse(cls, given: str | int, flag: str) -> Self:
+        """A rate from what is a size, with or without `/s`. Raises `UserError`."""
+        return super().parse(given.removesuffix("/s") if isinstance(given, str) else given, flag)
+
     def __str__(self) -> str:
         return f"{super().__str__()}/s"
 
 
-Size = TypeVar("Size", bound=ByteSize)
+def parse_size(given: str | int, flag: str) -> int:
+    """A plain number of bytes from what `ByteSize` takes. Raises `UserError`."""
+    return int(ByteSize.parse(given, flag))
 
 
-def parse_size(given: str | int, flag: str) -> ByteSize:
-    """Bytes from `512MiB`, `1.2GB`, `4G` (decimal) or a number of bytes; what is parsed stays. Raises `UserError`."""
-    return given if isinstance(given, ByteSize) else _parsed(ByteSize, str(given), flag)
-
-
-def parse_rate(given: str | int | None, flag: str) -> Rate | None:
-    """Bytes per second from `400MB`, with or without `/s`; None stays None. Raises `UserError`."""
-    if given is None or isinstance(given, Rate):
-        return given
-    return _parsed(Rate, str(given).removesuffix("/s"), flag)
-
-
-def _parsed(kind: type[Size], text: str, flag: str) -> Size:
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", text.lower())
-    if match is None:
-        raise UserError(f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {text!r}")
-    size = kind(float(match[1]) * _UNITS[match[2]])
-    require(size > 0, f"{flag} must be more than zero", text, "try 4GiB")
-    size.is_decimal = len(match[2]) == 1
-    return size
+def parse_rate(given: str | int | None, flag: str) -> int | None:
+    """A plain number of bytes per second from what `Rate` takes; None stays None. Raises `UserError`."""
+    return None if given is None else int(Rate.parse(given, flag))
 
 
 def is_decimal(size: str | int | None) -> bool:

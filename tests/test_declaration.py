@@ -13,6 +13,7 @@ import pytest
 from offload.config import ByteSize, Rate, is_decimal, parse_rate, parse_size
 from offload.declaration import build, called_with, check_numbers, interval, option, options_of, unset
 from offload.errors import UserError
+from offload.planning.options import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,20 @@ def test_a_record_is_a_signature() -> None:
     ("given", "words"), [("8GiB", "8 GiB"), ("8GB", "8 GB"), ("1.5g", "1.5 GB"), (1 << 20, "1 MiB")]
 )
 def test_sizes_print_themselves(given: str | int, words: str) -> None:
-    size = parse_size(given, "`ram`")
+    size = ByteSize.parse(given, "`ram`")
     assert str(size) == words and is_decimal(size) == words.endswith(" GB")
-    assert parse_size(size, "`ram`") is size and copy.deepcopy(size) is size
+    assert ByteSize.parse(size, "`ram`") is size and copy.deepcopy(size) is size
     assert json.dumps(size) == str(int(size)) and type(size + 1) is int
-    assert isinstance(size, ByteSize)
+    assert type(parse_size(size, "`ram`")) is int, "what computes, or names files, has a plain number"
 
 
 def test_rates_print_themselves() -> None:
-    rate = parse_rate("400MB/s", "`link_limit`")
-    assert isinstance(rate, Rate) and rate == 400 * 10**6 and str(rate) == "400 MB/s"
-    assert parse_rate(rate, "`link_limit`") is rate and parse_rate(None, "`link_limit`") is None
+    rate = Rate.parse("400MB/s", "`link_limit`")
+    assert rate == parse_rate("400MB", "`link_limit`") == 400 * 10**6 and str(rate) == "400 MB/s"
+    assert Rate.parse(rate, "`link_limit`") is rate and parse_rate(None, "`link_limit`") is None
+
+
+def test_options_hold_what_is_parsed() -> None:
+    options = LoadOptions(ram="8GB", gpu_memory="24GiB", link_limit="1GB/s")
+    assert [*map(str, (options.ram, options.gpu_memory, options.link_limit))] == ["8 GB", "24 GiB", "1 GB/s"]
+    assert LoadOptions.of(options) == options

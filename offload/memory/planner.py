@@ -19,7 +19,17 @@ from offload.checkpoint.encoder_decoder import TRAINED_CONTEXT, has_encoder
 from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import DTYPES, EXPERTS, drafting_of, format_bytes, is_decimal, parse_size, require, whole_number
+from offload.config import (
+    DTYPES,
+    EXPERTS,
+    ByteSize,
+    drafting_of,
+    format_bytes,
+    is_decimal,
+    parse_size,
+    require,
+    whole_number,
+)
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.filling import Filling, Place, Pool, fill_all
@@ -310,7 +320,7 @@ def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
 
 def ram_warning(ram: str | int) -> str | None:
     """A line for the user who allows more than there is."""
-    wanted, free_bytes = parse_size(ram, "`ram`"), available_ram_bytes()
+    wanted, free_bytes = ByteSize.parse(ram, "`ram`"), available_ram_bytes()
     if wanted <= free_bytes:
         return None
     free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)

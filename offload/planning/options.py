@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.checkpoint.download import is_hub_id
 from offload.checkpoint.hub import open_headers
-from offload.config import Rate, check_lenience, drafting_of, parse_rate, parse_size
+from offload.config import ByteSize, Rate, check_lenience, drafting_of, parse_rate
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
 from offload.errors import require
@@ -74,10 +74,9 @@ class LoadOptions(ModelOptions):
             parse_pipeline(self.pipeline)
 
     def _check_sizes(self) -> None:
-        for name in ("ram", "gpu_memory"):
+        for name, kind in (("ram", ByteSize), ("gpu_memory", ByteSize), ("link_limit", Rate)):
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, parse_size(given, f"`{name}`"))
-        object.__setattr__(self, "link_limit", self.limit_bytes_per_s)
+                object.__setattr__(self, name, kind.parse(given, f"`{name}`"))
         require_dtype(self.dtype)
         require_experts(self.experts)
         if self.context is not None:
@@ -108,7 +107,7 @@ class LoadOptions(ModelOptions):
         return str(self.profile) == "none"
 
     @property
-    def limit_bytes_per_s(self) -> Rate | None:
+    def limit_bytes_per_s(self) -> int | None:
         """What the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
 

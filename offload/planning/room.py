@@ -6,7 +6,7 @@ Invariant: what is free is asked once, since loading takes some of it and it cha
 from dataclasses import asdict, dataclass, replace
 
 from offload.checkpoint.expert_sizes import ExpertShape
-from offload.config import parse_size
+from offload.config import ByteSize
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory, shape_of
@@ -34,8 +34,8 @@ class Room:
     @classmethod
     def of(cls, options: LoadOptions, place: str | None = None) -> "Room":
         """On this machine; `place` is where a device computes, None without one. A budget that is not given is free."""
-        ram = None if options.ram is None else parse_size(options.ram, "`ram`")
-        gpu = None if options.gpu_memory is None else parse_size(options.gpu_memory, "`gpu_memory`")
+        ram = None if options.ram is None else ByteSize.parse(options.ram, "`ram`")
+        gpu = None if options.gpu_memory is None else ByteSize.parse(options.gpu_memory, "`gpu_memory`")
         return cls(
             ram=default_ram_bytes() if ram is None else ram,
             gpu=default_gpu_bytes(place) if gpu is None and place is not None else gpu,
