@@ -1,8 +1,9 @@
 # Every target sets itself up from a bare Python 3.11 or newer; a second run installs nothing.
 #   make demo    decode with a model larger than its memory budget
-#   make test    linters, then tests
-#   make test-slow  kernels for every kind of GPU, which `make test` compiles for one
-#   make test-isa   what computes, as processors with fewer instructions compute it
+#   make test    linters and types, and the tests that run each time (some five minutes on two cores)
+#   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
+#   make test-isa   all that computes, as every kind of processor computes it
+#   make test-eval  what speaks to lm-eval, in an environment that has it
 #   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
@@ -16,34 +17,55 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
+EVAL := .venv-eval
 AUDIT := .venv-audit# tools that look at the environment from outside
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# What outlives a clone: what mypy knows of the libraries, and a browser (tests/server/headless.py).
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload-tests
+# Which rows run today; the workers of a run, and who repeats it, draw the same.
+export TEST_SEED ?= $(shell date -u +%Y%m%d)
 PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-slow test-isa fuzz faults test-floor check audit licences sbom clean
+.PHONY: demo test test-full test-isa test-eval fuzz faults test-floor check lint types audit licences sbom clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
 
-test: check
-	@echo "== pytest"
-	@$(PYTEST)
+# Types and imports are checked beside the tests: the linters alone would stop the run.
+test: lint
+	@mkdir -p build
+	@$(MAKE) --no-print-directory types > build/types.log 2>&1 & types=$$!; \
+	echo "== pytest, what runs each time"; $(PYTEST); tests=$$?; \
+	wait $$types; types=$$?; cat build/types.log; test $$tests -eq 0 && test $$types -eq 0
 
-test-slow: $(VENV)/.installed-dev
-	@echo "== pytest, what takes long"
-	@$(PYTEST) -m slow
+# Beside the packages of .venv: lm-eval brings datasets and more along, which no other test is to see.
+test-eval: $(EVAL)/.installed
+	@echo "== pytest with lm-eval"
+	@$(EVAL)/bin/python -m pytest -q -n 0 --full tests/integrations
 
 # Each library has its own switch: torch's loops, MKL's float32 products, oneDNN's bfloat16 ones (see tests/README.md).
-ISA_VARIANTS := ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2,MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-# Left out is what looks at files, flags, plans and text alone; a folder or file that is not named here runs.
-NOT_COMPUTED := bench checkpoint cli memory planning tree kernels/test_kernels_compile.py streaming/test_disk.py test_packaging.py test_structure.py
+ISA_VARIANTS := ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2,MKL_CBWR=AVX2 \
+  ATEN_CPU_CAPABILITY=avx2,MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 ONEDNN_MAX_CPU_ISA=AVX2
+# What looks at files, flags, plans and text alone is left out there; a folder or file that is not named here computes.
+NOT_COMPUTED := bench checkpoint cli memory planning kernels/test_kernels_compile.py streaming/test_disk.py \
+  test_packaging.py test_structure.py
+comma := ,
+# One of the variants, or this processor as it is, by the seed of the day.
+COMPUTED_AS ?= $(word $(shell expr $(TEST_SEED) % $(words as-it-is $(ISA_VARIANTS)) + 1),as-it-is $(ISA_VARIANTS))
+
+test-full: $(VENV)/.installed-dev
+	@echo "== pytest, all tests of files, flags, plans and text"
+	@failed=; $(PYTEST) --full $(NOT_COMPUTED:%=tests/%) || failed=1; \
+	echo "== pytest, all tests that compute: COMPUTED_AS=$(COMPUTED_AS)"; \
+	env $(subst $(comma), ,$(filter-out as-it-is,$(COMPUTED_AS))) $(PYTEST) --full $(NOT_COMPUTED:%=--ignore=tests/%) || failed=1; \
+	test -z "$$failed"
 
 test-isa: $(VENV)/.installed-dev
 	@failed=; for variant in $(ISA_VARIANTS); do \
 	  echo "== pytest with $$variant"; \
-	  env $$(echo $$variant | tr , ' ') $(PYTEST) $(NOT_COMPUTED:%=--ignore=tests/%) || failed="$$failed $$variant"; \
+	  env $$(echo $$variant | tr , ' ') $(PYTEST) --full $(NOT_COMPUTED:%=--ignore=tests/%) || failed="$$failed $$variant"; \
 	done; test -z "$$failed" || { echo "failed with$$failed" >&2; exit 1; }
 
 CASES ?= 10000
@@ -55,13 +77,17 @@ fuzz: $(VENV)/.installed-dev
 faults: $(VENV)/.installed-dev
 	@PYTHONPATH=tests:. HF_HUB_OFFLINE=1 $(BIN)/python -m faults $(ONLY)
 
-check: $(VENV)/.installed-dev
+check: lint types
+
+lint: $(VENV)/.installed-dev
 	@echo "== ruff check"
 	@$(BIN)/ruff check --quiet
 	@echo "== ruff format"
 	@$(BIN)/ruff format --check --quiet --diff
+
+types: $(VENV)/.installed-dev
 	@echo "== mypy"
-	@$(BIN)/mypy
+	@$(BIN)/mypy --cache-dir $(CACHE)/mypy
 	@echo "== lint-imports"
 	@rm -rf $(CONTRACT) && mkdir -p $(CONTRACT) && cp -r offload $(CONTRACT) && cp -r bench kernels $(CONTRACT)/offload
 	@touch $(patsubst %,$(CONTRACT)/offload/%/__init__.py,$(wildcard bench/*/)) # folders without one are not looked into
@@ -70,7 +96,7 @@ check: $(VENV)/.installed-dev
 # Warnings are no errors there: old libraries use what newer ones beside them, or a newer Python, have deprecated.
 test-floor: $(FLOOR)/.installed
 	@echo "== pytest with $$($(FLOOR)/bin/python -V) and the versions of constraints-floor.txt"
-	@$(FLOOR)/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o filterwarnings=default
+	@$(FLOOR)/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal --full -o filterwarnings=default
 
 # What pip-audit ends with is not asked: it ends well where it has audited nothing.
 audit: $(VENV)/.installed-dev $(AUDIT)/.installed
@@ -91,7 +117,7 @@ sbom: $(VENV)/.installed-dev $(AUDIT)/.installed
 	@echo "build/sbom.json lists $$(wc -l < build/requirements.txt) packages"
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) $(EVAL) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find offload kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are newer than what decides their content; a development install serves `make demo` too.
@@ -112,6 +138,13 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip
 	@echo "== installing the oldest versions into $(FLOOR) (once; torch may come as its CUDA build of some 3 GB)"
 	@$(FLOOR)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-floor.txt -e '.[bench,test]' \
 	  || { echo "the oldest versions cannot be installed here, see above: NOT tested with $$($(FLOOR)/bin/python -V)" >&2; exit 1; }
+	@touch $@
+
+$(EVAL)/.installed: $(VENV)/.installed-dev | $(EVAL)/bin/pip
+	@echo "== installing lm-eval into $(EVAL), beside what $(VENV) holds (once)"
+	@cd $(VENV)/lib/python3*/site-packages && pwd > $(CURDIR)/$(EVAL)/dev.pth
+	@mv $(EVAL)/dev.pth $(EVAL)/lib/python3*/site-packages/
+	@$(EVAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[eval]'
 	@touch $@
 
 $(AUDIT)/.installed: | $(AUDIT)/bin/pip

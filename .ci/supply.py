@@ -17,13 +17,21 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-FOR_USERS = ("fast", "gguf", "grammar", "serve")  # extras that bring libraries of their own, and run without a GPU
+FOR_USERS = (
+    "fast",
+    "gguf",
+    "grammar",
+    "serve",
+)  # extras that bring libraries of their own, and run without a GPU
 
 
 def wheel_needs() -> dict[str, Distribution]:
     """All that pyproject's dependencies and extras for users bring along here, by name."""
     project = tomllib.loads(PROJECT.read_text())["project"]
-    asked = [*project["dependencies"], *(one for extra in FOR_USERS for one in project["optional-dependencies"][extra])]
+    asked = [
+        *project["dependencies"],
+        *(one for extra in FOR_USERS for one in project["optional-dependencies"][extra]),
+    ]
     left, found = [Requirement(one) for one in asked], dict[str, Distribution]()
     seen = set[str]()
     while left:
@@ -34,15 +42,23 @@ def wheel_needs() -> dict[str, Distribution]:
         try:
             own = distribution(wanted.name)
         except PackageNotFoundError:
-            raise SystemExit(f"{wanted.name} is needed and not installed: make .venv/.installed-dev") from None
+            raise SystemExit(
+                f"{wanted.name} is needed and not installed: make .venv/.installed-dev"
+            ) from None
         found[canonicalize_name(wanted.name)] = own
-        left += [one for one in map(Requirement, own.requires or ()) if is_meant(one, wanted.extras or {""})]
+        left += [
+            one
+            for one in map(Requirement, own.requires or ())
+            if is_meant(one, wanted.extras or {""})
+        ]
     return found
 
 
 def is_meant(requirement: Requirement, extras: set[str]) -> bool:
     """Whether it holds on this machine, for one of these extras."""
-    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras | {""})
+    return requirement.marker is None or any(
+        requirement.marker.evaluate({"extra": extra}) for extra in extras | {""}
+    )
 
 
 def environment() -> dict[str, Distribution]:
@@ -59,8 +75,15 @@ def pins(found: dict[str, Distribution]) -> Iterator[str]:
 def licence(one: Distribution) -> str:
     """What a package says of itself, in the newest words that it has; empty where it says nothing."""
     told = one.metadata
-    classified = [line.rpartition(" :: ")[2] for line in told.get_all("Classifier") or () if line.startswith("License")]
-    return next(iter([*filter(None, [told["License-Expression"], ", ".join(classified), told["License"]])]), "")[:60]
+    classified = [
+        line.rpartition(" :: ")[2]
+        for line in told.get_all("Classifier") or ()
+        if line.startswith("License")
+    ]
+    return next(
+        iter([*filter(None, [told["License-Expression"], ", ".join(classified), told["License"]])]),
+        "",
+    )[:60]
 
 
 def holds_nothing(one: Distribution) -> bool:
@@ -78,7 +101,10 @@ def show_licences() -> int:
     for name, (version, kind) in told.items():
         print(f"{name:28} {version:16} {kind or 'UNKNOWN'}")
     unknown = [name for name, (_, kind) in told.items() if not kind or kind == "UNKNOWN"]
-    print(f"{len(told)} packages" + (f"; no licence is told by {', '.join(unknown)}" if unknown else ""))
+    print(
+        f"{len(told)} packages"
+        + (f"; no licence is told by {', '.join(unknown)}" if unknown else "")
+    )
     return bool(unknown)
 
 
@@ -92,7 +118,9 @@ def judge(path: Path) -> int:
     skipped = [f"{one['name']} ({one['skip_reason']})" for one in found if "skip_reason" in one]
     broken = [(one["name"], one["version"], bug) for one in found for bug in one.get("vulns", ())]
     for name, version, bug in broken:
-        print(f"{name} {version}: {bug['id']}, mended in {', '.join(bug['fix_versions']) or 'no version'}")
+        print(
+            f"{name} {version}: {bug['id']}, mended in {', '.join(bug['fix_versions']) or 'no version'}"
+        )
     print(f"{len(found) - len(skipped)} of {len(found)} packages audited, {len(broken)} advisories")
     if skipped or not found:
         print(f"NOT audited: {len(skipped)} packages, such as {skipped[:1]}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""`offload bench`: one command per question, each a `main` in a file that is imported only when it is called.
+"""`offload bench`: one command per question, each a `main` in a file that is imported only when it
+is called.
 
-Invariant: this file imports nothing heavy, since `offload --help` passes through it. `python -m offload.bench.suite` is
-the same from a checkout where nothing is installed.
+Invariant: this file imports nothing heavy, since `offload --help` passes through it. `python -m
+offload.bench.suite` is the same from a checkout where nothing is installed.
 """
 
 import ast
@@ -20,26 +21,77 @@ from offload.errors import UserError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMANDS = {  # name: file, what it answers
-    "passes": ("latency.passes", "seconds of a forward of target and draft against its rows, beside link and memory"),
-    "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
+    "passes": (
+        "latency.passes",
+        "seconds of a forward of target and draft against its rows, beside link and memory",
+    ),
+    "decode": (
+        "latency.decode",
+        "tokens per second and latencies: prompts x temperatures x trees x rules",
+    ),
     "many": ("latency.many", "tokens per second over many texts, at a time and one after another"),
-    "soak": ("soak.soak", "whether anything drifts in hours of texts, chats, cancelled runs and clients"),
-    "lookup": ("latency.lookup", "guesses without a model: copies, a datastore, counts; alone and beside a draft"),
-    "ranks": ("latency.ranks", "a pass on one, two and three ranks with a link each, and over networks between them"),
-    "quantised": ("latency.quantised", "a pass and a token with the same target in bf16, fp8 and int4"),
-    "experts": ("latency.experts", "tokens per second with experts on demand beside whole layers, by room and tree"),
-    "memory": ("latency.memory", "peak memory of fresh processes beside --ram, post by post, and growth over texts"),
-    "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
-    "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
-    "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
-    "device": ("gpu.promised", "each promise of the device path: gate, experts, passes, trees, memory, accelerate"),
+    "soak": (
+        "soak.soak",
+        "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    ),
+    "lookup": (
+        "latency.lookup",
+        "guesses without a model: copies, a datastore, counts; alone and beside a draft",
+    ),
+    "ranks": (
+        "latency.ranks",
+        "a pass on one, two and three ranks with a link each, and over networks between them",
+    ),
+    "quantised": (
+        "latency.quantised",
+        "a pass and a token with the same target in bf16, fp8 and int4",
+    ),
+    "experts": (
+        "latency.experts",
+        "tokens per second with experts on demand beside whole layers, by room and tree",
+    ),
+    "memory": (
+        "latency.memory",
+        "peak memory of fresh processes beside --ram, post by post, and growth over texts",
+    ),
+    "gate": (
+        "latency.exact",
+        "whether every tree writes the ids of transformers, every layer streamed",
+    ),
+    "main-job": (
+        "latency.main_job",
+        "the promises of the main job: streaming, memory, speed, prompt and start",
+    ),
+    "prediction": (
+        "latency.prediction",
+        "what the plan promises beside what the paper measured on an L40",
+    ),
+    "device": (
+        "gpu.promised",
+        "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
+    ),
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
-    "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
-    "expansion": ("studies.expansion", "GB/s of expanded weights by kind of words: torch, numba; beside a copy"),
-    "expert-cache": ("studies.expert_cache", "experts that passes have to read, by room: ours, LRU, the optimum"),
-    "chains": ("studies.chains", "what chains of guesses yield beside the formulas of speculative decoding"),
-    "moe-pair": ("moe_pair.make", "trains the mixture of experts and its draft that other commands measure with"),
+    "choice": (
+        "studies.choice",
+        "whether the tree of --tree auto is the best one, really streamed",
+    ),
+    "expansion": (
+        "studies.expansion",
+        "GB/s of expanded weights by kind of words: torch, numba; beside a copy",
+    ),
+    "expert-cache": (
+        "studies.expert_cache",
+        "experts that passes have to read, by room: ours, LRU, the optimum",
+    ),
+    "chains": (
+        "studies.chains",
+        "what chains of guesses yield beside the formulas of speculative decoding",
+    ),
+    "moe-pair": (
+        "moe_pair.make",
+        "trains the mixture of experts and its draft that other commands measure with",
+    ),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }
 
@@ -61,7 +113,11 @@ class LazyCommands(TyperGroup):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         from typer.core import CompletionItem
 
-        return [CompletionItem(name, help=told) for name, (_, told) in COMMANDS.items() if name.startswith(incomplete)]
+        return [
+            CompletionItem(name, help=told)
+            for name, (_, told) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -69,8 +125,14 @@ class LazyCommands(TyperGroup):
 
 
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
-    """Refuse what the parser would, without the seconds that the parser's imports take. Raises `UserError`."""
-    flags = [one.partition("=")[0] for one in arguments if one.startswith("--") and one not in ("--", "--help")]
+    """Refuse what the parser would, without the seconds that the parser's imports take. Raises
+    `UserError`.
+    """
+    flags = [
+        one.partition("=")[0]
+        for one in arguments
+        if one.startswith("--") and one not in ("--", "--help")
+    ]
     for flag in flags:
         if flag not in _words(COMMANDS[name][0]) | _words("harness.command"):
             raise UserError(f"No such option: {flag} (see offload bench {name} --help)")
@@ -81,7 +143,11 @@ def _words(module: str) -> set[str]:
     spec = find_spec(f"offload.bench.{module}")
     assert spec is not None and spec.origin is not None, "it is one of ours"
     nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
-    said = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    said = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     words = said + [node.arg for node in nodes if isinstance(node, ast.arg)]
     return {"--" + word.removeprefix("--").replace("_", "-") for word in words}
 
@@ -93,7 +159,9 @@ def load_command(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "offload":
             raise
-        raise UserError(f"bench {name} needs {error.name.split('.')[0]}: pip install 'offload[bench]'") from None
+        raise UserError(
+            f"bench {name} needs {error.name.split('.')[0]}: pip install 'offload[bench]'"
+        ) from None
     parser = typer.Typer(rich_markup_mode=None, add_completion=False)
     parser.command(epilog=getattr(main, "epilog", None))(main)
     return typer.main.get_command(parser)

@@ -1,8 +1,9 @@
 """Numba where it is installed: what a CPU runs in place of chains of torch's operators.
 
-Importing it takes 0.4 s and compiling a function as long, so both wait for the first call. Compiled code is kept beside
-its file or in the user's cache (numba's own rule, `NUMBA_CACHE_DIR`); where neither can be written it is compiled anew
-in every process. Invariant: nothing `compiled` is called unless `HAS_NUMBA`.
+Importing it takes 0.4 s and compiling a function as long, so both wait for the first call. Compiled
+code is kept beside its file or in the user's cache (numba's own rule, `NUMBA_CACHE_DIR`); where
+neither can be written it is compiled anew in every process. Invariant: nothing `compiled` is called
+unless `HAS_NUMBA`.
 """
 
 import inspect
@@ -24,11 +25,12 @@ _LOCK = Lock()
 
 
 class Compiled:
-    """A function that numba compiles when it is first called, for each type of numbers it is to write; see `to`.
+    """A function that numba compiles when it is first called, for each type of numbers it is to
+    write; see `to`.
 
-    It runs without Python's lock, on numpy arrays and numbers. Of what it finds in its module, other such functions are
-    compiled with it; those that are `ByType` are taken for the type. An index in an inner loop has to be unsigned, or
-    numba checks it and nothing is vectorised.
+    It runs without Python's lock, on numpy arrays and numbers. Of what it finds in its module,
+    other such functions are compiled with it; those that are `ByType` are taken for the type. An
+    index in an inner loop has to be unsigned, or numba checks it and nothing is vectorised.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -46,12 +48,17 @@ class Compiled:
         return self.to(torch.float32)(*args)
 
     def bound(self, dtype: torch.dtype) -> FunctionType:
-        """The plain function with what it calls compiled; its name, by which numba keeps it, tells these apart."""
+        """The plain function with what it calls compiled; its name, by which numba keeps it, tells
+        these apart.
+        """
         import numba
 
-        others, plain = self._others(dtype), self.function
+        others = self._others(dtype)
+        plain = self.function
         found = {name: numba.njit(one.bound(dtype)) for name, one in others.items()}
-        bound = FunctionType(plain.__code__, {**plain.__globals__, **found}, plain.__name__, None, plain.__closure__)
+        bound = FunctionType(
+            plain.__code__, {**plain.__globals__, **found}, plain.__name__, None, plain.__closure__
+        )
         bound.__module__ = plain.__module__
         # To see whether what it has kept is up to date, numba looks at this function's file only.
         sources = "".join(one.source(dtype) for one in others.values())
@@ -60,13 +67,19 @@ class Compiled:
 
     def _others(self, dtype: torch.dtype) -> "dict[str, Compiled]":
         """What it calls, by name."""
-        named = {name: self.function.__globals__.get(name) for name in self.function.__code__.co_names}
-        chosen = {name: one.of(dtype) if isinstance(one, ByType) else one for name, one in named.items()}
+        named = {
+            name: self.function.__globals__.get(name) for name in self.function.__code__.co_names
+        }
+        chosen = {
+            name: one.of(dtype) if isinstance(one, ByType) else one for name, one in named.items()
+        }
         return {name: one for name, one in chosen.items() if isinstance(one, Compiled)}
 
     def source(self, dtype: torch.dtype) -> str:
         """The text of the function and of those that it calls."""
-        return inspect.getsource(self.function) + "".join(one.source(dtype) for one in self._others(dtype).values())
+        return inspect.getsource(self.function) + "".join(
+            one.source(dtype) for one in self._others(dtype).values()
+        )
 
 
 class ByType:
@@ -89,7 +102,9 @@ def compiled(function: Callable[..., Any]) -> Compiled:
 
 
 def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:
-    """`work(lo, hi)` over all rows, shared among as many threads as torch has now; `work` holds no lock for long."""
+    """`work(lo, hi)` over all rows, shared among as many threads as torch has now; `work` holds no
+    lock for long.
+    """
     num_threads = min(torch.get_num_threads(), max(1, num_rows // _LEAST_ROWS))
     bounds = [num_rows * share // num_threads for share in range(num_threads + 1)]
     first, *shares = pairwise(bounds)

@@ -1,8 +1,10 @@
-"""Draws without replacement from many distributions: the K largest of log(u) / q in each row (exponential sort).
+"""Draws without replacement from many distributions: the K largest of log(u) / q in each row
+(exponential sort).
 
-This is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers are a hash of (seed, number of the
-row, token), as in keyed_gumbel under another seed; kernel and reference draw the same tokens. Invariant: a row's number
-is used once in a generation (the caller counts), and no number is one of the shared noise. W rows in this file.
+This is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers are a hash of
+(seed, number of the row, token), as in keyed_gumbel under another seed; kernel and reference draw
+the same tokens. Invariant: a row's number is used once in a generation (the caller counts), and no
+number is one of the shared noise. W rows in this file.
 """
 
 import torch
@@ -16,31 +18,44 @@ _BLOCK = 1024  # tokens of one program
 _MAX_KEYS = 1 << 19  # float64 numbers that the reference holds at once
 
 
-def draw_without_replacement_reference(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
-    """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch; rows need not sum to one.
+def draw_without_replacement_reference(
+    probs_WV: Tensor, num_draws: int, seed: int, first_row: int
+) -> Tensor:
+    """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch; rows need
+    not sum to one.
 
     Tokens without mass come last and among themselves in uniform order, Sequoia's fall-back.
     """
     num_rows, vocab_size = probs_WV.shape
     number_W1 = torch.arange(first_row, first_row + num_rows, device=probs_WV.device)[:, None]
     token_V = torch.arange(vocab_size, device=probs_WV.device)
-    block, chosen = max(1, _MAX_KEYS // vocab_size), []
+    block = max(1, _MAX_KEYS // vocab_size)
+    chosen = []
     for probs_RV, number_R1 in zip(probs_WV.split(block), number_W1.split(block), strict=True):
-        chosen.append(largest_keys(uniform(row_keys(seed ^ _FRESH, number_R1), token_V), probs_RV, num_draws))
+        chosen.append(
+            largest_keys(uniform(row_keys(seed ^ _FRESH, number_R1), token_V), probs_RV, num_draws)
+        )
     return torch.cat(chosen)
 
 
 def largest_keys(uniform_RV: Tensor, probs_RV: Tensor, num_draws: int) -> Tensor:
-    """The tokens of the largest log(u) / q; overwrites u. 1e-300 stands in for zero: the quotient is still finite."""
+    """The tokens of the largest log(u) / q; overwrites u. 1e-300 stands in for zero: the quotient
+    is still finite.
+    """
     key_RV = uniform_RV.log_().div_(probs_RV.double().clamp_(min=1e-300))
     return key_RV.topk(min(num_draws, probs_RV.shape[1])).indices
 
 
-def draw_without_replacement_kernel(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
-    """The same in Triton, where no key is stored: the largest of each chunk of a row, then the largest of those."""
+def draw_without_replacement_kernel(
+    probs_WV: Tensor, num_draws: int, seed: int, first_row: int
+) -> Tensor:
+    """The same in Triton, where no key is stored: the largest of each chunk of a row, then the
+    largest of those.
+    """
     assert probs_WV.stride(1) == 1, "a row is one run of memory"
     num_rows, vocab_size = probs_WV.shape
-    num_kept, num_chunks = min(num_draws, vocab_size), triton.cdiv(vocab_size, _BLOCK)
+    num_kept = min(num_draws, vocab_size)
+    num_chunks = triton.cdiv(vocab_size, _BLOCK)
     num_candidates = min(num_kept, _BLOCK)
     key_WC = probs_WV.new_empty((num_rows, num_chunks * num_candidates), dtype=torch.float64)
     token_WC = torch.empty_like(key_WC, dtype=torch.int64)
@@ -70,8 +85,11 @@ def _candidates(
     first_row: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row and chunk: the largest key is written and struck out, as often as asked for."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One program per row and chunk: the largest key is written and struck out, as often as asked
+    for.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocab_size
     mass = tl.load(distribution + row * stride + token, mask=is_token, other=1.0).to(tl.float64)

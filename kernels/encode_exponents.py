@@ -1,6 +1,8 @@
-"""The other way round from `expand_exponents`: bfloat16 or float16 into words. What it writes `exponents_layout` says.
+"""The other way round from `expand_exponents`: bfloat16 or float16 into words. What it writes
+`exponents_layout` says.
 
-Invariant: of any bits whatsoever, NaNs, infinities and subnormal numbers too, expanding gives the same bits back.
+Invariant: of any bits whatsoever, NaNs, infinities and subnormal numbers too, expanding gives the
+same bits back.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +15,9 @@ from offload.kernels.compiled import compiled
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 from offload.kernels.rounding import U64
 
-I16, U8, U16 = np.int16, np.uint8, np.uint16
+I16 = np.int16
+U8 = np.uint8
+U16 = np.uint16
 
 
 class ExponentWords(NamedTuple):
@@ -33,25 +37,37 @@ def encode_exponents_reference(weight_N: Tensor, top: int, width: int) -> Expone
         width: bits of a distance, 3 or 4.
     """
     bits_N, kind = _as_words(weight_N)
-    num_weights, mark = len(bits_N), (1 << width) - 1
+    num_weights = len(bits_N)
+    mark = (1 << width) - 1
     exponent = (bits_N >> 7) & 0xFF
     distance = top - exponent
     distance = torch.where((distance < 0) | (distance > mark), mark, distance)
     place = (distance == mark).nonzero()[:, 0]
-    low, high, escaped = (part.to(torch.uint8) for part in (place & 0xFF, (place % CHUNK) >> 8, exponent[place]))
+    low, high, escaped = (
+        part.to(torch.uint8) for part in (place & 0xFF, (place % CHUNK) >> 8, exponent[place])
+    )
     counts = torch.bincount(place // CHUNK, minlength=-(-num_weights // CHUNK))
-    filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(-1, BLOCK)
-    parts = [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
+    filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(
+        -1, BLOCK
+    )
+    parts = (
+        [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
+    )
     kept = (((bits_N >> 8) & 0x80) | (bits_N & 0x7F)).to(torch.uint8)
-    return ExponentWords(kept.view(kind), torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
+    return ExponentWords(
+        kept.view(kind), torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts
+    )
 
 
 def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> ExponentWords:
     """The same by numba, on this thread."""
     bits_N, kind = _as_words(weight_N)
-    num_weights, num_blocks = len(bits_N), -(-len(bits_N) // BLOCK)
-    kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * width * RUN, np.uint8)
-    lists, counts = np.empty((3, num_weights), np.uint8), np.zeros(-(-num_weights // CHUNK), np.int64)
+    num_weights = len(bits_N)
+    num_blocks = -(-len(bits_N) // BLOCK)
+    kept = np.empty(num_weights, np.uint8)
+    plane = np.empty(num_blocks * width * RUN, np.uint8)
+    lists = np.empty((3, num_weights), np.uint8)
+    counts = np.zeros(-(-num_weights // CHUNK), np.int64)
     _encode(bits_N.numpy(), (top, width), kept, plane, lists, counts)
     escapes = lists[:, : counts.sum()].reshape(-1)
     kept_N, *others = map(torch.from_numpy, (kept, plane, escapes, counts))
@@ -61,7 +77,11 @@ def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> Exponen
 def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:
     """As int16, and what their mantissas are stored as."""
     bits_N = weight_N.view(torch.int16)
-    return (bits_N, torch.uint8) if weight_N.dtype == torch.bfloat16 else (word_of_half(bits_N), torch.int8)
+    return (
+        (bits_N, torch.uint8)
+        if weight_N.dtype == torch.bfloat16
+        else (word_of_half(bits_N), torch.int8)
+    )
 
 
 def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
@@ -73,17 +93,26 @@ def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
 
 @compiled
 def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: Any) -> None:
-    """Block by block; one without escapes is not looked through. What is unsigned and narrow becomes vectors."""
-    top, width = I16(window[0]), window[1]
-    size, mark, num_escapes = U64(bits.size), U16((1 << width) - 1), U64(0)
+    """Block by block; one without escapes is not looked through. What is unsigned and narrow
+    becomes vectors.
+    """
+    top = I16(window[0])
+    width = window[1]
+    size = U64(bits.size)
+    mark = U16((1 << width) - 1)
+    num_escapes = U64(0)
     distance = np.zeros(1024, np.uint8)
     for block in range((size + U64(1023)) // U64(1024)):
-        at, num_marked = block * U64(1024), U64(0)
+        at = block * U64(1024)
+        num_marked = U64(0)
         here = min(U64(1024), size - at)
         distance[here:] = U8(0)
         for i in range(here):
-            kept[at + i] = U8(U8(U16(bits[at + i]) >> U16(8)) & U8(0x80)) | U8(U8(bits[at + i]) & U8(0x7F))
-            far = U16(top - I16(I16(bits[at + i] >> I16(7)) & I16(0xFF)))  # more than 255 where it lies above the top
+            kept[at + i] = U8(U8(U16(bits[at + i]) >> U16(8)) & U8(0x80)) | U8(
+                U8(bits[at + i]) & U8(0x7F)
+            )
+            # more than 255 where it lies above the top
+            far = U16(top - I16(I16(bits[at + i] >> I16(7)) & I16(0xFF)))
             distance[i] = U8(min(far, mark))
             num_marked += U64(far >= mark)
         if num_marked:
@@ -97,14 +126,18 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
         for i in range(U64(128)):
             if width == 4:
                 for run in range(U64(4)):
-                    one, other = distance[run * U64(128) + i], distance[run * U64(128) + U64(512) + i]
+                    one = distance[run * U64(128) + i]
+                    other = distance[run * U64(128) + U64(512) + i]
                     plane[block * U64(512) + run * U64(128) + i] = U8(one | U8(other << U8(4)))
             else:
-                even, odd, high = U8(0), U8(0), U8(0)
+                even = U8(0)
+                odd = U8(0)
+                high = U8(0)
                 for run in range(U64(8)):
                     one = distance[run * U64(128) + i]
                     low = U8(U8(one & U8(3)) << U8(run & U64(6)))
-                    even, odd = U8(even | low) if run % 2 == 0 else even, U8(odd | low) if run % 2 else odd
+                    even = U8(even | low) if run % 2 == 0 else even
+                    odd = U8(odd | low) if run % 2 else odd
                     high = U8(high | U8(U8(one >> U8(2)) << U8(run)))
                 plane[block * U64(384) + i], plane[block * U64(384) + U64(128) + i] = even, odd
                 plane[block * U64(384) + U64(256) + i] = high

@@ -1,9 +1,11 @@
-"""The other way round from `int4_blocks`: matrices become words of 4 bits, each number the nearest of 16 levels.
+"""The other way round from `int4_blocks`: matrices become words of 4 bits, each number the nearest
+of 16 levels.
 
-The levels of a group of columns lie evenly between its least and its largest number. Scale and offset are rounded to
-the type of the weights before anything is divided by them, so codes are the best for what is kept. Without numba a
-chunk of rows goes through torch's operators; compiled, a row is read once and its codes stay in the cache until their
-block is whole. Invariant: codes are the same to the bit either way, and none is above 15 whatever a file holds.
+The levels of a group of columns lie evenly between its least and its largest number. Scale and
+offset are rounded to the type of the weights before anything is divided by them, so codes are the
+best for what is kept. Without numba a chunk of rows goes through torch's operators; compiled, a row
+is read once and its codes stay in the cache until their block is whole. Invariant: codes are the
+same to the bit either way, and none is above 15 whatever a file holds.
 
 Shape letters, in this file only: as in `int4_blocks`, and k columns of a group.
 """
@@ -16,12 +18,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
-from offload.kernels.int4_blocks import BLOCK_ROWS, Layout, pack_int4
+from offload.kernels.int4_blocks import BLOCK_ROWS, WordLayout, pack_int4
 from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, rounded, widened
 
-_LEVELS, _MIDDLE = 15, 8
+_LEVELS = 15
+_MIDDLE = 8
 _CHUNK_NUMBERS = 1 << 20  # rounded at once by torch, if that is a block of rows
-_TILE_COLUMNS, _PANEL_COLUMNS = 16, 1024  # codes of a panel stay in the cache; groups divide it, tiles divide groups
+# codes of a panel stay in the cache; groups divide it, tiles divide groups
+_TILE_COLUMNS = 16
+_PANEL_COLUMNS = 1024
 U8 = np.uint8
 
 
@@ -32,7 +37,7 @@ class Int4Words(NamedTuple):
     scale_GN2: Tensor  # and offset
 
 
-def encode_int4(weight_NK: Tensor, group: int, layout: Layout) -> Int4Words:
+def encode_int4(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
     """By what there is.
 
     Args:
@@ -41,10 +46,12 @@ def encode_int4(weight_NK: Tensor, group: int, layout: Layout) -> Int4Words:
         layout: of the words.
     """
     is_compiled = HAS_NUMBA and weight_NK.device.type == "cpu"
-    return (encode_int4_compiled if is_compiled else encode_int4_reference)(weight_NK, group, layout)
+    return (encode_int4_compiled if is_compiled else encode_int4_reference)(
+        weight_NK, group, layout
+    )
 
 
-def encode_int4_reference(weight_NK: Tensor, group: int, layout: Layout) -> Int4Words:
+def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
     """The same in plain torch."""
     (num_rows, num_columns), words = weight_NK.shape, _room_for(weight_NK, group)
     rows_at_once = max(1, _CHUNK_NUMBERS // num_columns // BLOCK_ROWS) * BLOCK_ROWS
@@ -52,10 +59,19 @@ def encode_int4_reference(weight_NK: Tensor, group: int, layout: Layout) -> Int4
         rows = slice(lo, min(lo + rows_at_once, num_rows))
         step_NGk = weight_NK[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
         low_NG, high_NG = step_NGk.aminmax(dim=2)
-        scale_NG = _kept(((high_NG - low_NG) / _LEVELS).clamp_(min=least_step(weight_NK.dtype)), weight_NK.dtype)
+        scale_NG = _kept(
+            ((high_NG - low_NG) / _LEVELS).clamp_(min=least_step(weight_NK.dtype)), weight_NK.dtype
+        )
         offset_NG = _kept(low_NG + _MIDDLE * scale_NG, weight_NK.dtype)
         step_NGk.sub_(offset_NG[..., None]).div_(scale_NG[..., None])
-        code_NK = step_NGk.round_().add_(_MIDDLE).clamp_(0, _LEVELS).flatten(1).to(torch.uint8).bitwise_and_(15)
+        code_NK = (
+            step_NGk.round_()
+            .add_(_MIDDLE)
+            .clamp_(0, _LEVELS)
+            .flatten(1)
+            .to(torch.uint8)
+            .bitwise_and_(15)
+        )
         words.scale_GN2[:, rows] = torch.stack((scale_NG.t(), offset_NG.t()), 2).to(weight_NK.dtype)
         missing = -len(code_NK) % BLOCK_ROWS
         code_NK = functional.pad(code_NK, (0, 0, 0, missing)) if missing else code_NK
@@ -63,12 +79,15 @@ def encode_int4_reference(weight_NK: Tensor, group: int, layout: Layout) -> Int4
     return words
 
 
-def encode_int4_compiled(weight_NK: Tensor, group: int, layout: Layout) -> Int4Words:
+def encode_int4_compiled(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
     """The same by numba, on a CPU."""
-    words, half = _room_for(weight_NK, group), layout.block_rows // 2
+    words = _room_for(weight_NK, group)
+    half = layout.block_rows // 2
     word_BKH = words.word_NK.view(-1, weight_NK.shape[1], half).numpy()
-    weight, scale = numbers(weight_NK.contiguous()), numbers(words.scale_GN2)
-    sizes, encode = (group, F32(least_step(weight_NK.dtype))), _encode_blocks.to(weight_NK.dtype)
+    weight = numbers(weight_NK.contiguous())
+    scale = numbers(words.scale_GN2)
+    sizes = (group, F32(least_step(weight_NK.dtype)))
+    encode = _encode_blocks.to(weight_NK.dtype)
 
     def share(lo: int, hi: int) -> None:
         encode(weight, sizes, (lo // layout.block_rows, hi // layout.block_rows), word_BKH, scale)
@@ -95,27 +114,40 @@ def _kept(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 @compiled
 def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) -> None:
-    """Panels of some columns of a block: row by row into codes that lie as rows do, then by tiles into columns."""
-    num_rows, num_columns, half = U64(weight.shape[0]), U64(word.shape[1]), U64(word.shape[2])
-    group, least = U64(sizes[0]), sizes[1]
-    code, value, panel = np.empty((half, U64(_PANEL_COLUMNS)), U8), np.empty(group, F32), U64(_PANEL_COLUMNS)
+    """Panels of some columns of a block: row by row into codes that lie as rows do, then by tiles
+    into columns.
+    """
+    num_rows = U64(weight.shape[0])
+    num_columns = U64(word.shape[1])
+    half = U64(word.shape[2])
+    group = U64(sizes[0])
+    least = sizes[1]
+    code = np.empty((half, U64(_PANEL_COLUMNS)), U8)
+    value = np.empty(group, F32)
+    panel = U64(_PANEL_COLUMNS)
     for block in range(U64(extent[0]), U64(extent[1])):
         num_here = min(U64(2) * half, num_rows - min(num_rows, block * U64(2) * half))
         for begin in range(U64(0), num_columns, panel):
             width = min(panel, num_columns - begin)
             code[:] = U8(0)
             for row in range(num_here):
-                at, line, place = block * U64(2) * half + row, row % half, U8(16 if row >= half else 1)
+                at = block * U64(2) * half + row
+                line = row % half
+                place = U8(16 if row >= half else 1)
                 for within in range(U64(0), width, group):
-                    # Least and largest are found among whole numbers of the same order, which becomes vectors.
-                    low, high = I32(0x7FFFFFFF), I32(-0x80000000)
+                    # Least and largest are found among whole numbers of the same order, which
+                    # becomes vectors.
+                    low = I32(0x7FFFFFFF)
+                    high = I32(-0x80000000)
                     for i in range(group):
                         number = widened(weight[at, begin + within + i])
                         value[i] = number
                         bits = I32(bits_of(number))
                         key = I32(bits ^ I32(I32(bits >> I32(31)) & I32(0x7FFFFFFF)))
-                        low, high = min(low, key), max(high, key)
-                    lowest, index = _number_of(low), (begin + within) // group
+                        low = min(low, key)
+                        high = max(high, key)
+                    lowest = _number_of(low)
+                    index = (begin + within) // group
                     step_bits = rounded(max(F32(F32(_number_of(high) - lowest) / F32(15)), least))
                     step = widened(step_bits)
                     offset_bits = rounded(F32(lowest + F32(F32(8) * step)))
@@ -123,7 +155,8 @@ def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) 
                     scale[index, at, U64(0)], scale[index, at, U64(1)] = step_bits, offset_bits
                     for i in range(group):
                         far = min(max(F32(F32(value[i] - offset) / step), F32(-8)), F32(7))
-                        # Added to 1.5 x 2^23 it is rounded, ties to even; what it is then lies in the lowest bits.
+                        # Added to 1.5 x 2^23 it is rounded, ties to even; what it is then lies in
+                        # the lowest bits.
                         nibble = U8(U8(bits_of(F32(far + F32(12582920)))) & U8(15))
                         code[line, within + i] |= U8(nibble * place)
             for first in range(U64(0), width, U64(_TILE_COLUMNS)):

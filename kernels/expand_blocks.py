@@ -1,8 +1,9 @@
 """Weights in the blocks of GGUF: 32 or 256 numbers with scales of their own, of 4 to 8 bits each.
 
-A number is `scale x (q - zero) + offset` of its group. Whatever the kind, the bits of q and of the scale fit together
-into float32, so that their product is exact and one rounding is left, that of the sum; without an offset there is none.
-So ways of computing it, fused or not, give the same bits. Layouts: ggml-common.h of llama.cpp.
+A number is `scale x (q - zero) + offset` of its group. Whatever the kind, the bits of q and of the
+scale fit together into float32, so that their product is exact and one rounding is left, that of
+the sum; without an offset there is none. So ways of computing it, fused or not, give the same bits.
+Layouts: ggml-common.h of llama.cpp.
 """
 
 from functools import cache
@@ -23,13 +24,17 @@ I8 = np.int8
 
 
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """Fill `out` with the numbers of blocks (uint8, as stored, one to a row) of a kind such as `Q4_K`."""
+    """Fill `out` with the numbers of blocks (uint8, as stored, one to a row) of a kind such as
+    `Q4_K`.
+    """
     step = max(1, _CHUNK_NUMBERS // out_MW.shape[1])
     parts = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k}.get(kind, _q45)
     for lo in range(0, len(block_MB), step):
         scale_MG, offset_MG, q_MW = parts(kind, block_MB[lo : lo + step])
         q_MGR = q_MW.float().unflatten(1, (scale_MG.shape[1], -1))
-        out_MW[lo : lo + step] = (scale_MG[..., None] * q_MGR + offset_MG[..., None]).flatten(1).to(out_MW.dtype)
+        out_MW[lo : lo + step] = (
+            (scale_MG[..., None] * q_MGR + offset_MG[..., None]).flatten(1).to(out_MW.dtype)
+        )
 
 
 def _half(block_MB: Tensor, at: int) -> Tensor:
@@ -51,12 +56,17 @@ def _bits(byte_MB: Tensor, run: int, width: int) -> Tensor:
 
 def _q8_0(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale_M1 = _half(block_MB, 0)
-    return scale_M1, torch.full_like(scale_M1, _NOTHING), block_MB[:, 2:].contiguous().view(torch.int8)
+    return (
+        scale_M1,
+        torch.full_like(scale_M1, _NOTHING),
+        block_MB[:, 2:].contiguous().view(torch.int8),
+    )
 
 
 def _q45(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q4_0, Q4_1, Q5_0 and Q5_1: scale, offset if any, fifth bits if any, nibbles."""
-    scale_M1, q_MW = _half(block_MB, 0), _nibbles(block_MB[:, -16:], 16)
+    scale_M1 = _half(block_MB, 0)
+    q_MW = _nibbles(block_MB[:, -16:], 16)
     if kind[1] == "5":
         shift_8 = torch.arange(8, dtype=torch.uint8, device=block_MB.device)
         q_MW = q_MW | (block_MB[:, -20:-16, None] >> shift_8 & 1).flatten(1) << 4
@@ -66,12 +76,18 @@ def _q45(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _q45_k(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q4_K and Q5_K: two scales, eight 6-bit scales and offsets of groups, fifth bits if any, nibbles."""
+    """Q4_K and Q5_K: two scales, eight 6-bit scales and offsets of groups, fifth bits if any,
+    nibbles.
+    """
     low, off, high = (block_MB[:, at : at + 4] for at in (4, 8, 12))
     scale_MG = torch.cat((low & 63, high & 15 | low >> 6 << 4), 1) * _half(block_MB, 0)
     offset_MG = torch.cat((off & 63, high >> 4 | off >> 6 << 4), 1) * _half(block_MB, 2)
     q_MW = _nibbles(block_MB[:, -128:], 32)
-    return scale_MG, -offset_MG, q_MW if kind == "Q4_K" else q_MW | _bits(block_MB[:, 16:48], 32, 1) << 4
+    return (
+        scale_MG,
+        -offset_MG,
+        q_MW if kind == "Q4_K" else q_MW | _bits(block_MB[:, 16:48], 32, 1) << 4,
+    )
 
 
 def _q6_k(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +99,9 @@ def _q6_k(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
     """The same on a CPU, compiled."""
-    fill, source, out = _COMPILED[kind].to(out_MW.dtype), block_MB.numpy(), numbers(out_MW)
+    fill = _COMPILED[kind].to(out_MW.dtype)
+    source = block_MB.numpy()
+    out = numbers(out_MW)
     halves = _float_of_half()
     share_rows(lambda lo, hi: fill(source[lo:hi], halves, out[lo:hi]), len(source))
 
@@ -108,9 +126,11 @@ def _half_at(source, halves, at):  # type: ignore[no-untyped-def]  # numba infer
 
 @compiled
 def _fill_q8_0(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
-    source, out = block_MB.ravel(), out_MW.ravel()
+    source = block_MB.ravel()
+    out = out_MW.ravel()
     for i in range(U64(len(block_MB))):
-        at, to = U64(34) * i + U64(2), U64(32) * i
+        at = U64(34) * i + U64(2)
+        to = U64(32) * i
         scale = _half_at(source, halves, U64(34) * i)
         for k in range(U64(32)):
             out[to + k] = rounded(F32(scale * F32(I8(source[at + k]))))
@@ -119,11 +139,17 @@ def _fill_q8_0(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 @compiled
 def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     """Which of the four kinds it is, the size of a block tells."""
-    source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
-    has_fifth, has_offset = size >= U64(22), size % U64(4) == U64(0)
-    zero, high, offset = I32(0 if has_offset else 16 if has_fifth else 8), U32(0), F32(-0.0)
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    size = U64(block_MB.shape[1])
+    has_fifth = size >= U64(22)
+    has_offset = size % U64(4) == U64(0)
+    zero = I32(0 if has_offset else 16 if has_fifth else 8)
+    high = U32(0)
+    offset = F32(-0.0)
     for i in range(U64(len(block_MB))):
-        to, at = U64(32) * i, size * i + size - U64(16)
+        to = U64(32) * i
+        at = size * i + size - U64(16)
         scale = _half_at(source, halves, size * i)
         if has_offset:
             offset = _half_at(source, halves, size * i + U64(2))
@@ -132,7 +158,8 @@ def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
             for k in range(U64(4)):
                 high = U32(high | U32(U32(source[at - U64(4) + k]) << U32(U64(8) * k)))
         for k in range(U64(16)):
-            byte, bits = U32(source[at + k]), U32(high >> U32(k))
+            byte = U32(source[at + k])
+            bits = U32(high >> U32(k))
             low_q = I32(U32(byte & U32(15)) | U32(U32(bits & U32(1)) << U32(4)))
             high_q = I32(U32(byte >> U32(4)) | U32(U32(U32(bits >> U32(16)) & U32(1)) << U32(4)))
             out[to + k] = rounded(F32(F32(scale * F32(I32(low_q - zero))) + offset))
@@ -142,22 +169,40 @@ def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 @compiled
 def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     """The scales and offsets of a block first, then 64 of its numbers at a time."""
-    source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
-    has_fifth, scale, offset = size == U64(176), np.empty(8, np.float32), np.empty(8, np.float32)
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    size = U64(block_MB.shape[1])
+    has_fifth = size == U64(176)
+    scale = np.empty(8, np.float32)
+    offset = np.empty(8, np.float32)
     for i in range(U64(len(block_MB))):
         first = size * i
-        by, off_by = _half_at(source, halves, first), _half_at(source, halves, first + U64(2))
+        by = _half_at(source, halves, first)
+        off_by = _half_at(source, halves, first + U64(2))
         for j in range(U64(4)):
-            low, off, high = source[first + U64(4) + j], source[first + U64(8) + j], source[first + U64(12) + j]
-            scale[j], scale[U64(4) + j] = by * F32(low & 63), by * F32((high & 15) | (low >> 6) << 4)
-            offset[j], offset[U64(4) + j] = off_by * F32(off & 63), off_by * F32((high >> 4) | (off >> 6) << 4)
+            low = source[first + U64(4) + j]
+            off = source[first + U64(8) + j]
+            high = source[first + U64(12) + j]
+            scale[j], scale[U64(4) + j] = (
+                by * F32(low & 63),
+                by * F32((high & 15) | (low >> 6) << 4),
+            )
+            offset[j], offset[U64(4) + j] = (
+                off_by * F32(off & 63),
+                off_by * F32((high >> 4) | (off >> 6) << 4),
+            )
         for j in range(U64(4)):
-            scale_a, scale_b = scale[U64(2) * j], scale[U64(2) * j + U64(1)]
-            offset_a, offset_b = offset[U64(2) * j], offset[U64(2) * j + U64(1)]
-            at, to, two = first + size - U64(128) + U64(32) * j, U64(256) * i + U64(64) * j, U32(U64(2) * j)
+            scale_a = scale[U64(2) * j]
+            scale_b = scale[U64(2) * j + U64(1)]
+            offset_a = offset[U64(2) * j]
+            offset_b = offset[U64(2) * j + U64(1)]
+            at = first + size - U64(128) + U64(32) * j
+            to = U64(256) * i + U64(64) * j
+            two = U32(U64(2) * j)
             if has_fifth:
                 for k in range(U64(32)):
-                    byte, high = U32(source[at + k]), U32(U32(source[first + U64(16) + k]) >> two)
+                    byte = U32(source[at + k])
+                    high = U32(U32(source[first + U64(16) + k]) >> two)
                     low_q = I32(U32(byte & U32(15)) | U32(U32(high & U32(1)) << U32(4)))
                     high_q = I32(U32(byte >> U32(4)) | U32(U32(high & U32(2)) << U32(3)))
                     out[to + k] = rounded(F32(F32(scale_a * F32(low_q)) - offset_a))
@@ -166,23 +211,35 @@ def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
                 for k in range(U64(32)):
                     byte = U32(source[at + k])
                     out[to + k] = rounded(F32(F32(scale_a * F32(I32(byte & U32(15)))) - offset_a))
-                    out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(I32(byte >> U32(4)))) - offset_b))
+                    out[to + U64(32) + k] = rounded(
+                        F32(F32(scale_b * F32(I32(byte >> U32(4)))) - offset_b)
+                    )
 
 
 @compiled
 def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
-    """Of 128 numbers, four runs of 32 share bytes: a byte of the first 32 low ones has halves for runs 0 and 2."""
-    source, out = block_MB.ravel(), out_MW.ravel()
+    """Of 128 numbers, four runs of 32 share bytes: a byte of the first 32 low ones has halves for
+    runs 0 and 2.
+    """
+    source = block_MB.ravel()
+    out = out_MW.ravel()
     for i in range(U64(len(block_MB))):
         by = _half_at(source, halves, U64(210) * i + U64(208))
         for j in range(U64(8)):  # both halves of a block, both low runs, both groups of 16 of a run
-            half, run, group = j >> U64(2), (j >> U64(1)) & U64(1), j & U64(1)
-            at, to = U64(210) * i + U64(16) * group, U64(256) * i + U64(128) * half + U64(32) * run + U64(16) * group
-            low_at, high_at = at + U64(64) * half + U64(32) * run, at + U64(128) + U64(32) * half
-            scale_at, two = U64(210) * i + U64(192) + U64(8) * half + U64(2) * run + group, U32(U64(2) * run)
-            scale_a, scale_b = by * F32(I8(source[scale_at])), by * F32(I8(source[scale_at + U64(4)]))
+            half = j >> U64(2)
+            run = (j >> U64(1)) & U64(1)
+            group = j & U64(1)
+            at = U64(210) * i + U64(16) * group
+            to = U64(256) * i + U64(128) * half + U64(32) * run + U64(16) * group
+            low_at = at + U64(64) * half + U64(32) * run
+            high_at = at + U64(128) + U64(32) * half
+            scale_at = U64(210) * i + U64(192) + U64(8) * half + U64(2) * run + group
+            two = U32(U64(2) * run)
+            scale_a = by * F32(I8(source[scale_at]))
+            scale_b = by * F32(I8(source[scale_at + U64(4)]))
             for k in range(U64(16)):
-                low, high = U32(source[low_at + k]), U32(U32(source[high_at + k]) >> two)
+                low = U32(source[low_at + k])
+                high = U32(U32(source[high_at + k]) >> two)
                 q_a = I32(U32(low & U32(15)) | U32(U32(high & U32(3)) << U32(4)))
                 q_b = I32(U32(low >> U32(4)) | U32(high & U32(48)))
                 out[to + k] = rounded(F32(scale_a * F32(I32(q_a - I32(32)))))
@@ -198,7 +255,8 @@ def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
     num_blocks, num_bytes = block_MB.shape
     if num_blocks:
         half = block_MB.view(torch.float16)
-        grid, sizes = (-(-out_MW.numel() // _TILE),), {"BYTES": num_bytes, "NUMBERS": out_MW.shape[1]}
+        grid = (-(-out_MW.numel() // _TILE),)
+        sizes = {"BYTES": num_bytes, "NUMBERS": out_MW.shape[1]}
         _expand[grid](out_MW, block_MB, half, out_MW.numel(), KIND=kind, TILE=_TILE, **sizes)
 
 
@@ -217,7 +275,8 @@ def _expand(
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_real = place < num_numbers
     block = tl.minimum(place, num_numbers - 1) // NUMBERS
-    at, k = byte + block * BYTES, (place % NUMBERS).to(tl.int32)
+    at = byte + block * BYTES
+    k = (place % NUMBERS).to(tl.int32)
     scale = tl.load(half + block * (BYTES // 2)).to(tl.float32)
     if KIND == "Q8_0":
         value = scale * tl.load(at + 2 + k).to(tl.int8, bitcast=True).to(tl.float32)
@@ -229,10 +288,15 @@ def _expand(
         value = by * group * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
     elif NUMBERS == 256:
         group = k // 32
-        q = tl.load(at + (BYTES - 128) + (k // 64) * 32 + k % 32) >> (4 * (group % 2)).to(tl.uint8) & 15
+        q = (
+            tl.load(at + (BYTES - 128) + (k // 64) * 32 + k % 32) >> (4 * (group % 2)).to(tl.uint8)
+            & 15
+        )
         if KIND == "Q5_K":
             q |= (tl.load(at + 16 + k % 32) >> group.to(tl.uint8) & 1) << 4
-        low, off, high = tl.load(at + 4 + group % 4), tl.load(at + 8 + group % 4), tl.load(at + 12 + group % 4)
+        low = tl.load(at + 4 + group % 4)
+        off = tl.load(at + 8 + group % 4)
+        high = tl.load(at + 12 + group % 4)
         factor = tl.where(group < 4, low & 63, high & 15 | low >> 6 << 4).to(tl.float32)
         shift = tl.where(group < 4, off & 63, high >> 4 | off >> 6 << 4).to(tl.float32)
         by = tl.load(half + block * (BYTES // 2) + 1).to(tl.float32)
@@ -242,7 +306,9 @@ def _expand(
         if BYTES >= 22:
             q |= (tl.load(at + (BYTES - 20) + k // 8) >> (k % 8).to(tl.uint8) & 1).to(tl.int32) << 4
         if BYTES % 4 == 0:
-            value = scale * q.to(tl.float32) + tl.load(half + block * (BYTES // 2) + 1).to(tl.float32)
+            value = scale * q.to(tl.float32) + tl.load(half + block * (BYTES // 2) + 1).to(
+                tl.float32
+            )
         else:
             value = scale * (q - (16 if BYTES == 22 else 8)).to(tl.float32)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=is_real)

@@ -29,19 +29,23 @@ def expand_codebook_reference(
     """
     byte = torch.arange(256, device=words_NB.device)
     halves = (byte >> 4, byte & 15) if is_high_first else (byte & 15, byte >> 4)
-    pairs_of_byte = values[torch.stack(halves, 1)].view(torch.int64)[:, 0]  # a look-up of 8 bytes is the fast one
+    # a look-up of 8 bytes is the fast one
+    pairs_of_byte = values[torch.stack(halves, 1)].view(torch.int64)[:, 0]
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
         scale_RG = scale_NG[rows]
         value = pairs_of_byte.index_select(0, words_NB[rows].flatten().int()).view(torch.float32)
-        out_NK[rows] = (value.view(*scale_RG.shape, -1) * scale_RG[..., None]).flatten(1).to(out_NK.dtype)
+        out_NK[rows] = (
+            (value.view(*scale_RG.shape, -1) * scale_RG[..., None]).flatten(1).to(out_NK.dtype)
+        )
 
 
 def expand_codebook_compiled(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
     """The same on a CPU."""
-    words, scale = words_NB.numpy(), scale_NG.numpy()
+    words = words_NB.numpy()
+    scale = scale_NG.numpy()
     shifts = (4, 0) if is_high_first else (0, 4)
 
     def share(lo: int, hi: int) -> None:
@@ -54,9 +58,14 @@ def expand_codebook_compiled(
 @compiled
 def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def]  # numba infers types
     """What the 16 codes of a group are, rounded, is made once."""
-    (first, second), group, product = shifts, U64(out.shape[1] // scale.shape[1]), np.empty(16, out.dtype)
+    (first, second), group, product = (
+        shifts,
+        U64(out.shape[1] // scale.shape[1]),
+        np.empty(16, out.dtype),
+    )
     for row in range(U64(out.shape[0])):
-        source, place = words[row], out[row]
+        source = words[row]
+        place = out[row]
         for one in range(U64(scale.shape[1])):
             for code in range(U64(16)):
                 product[code] = rounded(values[code] * scale[row, one])
@@ -73,7 +82,9 @@ def expand_codebook_kernel(
     expand_nibbles(words_NB, values, scale_NG, out_NK, IS_E2M1=False, IS_HIGH_FIRST=is_high_first)
 
 
-def expand_nibbles(words_NB: Tensor, table: Tensor, scale_NG: Tensor, out_NK: Tensor, **kinds: bool) -> None:
+def expand_nibbles(
+    words_NB: Tensor, table: Tensor, scale_NG: Tensor, out_NK: Tensor, **kinds: bool
+) -> None:
     """In Triton: the table is of values, or of levels that scales number, as in `expand_e2m1`."""
     (num_rows, num_columns), num_groups = out_NK.shape, scale_NG.shape[1]
     sizes = (num_groups, num_columns, num_columns // num_groups)
@@ -97,14 +108,17 @@ def _expand(
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here, place = column < num_columns, column % 2
+    here = column < num_columns
+    place = column % 2
     byte = tl.load(words + row * (num_columns // 2) + column // 2, mask=here, other=0).to(tl.int32)
     code = (byte >> (4 * (1 - place if IS_HIGH_FIRST else place))) & 15
     factor = tl.load(scale + row * num_groups + column // group, mask=here, other=0)
     if IS_E2M1:
         size = code & 7
         twice = tl.where(size < 5, size, tl.where(size == 7, 12, 2 * size - 4))
-        bits = (twice.to(tl.float32) * 0.5 * tl.load(table + factor.to(tl.int32))).to(tl.int32, bitcast=True)
+        bits = (twice.to(tl.float32) * 0.5 * tl.load(table + factor.to(tl.int32))).to(
+            tl.int32, bitcast=True
+        )
         product = (bits ^ ((code & 8) << 28)).to(tl.float32, bitcast=True)
     else:
         product = tl.load(table + code, mask=here, other=0) * factor

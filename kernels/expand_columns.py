@@ -1,7 +1,8 @@
 """Weights of 4 bits each, eight rows of a column in a word, as AWQ packs them.
 
-A code less its zero point, times a scale, is what a weight is. Row r of the eight lies in nibble NIBBLES[r] of their
-word. Invariant: codes and zero points are small integers, so that only the product is rounded.
+A code less its zero point, times a scale, is what a weight is. Row r of the eight lies in nibble
+NIBBLES[r] of their word. Invariant: codes and zero points are small integers, so that only the
+product is rounded.
 """
 
 import numpy as np
@@ -18,7 +19,9 @@ NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _CHUNK_WORDS = 16  # one line of the cache holds as many
 
 
-def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
+def expand_columns_reference(
+    words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
+) -> None:
     """Fill `out` with (code - zero point) x scale.
 
     Args:
@@ -37,12 +40,15 @@ def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor
         out_NK[rows] = scale_groups(code_RK, zero_NG[rows], scale_NG[rows], group)
 
 
-def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
+def expand_columns_compiled(
+    words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
+) -> None:
     """The same on a CPU; two columns at once where groups are even."""
     is_even = group % 2 == out_NK.shape[1] % 2 == 0
     fill, view = (_pairs_of_rows, pairs) if is_even else (_rows, numbers)
 
-    scale, zero = scale_NG.float().numpy(), zero_NG.float().numpy()
+    scale = scale_NG.float().numpy()
+    zero = zero_NG.float().numpy()
 
     def share(lo: int, hi: int) -> None:
         lines = np.empty((_CHUNK_WORDS, out_NK.shape[1]), np.int32)
@@ -69,28 +75,41 @@ def _code(word, shift):  # type: ignore[no-untyped-def]
 
 @compiled
 def _pairs_of_rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
-    half, num_pairs = U64(group // 2), U64(out.shape[1])
+    half = U64(group // 2)
+    num_pairs = U64(out.shape[1])
     for row in range(U64(out.shape[0])):
-        line, place, shift = lines[row >> U64(3)], out[row], _shift(row)
+        line = lines[row >> U64(3)]
+        place = out[row]
+        shift = _shift(row)
         for one in range(U64(scale.shape[1])):
-            s, z = scale[row, one], zero[row, one]
+            s = scale[row, one]
+            z = zero[row, one]
             for pair in range(one * half, min((one + U64(1)) * half, num_pairs)):
-                first, second = line[U64(2) * pair], line[U64(2) * pair + U64(1)]
-                place[pair] = rounded_pair((_code(first, shift) - z) * s, (_code(second, shift) - z) * s)
+                first = line[U64(2) * pair]
+                second = line[U64(2) * pair + U64(1)]
+                place[pair] = rounded_pair(
+                    (_code(first, shift) - z) * s, (_code(second, shift) - z) * s
+                )
 
 
 @compiled
 def _rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
-    size, num_columns = U64(group), U64(out.shape[1])
+    size = U64(group)
+    num_columns = U64(out.shape[1])
     for row in range(U64(out.shape[0])):
-        line, place, shift = lines[row >> U64(3)], out[row], _shift(row)
+        line = lines[row >> U64(3)]
+        place = out[row]
+        shift = _shift(row)
         for one in range(U64(scale.shape[1])):
-            s, z = scale[row, one], zero[row, one]
+            s = scale[row, one]
+            z = zero[row, one]
             for column in range(one * size, min((one + U64(1)) * size, num_columns)):
                 place[column] = rounded((_code(line[column], shift) - z) * s)
 
 
-def expand_columns_kernel(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
+def expand_columns_kernel(
+    words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
+) -> None:
     """The same in Triton."""
     num_rows, num_columns = out_NK.shape
     sizes = (num_columns, scale_NG.shape[1], num_columns, group)

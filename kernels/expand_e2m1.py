@@ -1,6 +1,8 @@
-"""Weights of 4 bits each, floating-point (E2M1), with a scale of 8 bits for each group of columns: MXFP4 and NVFP4.
+"""Weights of 4 bits each, floating-point (E2M1), with a scale of 8 bits for each group of columns:
+MXFP4 and NVFP4.
 
-Scales number the levels of a table, so that they need not grow in memory. Invariant: value x scale is rounded once.
+Scales number the levels of a table, so that they need not grow in memory. Invariant: value x scale
+is rounded once.
 """
 
 import torch
@@ -15,7 +17,9 @@ _TWICE = U32(0xC8643210)  # twice these, four bits each, from the lowest
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 
 
-def expand_e2m1_reference(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
+def expand_e2m1_reference(
+    words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor
+) -> None:
     """Fill `out` with value x level; groups are of K / G columns.
 
     Args:
@@ -28,14 +32,22 @@ def expand_e2m1_reference(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, ou
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
         scale_RG = levels[scale_NG[rows].int()]
-        expand_codebook_reference(words_NB[rows], values, scale_RG, out_NK[rows], is_high_first=False)
+        expand_codebook_reference(
+            words_NB[rows], values, scale_RG, out_NK[rows], is_high_first=False
+        )
 
 
-def expand_e2m1_compiled(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
+def expand_e2m1_compiled(
+    words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor
+) -> None:
     """The same on a CPU."""
-    words, scale, out = words_NB.numpy(), scale_NG.numpy(), pairs(out_NK)
+    words = words_NB.numpy()
+    scale = scale_NG.numpy()
+    out = pairs(out_NK)
     work = _scaled.to(out_NK.dtype)
-    share_rows(lambda lo, hi: work(words[lo:hi], scale[lo:hi], levels.numpy(), out[lo:hi]), len(out))
+    share_rows(
+        lambda lo, hi: work(words[lo:hi], scale[lo:hi], levels.numpy(), out[lo:hi]), len(out)
+    )
 
 
 @compiled
@@ -50,12 +62,14 @@ def _product(code, level):  # type: ignore[no-untyped-def]  # numba infers types
 def _scaled(words, scale, levels, out):  # type: ignore[no-untyped-def]
     half = U64(out.shape[1] // scale.shape[1])
     for row in range(U64(out.shape[0])):
-        source, place = words[row], out[row]
+        source = words[row]
+        place = out[row]
         for one in range(U64(scale.shape[1])):
             level = levels[scale[row, one]]
             for pair in range(one * half, (one + U64(1)) * half):
                 byte = U32(source[pair])
-                first, second = U32(byte & U32(15)), U32(byte >> U32(4))
+                first = U32(byte & U32(15))
+                second = U32(byte >> U32(4))
                 place[pair] = rounded_pair(_product(first, level), _product(second, level))
 
 

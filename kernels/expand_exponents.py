@@ -1,7 +1,7 @@
 """bfloat16 or float16 that was stored without loss in 12 bits, or 11, as `exponents_layout` says.
 
-Invariant: whatever the words say, nothing is written outside of `out`, because only the last chunk may be cut, and
-there places are looked at.
+Invariant: whatever the words say, nothing is written outside of `out`, because only the last chunk
+may be cut, and there places are looked at.
 """
 
 from typing import Any
@@ -15,39 +15,60 @@ from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
 
-TYPE_OF = {torch.uint8: torch.bfloat16, torch.int8: torch.float16}  # of the weights, by that of their mantissas
+# of the weights, by that of their mantissas
+TYPE_OF = {torch.uint8: torch.bfloat16, torch.int8: torch.float16}
 _KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16
 _PIECE_CHUNKS = 4  # what the reference makes of so many at once stays in the cache
 _ESCAPES = 1024  # of a program at once
-I16, U8 = np.int16, np.uint8
+I16 = np.int16
+U8 = np.uint8
 
 
 def expand_exponents_reference(
-    mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
+    mantissa_N: Tensor,
+    distance_B: Tensor,
+    escape_B: Tensor,
+    start_C: Tensor,
+    top_1: Tensor,
+    out_N: Tensor,
 ) -> None:
-    """Fill `out` (in the type of the weights as they were; in others after one rounding), in plain torch.
+    """Fill `out` (in the type of the weights as they were; in others after one rounding), in plain
+    torch.
 
     Args:
         mantissa_N: sign and mantissa of each weight, uint8 of bfloat16, int8 of float16.
         distance_B: uint8, the planes, block after block; the last one is filled up.
         escape_B: uint8, the three lists, and anything behind them.
-        start_C: int64, where the escapes of each chunk begin in a list, and at the end how many there are.
+        start_C: int64, where the escapes of each chunk begin in a list, and at the end how many
+            there are.
         top_1: int64, the exponent at distance 0.
     """
-    num_weights, starts = len(mantissa_N), start_C.tolist()
-    plane, lists = distance_B.view(-1, _plane_bytes(distance_B, num_weights)), escape_B[: 3 * starts[-1]].view(3, -1)
-    piece_blocks, top = _PIECE_CHUNKS * CHUNK // BLOCK, top_1.to(torch.int16)
+    num_weights = len(mantissa_N)
+    starts = start_C.tolist()
+    plane = distance_B.view(-1, _plane_bytes(distance_B, num_weights))
+    lists = escape_B[: 3 * starts[-1]].view(3, -1)
+    piece_blocks = _PIECE_CHUNKS * CHUNK // BLOCK
+    top = top_1.to(torch.int16)
     for chunk in range(0, len(starts) - 1, _PIECE_CHUNKS):
-        lo, block = chunk * CHUNK, chunk * CHUNK // BLOCK
-        kept = mantissa_N[lo : lo + _PIECE_CHUNKS * CHUNK].view(torch.int8).to(torch.int16).bitwise_and_(_KEPT)
+        lo = chunk * CHUNK
+        block = chunk * CHUNK // BLOCK
+        kept = (
+            mantissa_N[lo : lo + _PIECE_CHUNKS * CHUNK]
+            .view(torch.int8)
+            .to(torch.int16)
+            .bitwise_and_(_KEPT)
+        )
         distance = _distances(plane[block : block + piece_blocks])[: len(kept)].to(torch.int16)
         bits = kept + (top - distance).bitwise_left_shift_(7)
         counts = start_C[chunk : chunk + _PIECE_CHUNKS + 1].diff()
-        low, high, exponent = lists[:, starts[chunk] : starts[min(chunk + _PIECE_CHUNKS, len(starts) - 1)]].long()
+        low, high, exponent = lists[
+            :, starts[chunk] : starts[min(chunk + _PIECE_CHUNKS, len(starts) - 1)]
+        ].long()
         chunk_of = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         place = chunk_of * CHUNK + (high << 8) + low
         is_inside = place < len(kept)
-        place, exponent = place[is_inside], exponent[is_inside]
+        place = place[is_inside]
+        exponent = exponent[is_inside]
         bits[place] = kept[place] | (exponent << 7).to(torch.int16)
         if mantissa_N.dtype == torch.int8:
             bits = bits & -32768 | (bits & 4095) << 3 | bits >> 12 & 7
@@ -55,14 +76,25 @@ def expand_exponents_reference(
 
 
 def expand_exponents_compiled(
-    mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
+    mantissa_N: Tensor,
+    distance_B: Tensor,
+    escape_B: Tensor,
+    start_C: Tensor,
+    top_1: Tensor,
+    out_N: Tensor,
 ) -> None:
     """The same by numba, on as many threads as torch has."""
     kind = TYPE_OF[mantissa_N.dtype]
-    expand = (_expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3).to(kind)
-    widen, put_escapes = (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype), _put_escapes.to(kind)
-    kept, top, num_chunks = mantissa_N.view(torch.int8).numpy(), int(top_1), len(start_C) - 1
-    words, lists = (kept, distance_B.numpy()), (escape_B.numpy(), start_C.numpy())
+    expand = (_expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3).to(
+        kind
+    )
+    widen = (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype)
+    put_escapes = _put_escapes.to(kind)
+    kept = mantissa_N.view(torch.int8).numpy()
+    top = int(top_1)
+    num_chunks = len(start_C) - 1
+    words = (kept, distance_B.numpy())
+    lists = (escape_B.numpy(), start_C.numpy())
 
     def work(lo: int, hi: int) -> None:
         if out_N.dtype == kind:
@@ -81,7 +113,12 @@ def expand_exponents_compiled(
 
 
 def expand_exponents_kernel(
-    mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
+    mantissa_N: Tensor,
+    distance_B: Tensor,
+    escape_B: Tensor,
+    start_C: Tensor,
+    top_1: Tensor,
+    out_N: Tensor,
 ) -> None:
     """The same in Triton: all weights, then all escapes."""
     num_weights = len(mantissa_N)
@@ -89,9 +126,14 @@ def expand_exponents_kernel(
         return
     width = _plane_bytes(distance_B, num_weights) // RUN
     out = out_N.view(torch.int16) if out_N.dtype == TYPE_OF[mantissa_N.dtype] else out_N
-    blocks, chunks = (triton.cdiv(num_weights, BLOCK),), (len(start_C) - 1,)
-    _expand_blocks[blocks](mantissa_N, distance_B, top_1, out, num_weights, WIDTH=width, BLOCK=BLOCK, RUN=RUN)
-    _put_lists[chunks](mantissa_N, escape_B, start_C, out, num_weights, chunks[0], CHUNK=CHUNK, AT_ONCE=_ESCAPES)
+    blocks = (triton.cdiv(num_weights, BLOCK),)
+    chunks = (len(start_C) - 1,)
+    _expand_blocks[blocks](
+        mantissa_N, distance_B, top_1, out, num_weights, WIDTH=width, BLOCK=BLOCK, RUN=RUN
+    )
+    _put_lists[chunks](
+        mantissa_N, escape_B, start_C, out, num_weights, chunks[0], CHUNK=CHUNK, AT_ONCE=_ESCAPES
+    )
 
 
 def _plane_bytes(distance_B: Tensor, num_weights: int) -> int:
@@ -103,7 +145,8 @@ def _distances(plane_KB: Tensor) -> Tensor:
     """Of all weights of these blocks, uint8, one behind the other."""
     if plane_KB.shape[1] == 4 * RUN:
         return _unpacked(plane_KB, 4)
-    low, high = _unpacked(plane_KB[:, : 2 * RUN], 2), _unpacked(plane_KB[:, 2 * RUN :], 1)
+    low = _unpacked(plane_KB[:, : 2 * RUN], 2)
+    high = _unpacked(plane_KB[:, 2 * RUN :], 1)
     return low | high << 2
 
 
@@ -125,38 +168,53 @@ def _half(word):  # type: ignore[no-untyped-def]
     return I16(high | I16(I16(word >> I16(12)) & I16(7)))
 
 
-_number = ByType({torch.bfloat16: _same, torch.float16: _half})  # of a word, by the type that it stands for
+# of a word, by the type that it stands for
+_number = ByType({torch.bfloat16: _same, torch.float16: _half})
 
 
 @compiled
 def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
-    """Chunks [lo, hi) without their escapes, of a span lo, hi, origin: `bits` begins with the weight `origin`.
+    """Chunks [lo, hi) without their escapes, of a span lo, hi, origin: `bits` begins with the
+    weight `origin`.
 
     Indices are unsigned, and numbers as narrow as they can be: else there are no vectors.
     """
-    size, origin, top = U64(kept.size), U64(span[2]), I16(top)
+    size = U64(kept.size)
+    origin = U64(span[2])
+    top = I16(top)
     for block in range(U64(span[0] * 64), min(U64(span[1] * 64), (size + U64(1023)) // U64(1024))):
         for run in range(U64(8)):
-            at, source = block * U64(1024) + run * U64(128), block * U64(512) + (run & U64(3)) * U64(128)
-            shift, place = U8(run & U64(4)), at - origin
+            at = block * U64(1024) + run * U64(128)
+            source = block * U64(512) + (run & U64(3)) * U64(128)
+            shift = U8(run & U64(4))
+            place = at - origin
             for i in range(min(U64(128), size - min(at, size))):
                 distance = I16((plane[source + i] >> shift) & U8(15))
-                word = I16(I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7)))
+                word = I16(
+                    I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
+                )
                 bits[place + i] = _number(word)
 
 
 @compiled
 def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
     """The same of distances of 3 bits."""
-    size, origin, top = U64(kept.size), U64(span[2]), I16(top)
+    size = U64(kept.size)
+    origin = U64(span[2])
+    top = I16(top)
     for block in range(U64(span[0] * 64), min(U64(span[1] * 64), (size + U64(1023)) // U64(1024))):
         for run in range(U64(8)):
-            at, low = block * U64(1024) + run * U64(128), block * U64(384) + (run & U64(1)) * U64(128)
-            high, shift, place = block * U64(384) + U64(256), U8(run & U64(6)), at - origin
+            at = block * U64(1024) + run * U64(128)
+            low = block * U64(384) + (run & U64(1)) * U64(128)
+            high = block * U64(384) + U64(256)
+            shift = U8(run & U64(6))
+            place = at - origin
             for i in range(min(U64(128), size - min(at, size))):
                 third = U8(U8(U8(plane[high + i] >> U8(run)) & U8(1)) << U8(2))
                 distance = I16(U8(U8(plane[low + i] >> shift) & U8(3)) | third)
-                word = I16(I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7)))
+                word = I16(
+                    I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
+                )
                 bits[place + i] = _number(word)
 
 
@@ -198,8 +256,10 @@ def _expand_blocks(
     RUN: tl.constexpr,
 ) -> None:
     """One program per block."""
-    block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    run, at = lane // RUN, lane % RUN
+    block = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    run = lane // RUN
+    at = lane % RUN
     plane += block * (WIDTH * RUN)
     if WIDTH == 4:
         distance = (tl.load(plane + run % 4 * RUN + at).to(tl.int32) >> (run & 4)) & 15
@@ -209,7 +269,12 @@ def _expand_blocks(
     here = block * BLOCK + lane
     byte = tl.load(mantissa + here, mask=here < num_weights, other=0).to(tl.int32)
     exponent = tl.load(top).to(tl.int32) - distance
-    _store_number(mantissa, out + here, ((byte & 0x80) << 8 | byte & 0x7F) + (exponent << 7), here < num_weights)
+    _store_number(
+        mantissa,
+        out + here,
+        ((byte & 0x80) << 8 | byte & 0x7F) + (exponent << 7),
+        here < num_weights,
+    )
 
 
 @jit(do_not_specialize=["num_weights", "num_chunks"])
@@ -224,8 +289,11 @@ def _put_lists(
     AT_ONCE: tl.constexpr,
 ) -> None:
     """One program per chunk."""
-    chunk, lane, num_all = tl.program_id(0).to(tl.int64), tl.arange(0, AT_ONCE), tl.load(start + num_chunks)
-    lo, hi = tl.load(start + chunk), tl.load(start + chunk + 1)
+    chunk = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, AT_ONCE)
+    num_all = tl.load(start + num_chunks)
+    lo = tl.load(start + chunk)
+    hi = tl.load(start + chunk + 1)
     for first in range(lo, hi, AT_ONCE):
         at = first + lane
         low = tl.load(lists + at, mask=at < hi, other=0).to(tl.int64)
@@ -234,7 +302,9 @@ def _put_lists(
         place = chunk * CHUNK + high * 256 + low
         is_own = (at < hi) & (place < num_weights)
         byte = tl.load(mantissa + place, mask=is_own, other=0).to(tl.int32)
-        _store_number(mantissa, out + place, (byte & 0x80) << 8 | byte & 0x7F | exponent << 7, is_own)
+        _store_number(
+            mantissa, out + place, (byte & 0x80) << 8 | byte & 0x7F | exponent << 7, is_own
+        )
 
 
 @jit

@@ -1,7 +1,8 @@
 """Weights of 8-bit floating-point numbers, with one scale for each block of them.
 
-All three forms take the number apart with integers: few processors, and GPUs of the last generations only, know these
-types. Invariant: each number is exact in float32, and rounded once after it was multiplied with its scale.
+All three forms take the number apart with integers: few processors, and GPUs of the last
+generations only, know these types. Invariant: each number is exact in float32, and rounded once
+after it was multiplied with its scale.
 """
 
 from functools import cache
@@ -34,31 +35,46 @@ _LAYOUTS = {
 }
 
 
-def expand_float8_reference(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
-    """Fill `out` with weight x scale; scales (float32) are for blocks of so many rows and columns, the last ones cut.
+def expand_float8_reference(
+    weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
+) -> None:
+    """Fill `out` with weight x scale; scales (float32) are for blocks of so many rows and columns,
+    the last ones cut.
 
-    Two numbers are looked up at once where rows are whole words. Weights are contiguous; `out` is, and is bfloat16,
-    float16 or float32.
+    Two numbers are looked up at once where rows are whole words. Weights are contiguous; `out` is,
+    and is bfloat16, float16 or float32.
     """
     num_rows, num_columns = weight_NK.shape
-    values = _look_up if num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0 else Tensor.float
+    values = (
+        _look_up if num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0 else Tensor.float
+    )
     whole = num_columns // block[1]
     for lo in range(0, num_rows, _CHUNK_ROWS):
         value_RK = values(weight_NK[lo : lo + _CHUNK_ROWS])
-        scale_RB = scale_AB[torch.arange(lo, lo + len(value_RK), device=scale_AB.device) // block[0]]
-        value_RK[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(scale_RB[:, :whole, None])
+        scale_RB = scale_AB[
+            torch.arange(lo, lo + len(value_RK), device=scale_AB.device) // block[0]
+        ]
+        value_RK[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(
+            scale_RB[:, :whole, None]
+        )
         value_RK[:, whole * block[1] :].mul_(scale_RB[:, -1:])
         out_NK[lo : lo + _CHUNK_ROWS] = value_RK
 
 
-def expand_float8_compiled(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
+def expand_float8_compiled(
+    weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
+) -> None:
     """The same on a CPU, compiled."""
-    weight, scale, out = weight_NK.view(torch.uint8).numpy(), scale_AB.numpy(), numbers(out_NK)
+    weight = weight_NK.view(torch.uint8).numpy()
+    scale = scale_AB.numpy()
+    out = numbers(out_NK)
     fill = _FILLS[weight_NK.dtype].to(out_NK.dtype)
     share_rows(lambda lo, hi: fill(weight, scale, (lo, hi, *block), out), len(weight))
 
 
-def expand_float8_kernel(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
+def expand_float8_kernel(
+    weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
+) -> None:
     """The same in Triton."""
     (num_rows, num_columns), layout = weight_NK.shape, _LAYOUTS[weight_NK.dtype]
     num_blocks = triton.cdiv(num_columns, _BLOCK)
@@ -88,29 +104,41 @@ def _look_up(weight_RK: Tensor) -> Tensor:
 
 @cache
 def _pairs(kind: torch.dtype, device: torch.device) -> Tensor:
-    """What each word of two numbers stands for, in float32, seen as one number of 8 bytes: these are looked up fast."""
+    """What each word of two numbers stands for, in float32, seen as one number of 8 bytes: these
+    are looked up fast.
+    """
     word_P = torch.arange(1 << 16, device=device).to(torch.uint16)
     return word_P.view(kind).float().view(torch.int64)
 
 
 def _fill_rows(layout: _Layout) -> Compiled:
-    """For one layout: numba takes what is bound here for constants, and shifts by these run twice as fast."""
-    shift, bias, unit = U32(layout.shift), U32(layout.bias), F32(layout.unit)
-    least_normal, first_special = U32(layout.least_normal), U32(layout.first_special)
+    """For one layout: numba takes what is bound here for constants, and shifts by these run twice
+    as fast.
+    """
+    shift = U32(layout.shift)
+    bias = U32(layout.bias)
+    unit = F32(layout.unit)
+    least_normal = U32(layout.least_normal)
+    first_special = U32(layout.first_special)
 
     @compiled
     def fill_rows(weight, scale, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
         first, last, block_rows, block_columns = extent
         for row in range(first, last):
-            source, target, scales = weight[row], out[row], scale[row // block_rows]
+            source = weight[row]
+            target = out[row]
+            scales = scale[row // block_rows]
             for index in range(scales.size):
-                begin, factor = U32(index * block_columns), scales[index]
+                begin = U32(index * block_columns)
+                factor = scales[index]
                 for step in range(U32(min(U32(block_columns), U32(source.size) - begin))):
                     column = U32(begin + step)
                     code = U32(source[column])
-                    size, sign = U32(code & U32(0x7F)), U32(U32(code & U32(0x80)) << U32(24))
+                    size = U32(code & U32(0x7F))
+                    sign = U32(U32(code & U32(0x80)) << U32(24))
                     place = U32(size << shift)
-                    normal, special = U32(place + bias), U32(U32(place & U32(0x7FFFFF)) | U32(0x7F800000))
+                    normal = U32(place + bias)
+                    special = U32(U32(place & U32(0x7FFFFF)) | U32(0x7F800000))
                     bits = bits_of(F32(size) * unit) if size < least_normal else normal
                     bits = special if size >= first_special else bits
                     target[column] = rounded(U32(bits | sign).view(F32) * factor)
@@ -141,12 +169,18 @@ def _fill_blocks(
     """One program writes consecutive numbers of one row."""
     row = tl.program_id(0) // num_blocks
     column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
-    is_inside, begin = column < num_columns, row.to(tl.int64) * num_columns
+    is_inside = column < num_columns
+    begin = row.to(tl.int64) * num_columns
     code = tl.load(weight + begin + column, mask=is_inside, other=0).to(tl.int32)
     size = code & 0x7F
     place = size << SHIFT
     bits = tl.where(size >= FIRST_SPECIAL, (place & 0x7FFFFF) | 0x7F800000, place + BIAS)
-    bits = tl.where(size < LEAST_NORMAL, (size.to(tl.float32) * UNIT).to(tl.int32, bitcast=True), bits)
-    value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)  # `-value` would make 0 of -0
-    factor = tl.load(scale + row // block_rows * num_scales + column // block_columns, mask=is_inside, other=0)
+    bits = tl.where(
+        size < LEAST_NORMAL, (size.to(tl.float32) * UNIT).to(tl.int32, bitcast=True), bits
+    )
+    # `-value` would make 0 of -0
+    value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+    factor = tl.load(
+        scale + row // block_rows * num_scales + column // block_columns, mask=is_inside, other=0
+    )
     tl.store(out + begin + column, (value * factor).to(out.dtype.element_ty), mask=is_inside)

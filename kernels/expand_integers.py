@@ -1,8 +1,10 @@
-"""Weights of 4 or 8 bits each, packed along their rows, with a scale and a zero point for each group of columns.
+"""Weights of 4 or 8 bits each, packed along their rows, with a scale and a zero point for each
+group of columns.
 
-Codes lie one behind the other, the first in the lowest bits, so little-endian words of any size are the same bytes. A
-product of a code less its zero point with a scale is what a weight is. Invariant: codes and zero points are small
-integers, so that float32 holds their difference exactly and only the product is rounded.
+Codes lie one behind the other, the first in the lowest bits, so little-endian words of any size are
+the same bytes. A product of a code less its zero point with a scale is what a weight is. Invariant:
+codes and zero points are small integers, so that float32 holds their difference exactly and only
+the product is rounded.
 """
 
 import numpy as np
@@ -20,16 +22,24 @@ BLOCK = 1024
 
 
 def expand_integers_reference(
-    words_NW: Tensor, bits: int, scale_NG: Tensor, zero_NG: Tensor | None, group: int | Tensor, out_NK: Tensor
+    words_NW: Tensor,
+    bits: int,
+    scale_NG: Tensor,
+    zero_NG: Tensor | None,
+    group: int | Tensor,
+    out_NK: Tensor,
 ) -> None:
     """Fill `out` with (code - zero point) x scale.
 
     Args:
-        words_NW: int32 or uint8, rows of packed codes, of any strides; int8 where codes of 8 bits have a sign.
+        words_NW: int32 or uint8, rows of packed codes, of any strides; int8 where codes of 8 bits
+            have a sign.
         bits: 4 or 8.
         scale_NG: in a floating-point type, a row's scales.
-        zero_NG: integers; None is the middle of the codes: 8 of 4 bits, 128 of 8, 0 of those with a sign.
-        group: how many columns share a scale, the last of them maybe fewer; or which scale (K,) each column has.
+        zero_NG: integers; None is the middle of the codes: 8 of 4 bits, 128 of 8, 0 of those with a
+            sign.
+        group: how many columns share a scale, the last of them maybe fewer; or which scale (K,)
+            each column has.
         out_NK: bfloat16, float16 or float32.
     """
     if not words_NW.is_contiguous():
@@ -47,23 +57,40 @@ def _middle(words_NW: Tensor, bits: int) -> int:
 
 
 def _codes(words_RW: Tensor, bits: int, middle: int) -> Tensor:
-    """Less the middle, in float32; of 4 bits by a table of pairs, seen as one number of 8 bytes, which is fast."""
+    """Less the middle, in float32; of 4 bits by a table of pairs, seen as one number of 8 bytes,
+    which is fast.
+    """
     if words_RW.dtype == torch.int8:
         return words_RW.float()
     bytes_RB = words_RW.view(torch.uint8)
     if bits == 8:
         return bytes_RB.float().sub_(middle)
     byte = torch.arange(256, device=bytes_RB.device)
-    pairs_of_byte = (torch.stack((byte & 15, byte >> 4), 1).float() - middle).view(torch.int64)[:, 0]
-    return pairs_of_byte.index_select(0, bytes_RB.flatten().int()).view(torch.float32).view(len(bytes_RB), -1)
+    pairs_of_byte = (torch.stack((byte & 15, byte >> 4), 1).float() - middle).view(torch.int64)[
+        :, 0
+    ]
+    return (
+        pairs_of_byte.index_select(0, bytes_RB.flatten().int())
+        .view(torch.float32)
+        .view(len(bytes_RB), -1)
+    )
 
 
 def expand_integers_compiled(
-    words_NW: Tensor, bits: int, scale_NG: Tensor, zero_NG: Tensor | None, group: int | Tensor, out_NK: Tensor
+    words_NW: Tensor,
+    bits: int,
+    scale_NG: Tensor,
+    zero_NG: Tensor | None,
+    group: int | Tensor,
+    out_NK: Tensor,
 ) -> None:
     """The same on a CPU."""
     expand = _expand_chunk
-    if isinstance(group, Tensor) and words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0:
+    if (
+        isinstance(group, Tensor)
+        and words_NW.dtype == torch.int32
+        and out_NK.shape[1] % (32 // bits) == 0
+    ):
         expand = _expand_columns
 
     scale = scale_NG.float()
@@ -81,17 +108,29 @@ def expand_integers_compiled(
 
 def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
     """Which scale each column has."""
-    return group.numpy() if isinstance(group, Tensor) else np.arange(num_columns, dtype=np.int32) // group
+    return (
+        group.numpy()
+        if isinstance(group, Tensor)
+        else np.arange(num_columns, dtype=np.int32) // group
+    )
 
 
 def _expand_chunk(
-    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
+    words_RW: Tensor,
+    bits: int,
+    scale_RG: Tensor,
+    zero_RG: Tensor,
+    group: int | Tensor,
+    out_RK: Tensor,
 ) -> None:
     if not words_RW.is_contiguous():
-        lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
+        lying_RW = words_RW
+        words_RW = torch.empty(words_RW.shape, dtype=words_RW.dtype)
         turn(lying_RW.numpy(), words_RW.numpy())
     words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
-    scale, zero, is_in_order = scale_RG.numpy(), zero_RG.numpy(), isinstance(group, int)
+    scale = scale_RG.numpy()
+    zero = zero_RG.numpy()
+    is_in_order = isinstance(group, int)
     if is_in_order and bits == 8:
         _bytes.to(out_RK.dtype)(words, scale, zero, group, numbers(out_RK))
     elif is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
@@ -102,19 +141,31 @@ def _expand_chunk(
 
 
 def _expand_columns(
-    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
+    words_RW: Tensor,
+    bits: int,
+    scale_RG: Tensor,
+    zero_RG: Tensor,
+    group: int | Tensor,
+    out_RK: Tensor,
 ) -> None:
-    # By numpy: torch would call threads of its own for so many numbers, each time from each of ours.
-    words, scale, zero = (np.ascontiguousarray(one.numpy().T) for one in (words_RW, scale_RG, zero_RG))
+    # By numpy: torch would call threads of its own for so many numbers, each time from each of
+    # ours.
+    words, scale, zero = (
+        np.ascontiguousarray(one.numpy().T) for one in (words_RW, scale_RG, zero_RG)
+    )
     out = pairs(out_RK)
     made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
-    _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), _index(group, out_RK.shape[1]), made, out)
+    _pairs_of_columns.to(out_RK.dtype)(
+        words, bits, (scale, zero), _index(group, out_RK.shape[1]), made, out
+    )
 
 
 @compiled
 def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
     """Columns become rows in small squares, which stay in the cache."""
-    side, num_rows, num_words = U64(16), U64(out.shape[0]), U64(out.shape[1])
+    side = U64(16)
+    num_rows = U64(out.shape[0])
+    num_words = U64(out.shape[1])
     for first_row in range(U64(0), num_rows, side):
         for first in range(U64(0), num_words, side):
             for row in range(first_row, min(first_row + side, num_rows)):
@@ -124,24 +175,32 @@ def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
 
 @compiled
 def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
-    half, num_pairs = U64(group // 2), U64(out.shape[1])
+    half = U64(group // 2)
+    num_pairs = U64(out.shape[1])
     for row in range(out.shape[0]):
-        source, place = words[row], out[row]
+        source = words[row]
+        place = out[row]
         for one in range(scale.shape[1]):
-            s, z = scale[row, one], zero[row, one]
+            s = scale[row, one]
+            z = zero[row, one]
             first = U64(one) * half
             for pair in range(first, min(first + half, num_pairs)):
                 byte = source[pair]
-                place[pair] = rounded_pair((F32(I32(byte & I32(15))) - z) * s, (F32(I32(byte >> I32(4))) - z) * s)
+                place[pair] = rounded_pair(
+                    (F32(I32(byte & I32(15))) - z) * s, (F32(I32(byte >> I32(4))) - z) * s
+                )
 
 
 @compiled
 def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
-    size, num_columns = U64(group), U64(out.shape[1])
+    size = U64(group)
+    num_columns = U64(out.shape[1])
     for row in range(out.shape[0]):
-        source, place = words[row], out[row]
+        source = words[row]
+        place = out[row]
         for one in range(scale.shape[1]):
-            s, z = scale[row, one], zero[row, one]
+            s = scale[row, one]
+            z = zero[row, one]
             first = U64(one) * size
             for column in range(first, min(first + size, num_columns)):
                 place[column] = rounded((F32(source[column]) - z) * s)
@@ -151,47 +210,76 @@ def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
 def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
     """Any groups and sizes, slowly."""
     for row in range(out.shape[0]):
-        source, place, s, z = words[row], out[row], scale[row], zero[row]
+        source = words[row]
+        place = out[row]
+        s = scale[row]
+        z = zero[row]
         for column in range(U64(out.shape[1])):
-            code = source[column] if bits == 8 else (source[column >> U64(1)] >> ((column & U64(1)) << U64(2))) & 15
+            code = (
+                source[column]
+                if bits == 8
+                else (source[column >> U64(1)] >> ((column & U64(1)) << U64(2))) & 15
+            )
             one = U64(index[column])
             place[column] = rounded((F32(code) - z[one]) * s[one])
 
 
 @compiled
 def _pairs_of_columns(words, bits, factors, index, made, out):  # type: ignore[no-untyped-def]
-    """Words, scales and zero points are those of columns, for all rows: none is looked up in an inner loop.
+    """Words, scales and zero points are those of columns, for all rows: none is looked up in an
+    inner loop.
 
     Two columns are made at once, and laid into their rows when `made` is full.
     """
     scale, zero = factors
-    num_words, num_rows, pairs_of_word = U64(words.shape[0]), U64(words.shape[1]), U64(16 // bits)
-    mask, step = I32((1 << bits) - 1), U64(made.shape[0]) // pairs_of_word
+    num_words = U64(words.shape[0])
+    num_rows = U64(words.shape[1])
+    pairs_of_word = U64(16 // bits)
+    mask = I32((1 << bits) - 1)
+    step = U64(made.shape[0]) // pairs_of_word
     for first in range(U64(0), num_words, step):
         end = min(first + step, num_words)
         for number in range(first, end):
             word = words[number]
             for pair in range(pairs_of_word):
                 column = U64(2) * (number * pairs_of_word + pair)
-                one, two = U64(index[column]), U64(index[column + U64(1)])
-                s, z, s_two, z_two = scale[one], zero[one], scale[two], zero[two]
-                low, line = I32(I32(2 * bits) * I32(pair)), made[(number - first) * pairs_of_word + pair]
+                one = U64(index[column])
+                two = U64(index[column + U64(1)])
+                s = scale[one]
+                z = zero[one]
+                s_two = scale[two]
+                z_two = zero[two]
+                low = I32(I32(2 * bits) * I32(pair))
+                line = made[(number - first) * pairs_of_word + pair]
                 high = I32(low + I32(bits))
                 for row in range(num_rows):
-                    code, code_two = I32(I32(word[row] >> low) & mask), I32(I32(word[row] >> high) & mask)
-                    line[row] = rounded_pair((F32(code) - z[row]) * s[row], (F32(code_two) - z_two[row]) * s_two[row])
-        start, num_pairs = first * pairs_of_word, (end - first) * pairs_of_word
+                    code = I32(I32(word[row] >> low) & mask)
+                    code_two = I32(I32(word[row] >> high) & mask)
+                    line[row] = rounded_pair(
+                        (F32(code) - z[row]) * s[row], (F32(code_two) - z_two[row]) * s_two[row]
+                    )
+        start = first * pairs_of_word
+        num_pairs = (end - first) * pairs_of_word
         for row in range(num_rows):
             for pair in range(num_pairs):
                 out[row, start + pair] = made[pair, row]
 
 
 def expand_integers_kernel(
-    words_NW: Tensor, bits: int, scale_NG: Tensor, zero_NG: Tensor | None, group: int | Tensor, out_NK: Tensor
+    words_NW: Tensor,
+    bits: int,
+    scale_NG: Tensor,
+    zero_NG: Tensor | None,
+    group: int | Tensor,
+    out_NK: Tensor,
 ) -> None:
     """The same in Triton."""
     num_rows, num_columns = out_NK.shape
-    words = words_NW.contiguous() if words_NW.dtype == torch.int8 else words_NW.contiguous().view(torch.uint8)
+    words = (
+        words_NW.contiguous()
+        if words_NW.dtype == torch.int8
+        else words_NW.contiguous().view(torch.uint8)
+    )
     is_ordered = isinstance(group, Tensor)
     expand_row_block[(num_rows, triton.cdiv(num_columns, BLOCK))](
         words,
@@ -236,13 +324,17 @@ def expand_row_block(
     here = column < num_columns
     if IN_COLUMNS:
         nibble = (row % 8 // 2 + row % 2 * 4).to(tl.int32)  # NIBBLES
-        code = (tl.load(words + row // 8 * row_size + column, mask=here, other=0) >> (4 * nibble)) & 15
+        code = (
+            tl.load(words + row // 8 * row_size + column, mask=here, other=0) >> (4 * nibble)
+        ) & 15
     elif BITS == 4:
         byte = tl.load(words + row * row_size + column // 2, mask=here, other=0).to(tl.int32)
         code = (byte >> (column % 2 * 4)) & 15
     else:
         code = tl.load(words + row * row_size + column, mask=here, other=0).to(tl.int32)
-    one = row * num_groups + (tl.load(index + column, mask=here, other=0) if IS_ORDERED else column // group)
+    one = row * num_groups + (
+        tl.load(index + column, mask=here, other=0) if IS_ORDERED else column // group
+    )
     code = code - (tl.load(zero + one, mask=here, other=0).to(tl.int32) if HAS_ZERO else MIDDLE)
     product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)
     tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)

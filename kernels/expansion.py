@@ -1,27 +1,44 @@
 """How stored words become numbers: one function for each kind of words, handed to whoever expands.
 
-Each kind has a reference in plain torch, a compiled form for CPUs (numba) and a kernel for GPUs (Triton), with equal
-signatures and results equal bit for bit: a product in float32, rounded once to the type of `out`. Which one a run takes
-a measurement decides (`expansion_choice.py`).
+Each kind has a reference in plain torch, a compiled form for CPUs (numba) and a kernel for GPUs
+(Triton), with equal
+signatures and results equal bit for bit: a product in float32, rounded once to the type of `out`.
+Which one a run takes a measurement decides (`expansion_choice.py`).
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from offload.kernels.expand_blocks import expand_blocks_compiled, expand_blocks_kernel, expand_blocks_reference
+from offload.kernels.expand_blocks import (
+    expand_blocks_compiled,
+    expand_blocks_kernel,
+    expand_blocks_reference,
+)
 from offload.kernels.expand_codebook import (
     expand_codebook_compiled,
     expand_codebook_kernel,
     expand_codebook_reference,
 )
-from offload.kernels.expand_columns import expand_columns_compiled, expand_columns_kernel, expand_columns_reference
-from offload.kernels.expand_e2m1 import expand_e2m1_compiled, expand_e2m1_kernel, expand_e2m1_reference
+from offload.kernels.expand_columns import (
+    expand_columns_compiled,
+    expand_columns_kernel,
+    expand_columns_reference,
+)
+from offload.kernels.expand_e2m1 import (
+    expand_e2m1_compiled,
+    expand_e2m1_kernel,
+    expand_e2m1_reference,
+)
 from offload.kernels.expand_exponents import (
     expand_exponents_compiled,
     expand_exponents_kernel,
     expand_exponents_reference,
 )
-from offload.kernels.expand_float8 import expand_float8_compiled, expand_float8_kernel, expand_float8_reference
+from offload.kernels.expand_float8 import (
+    expand_float8_compiled,
+    expand_float8_kernel,
+    expand_float8_reference,
+)
 from offload.kernels.expand_integers import (
     expand_integers_compiled,
     expand_integers_kernel,
@@ -59,7 +76,7 @@ COMPILED = Expansion(
     expand_blocks_compiled,
     expand_exponents_compiled,
 )
-KERNELS = Expansion(
+EXPANSION_KERNELS = Expansion(
     expand_float8_kernel,
     expand_integers_kernel,
     expand_columns_kernel,

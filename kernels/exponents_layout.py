@@ -1,23 +1,32 @@
-"""How bfloat16 lies without loss in 12 bits, or 11: sign and mantissa as they are, the exponent as far as from a top.
+"""How bfloat16 lies without loss in 12 bits, or 11: sign and mantissa as they are, the exponent as
+far as from a top.
 
-Nearly all weights of a tensor share fifteen exponents that follow one another, so a distance takes 4 bits and needs no
-table; the largest distance marks an escape, whose exponent stands in a list. Where seven suffice, it takes 3 bits.
-float16 is turned into words of the same fields first, which pays where it stems from bfloat16; its mantissas are int8.
+Nearly all weights of a tensor share fifteen exponents that follow one another, so a distance takes
+4 bits and needs no table; the largest distance marks an escape, whose exponent stands in a list.
+Where seven suffice, it takes 3 bits. float16 is turned into words of the same fields first, which
+pays where it stems from bfloat16; its mantissas are int8.
 
-Weights lie in blocks of 1024, each of eight runs of 128. A plane of b bits has b x 128 bytes for a block: run r is in
-the bytes of part r % b, b x (r // b) bits up, so that loads are of neighbours. A distance of 4 bits is one plane; of 3
-bits, a plane of its 2 low bits and one of its high bit. Escapes are listed by chunks of 65536 weights: first the low
-bytes of all places within a chunk, then the high bytes, then the exponents. No torch, which planning does without.
+Weights lie in blocks of 1024, each of eight runs of 128. A plane of b bits has b x 128 bytes for a
+block: run r is in the bytes of part r % b, b x (r // b) bits up, so that loads are of neighbours. A
+    distance of 4 bits is one plane; of 3
+bits, a plane of its 2 low bits and one of its high bit. Escapes are listed by chunks of 65536
+weights: first the low bytes of all places within a chunk, then the high bytes, then the exponents.
+    No torch, which planning does without.
 """
 
 from typing import Any
 
-BLOCK, RUN, CHUNK = 1024, 128, 65_536  # weights
+# weights
+BLOCK = 1024
+RUN = 128
+CHUNK = 65_536
 
 
 def word_of_half(bits: Any) -> Any:
-    """Of float16 (torch or numpy, int16) the lowest three bits put in front of the exponent, as if that had eight.
+    """Of float16 (torch or numpy, int16) the lowest three bits put in front of the exponent, as if
+    that had eight.
 
-    In what was a bfloat16 they are zero, unless it became subnormal: all other weights have exponents above 31.
+    In what was a bfloat16 they are zero, unless it became subnormal: all other weights have
+    exponents above 31.
     """
     return bits & -32768 | (bits & 7) << 12 | bits >> 3 & 4095

@@ -1,12 +1,14 @@
-"""Weights of 4 bits in blocks of rows: torch's own int4 product for CPUs reads them, and so do we to expand them.
+"""Weights of 4 bits in blocks of rows: torch's own int4 product for CPUs reads them, and so do we
+to expand them.
 
-A block of rows is stored column by column; a byte of a column has a row of the block's first half in its lower bits and
-the row as far into the second half in its upper ones. How many rows a block has depends on the processor's
-instructions, so torch's converter is asked with a small matrix. A weight is (code - 8) x scale + offset, with one scale
-and offset for each group of columns of a row. Invariant: the product and the expansion mean the same numbers.
+A block of rows is stored column by column; a byte of a column has a row of the block's first half
+in its lower bits and the row as far into the second half in its upper ones. How many rows a block
+has depends on the processor's instructions, so torch's converter is asked with a small matrix. A
+weight is (code - 8) x scale + offset, with one scale and offset for each group of columns of a row.
+Invariant: the product and the expansion mean the same numbers.
 
-Shape letters, in this file only: N rows, a multiple of `BLOCK_ROWS`; K columns; G groups of them; B blocks of R rows,
-H in each half.
+Shape letters, in this file only: N rows, a multiple of `BLOCK_ROWS`; K columns; G groups of them; B
+blocks of R rows, H in each half.
 """
 
 from functools import cache
@@ -19,25 +21,29 @@ from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
 from offload.kernels.rounding import F32, I32, U32, numbers, rounded
 
 BLOCK_ROWS = 64  # rows come in multiples of this, whatever the block of this processor is
-_MIDDLE, _PROBE_COLUMNS, _TILE_COLUMNS = 8, 64, 16
+_MIDDLE = 8
+_PROBE_COLUMNS = 64
+_TILE_COLUMNS = 16
 
 
-class Layout(NamedTuple):
+class WordLayout(NamedTuple):
     """How words lie."""
 
     block_rows: int
     has_product: bool  # torch multiplies with it here
 
 
-_OURS = Layout(BLOCK_ROWS, has_product=False)
+_OURS = WordLayout(BLOCK_ROWS, has_product=False)
 
 
-def layout_for(place: torch.device) -> Layout:
-    """That of torch's product on this processor; on other devices, and where there is none, one that is only ours."""
+def layout_for(place: torch.device) -> WordLayout:
+    """That of torch's product on this processor; on other devices, and where there is none, one
+    that is only ours.
+    """
     return _of_this_processor() if place.type == "cpu" else _OURS
 
 
-def pack_int4(code_NK: Tensor, layout: Layout) -> Tensor:
+def pack_int4(code_NK: Tensor, layout: WordLayout) -> Tensor:
     """Words (N, K / 2), uint8, of codes 0 to 15, uint8."""
     low_BHK, high_BHK = code_NK.view(-1, 2, layout.block_rows // 2, code_NK.shape[1]).unbind(1)
     return (low_BHK | high_BHK << 4).transpose(1, 2).reshape(len(code_NK), -1)
@@ -49,58 +55,84 @@ def int4_product(row_MK: Tensor, word_NK: Tensor, scale_GN2: Tensor) -> Tensor:
     return torch._weight_int4pack_mm_for_cpu(row_MK, word_NK, group, scale_GN2)
 
 
-def expand_int4_reference(word_NK: Tensor, scale_GN2: Tensor, layout: Layout, out_KN: Tensor) -> None:
-    """Fill `out` (K, N), transposed weights: product and sum in float32, rounded once to the type of `out`."""
-    half, num_groups = layout.block_rows // 2, len(scale_GN2)
+def expand_int4_reference(
+    word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor
+) -> None:
+    """Fill `out` (K, N), transposed weights: product and sum in float32, rounded once to the type
+    of `out`.
+    """
+    half = layout.block_rows // 2
+    num_groups = len(scale_GN2)
     word_GkBH = word_NK.view(-1, num_groups, len(out_KN) // num_groups, half).permute(1, 2, 0, 3)
-    for word_kBH, scale_N2, out_kN in zip(word_GkBH, scale_GN2, out_KN.chunk(num_groups), strict=True):
+    for word_kBH, scale_N2, out_kN in zip(
+        word_GkBH, scale_GN2, out_KN.chunk(num_groups), strict=True
+    ):
         code_kBR = torch.cat((word_kBH & 15, word_kBH >> 4), 2)
         scale_N, offset_N = scale_N2.float().unbind(1)
         out_kN.copy_(code_kBR.flatten(1).float().sub_(_MIDDLE).mul_(scale_N).add_(offset_N))
 
 
-def expand_int4_compiled(word_NK: Tensor, scale_GN2: Tensor, layout: Layout, out_KN: Tensor) -> None:
+def expand_int4_compiled(
+    word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor
+) -> None:
     """The same on a CPU, compiled."""
     scale_GN, offset_GN = (part.contiguous().numpy() for part in scale_GN2.float().unbind(2))
     words = word_NK.view(-1, len(out_KN), layout.block_rows // 2).numpy()
-    fill, out = _fill_columns.to(out_KN.dtype), numbers(out_KN)
+    fill = _fill_columns.to(out_KN.dtype)
+    out = numbers(out_KN)
     share_rows(lambda lo, hi: fill(words, scale_GN, offset_GN, (lo, hi), out), len(out_KN))
 
 
-def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: Layout, out_KN: Tensor) -> None:
+def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor) -> None:
     """By what there is."""
-    fill = expand_int4_compiled if HAS_NUMBA and out_KN.device.type == "cpu" else expand_int4_reference
+    fill = (
+        expand_int4_compiled if HAS_NUMBA and out_KN.device.type == "cpu" else expand_int4_reference
+    )
     fill(word_NK, scale_GN2, layout, out_KN)
 
 
 @compiled
 def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """Tiles of a few columns of one block: what they write stays in the cache, and its pages in the table of pages."""
+    """Tiles of a few columns of one block: what they write stays in the cache, and its pages in the
+    table of pages.
+    """
     first, last = extent
     num_blocks, num_columns, half = word.shape
     group = num_columns // scale.shape[0]
     for begin in range(first, last, _TILE_COLUMNS):
         for block in range(num_blocks):
-            low, high = block * 2 * half, (block * 2 + 1) * half
+            low = block * 2 * half
+            high = (block * 2 + 1) * half
             for column in range(begin, min(begin + _TILE_COLUMNS, last)):
-                source, index = word[block, column], column // group
-                factor, addend, target = scale[index, low:high], offset[index, low:high], out[column, low:high]
+                source = word[block, column]
+                index = column // group
+                factor = scale[index, low:high]
+                addend = offset[index, low:high]
+                target = out[column, low:high]
                 for row in range(U32(half)):
-                    target[row] = rounded(F32(F32(F32((I32(source[row]) & 15) - 8) * factor[row]) + addend[row]))
+                    target[row] = rounded(
+                        F32(F32(F32((I32(source[row]) & 15) - 8) * factor[row]) + addend[row])
+                    )
                 end = high + half
-                factor, addend, target = scale[index, high:end], offset[index, high:end], out[column, high:end]
+                factor = scale[index, high:end]
+                addend = offset[index, high:end]
+                target = out[column, high:end]
                 for row in range(U32(half)):
-                    target[row] = rounded(F32(F32(F32((I32(source[row]) >> 4) - 8) * factor[row]) + addend[row]))
+                    target[row] = rounded(
+                        F32(F32(F32((I32(source[row]) >> 4) - 8) * factor[row]) + addend[row])
+                    )
 
 
 @cache
-def _of_this_processor() -> Layout:
+def _of_this_processor() -> WordLayout:
     """The first block for which torch's converter makes of a matrix what we make of it."""
-    code_NK = torch.arange(2 * BLOCK_ROWS * _PROBE_COLUMNS).mul_(7919).remainder_(127).remainder_(16)
+    code_NK = (
+        torch.arange(2 * BLOCK_ROWS * _PROBE_COLUMNS).mul_(7919).remainder_(127).remainder_(16)
+    )
     code_NK = code_NK.view(-1, _PROBE_COLUMNS).to(torch.uint8)
     try:
         theirs = torch._convert_weight_to_int4pack_for_cpu(code_NK.int(), 1)
     except (RuntimeError, AttributeError):  # this torch has no such product
         return _OURS
-    layouts = (Layout(size, has_product=True) for size in (BLOCK_ROWS, BLOCK_ROWS // 2))
+    layouts = (WordLayout(size, has_product=True) for size in (BLOCK_ROWS, BLOCK_ROWS // 2))
     return next((one for one in layouts if torch.equal(pack_int4(code_NK, one), theirs)), _OURS)

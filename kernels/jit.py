@@ -1,7 +1,8 @@
 """Triton where it is installed; the one file that knows it may be missing.
 
-A kernel file takes `jit` and `tl` from here, so that its reference can be used without Triton. The parameters of a
-kernel are annotated as `tl.tensor` (pointers, numbers, tuples of them) or `tl.constexpr`: Triton allows no others.
+A kernel file takes `jit` and `tl` from here, so that its reference can be used without Triton. The
+parameters of a kernel are annotated as `tl.tensor` (pointers, numbers, tuples of them) or
+`tl.constexpr`: Triton allows no others.
 Invariant: nothing that is defined with `jit` is called unless `HAS_TRITON`.
 """
 
@@ -17,7 +18,8 @@ try:
 
     HAS_TRITON = True
 except ImportError:
-    triton, tl = None, SimpleNamespace(tensor=object, constexpr=object)
+    triton = None
+    tl = SimpleNamespace(tensor=object, constexpr=object)
     HAS_TRITON = False
 
 

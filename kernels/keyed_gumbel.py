@@ -1,9 +1,11 @@
-"""Gumbel noise that is a function of (seed, position, token): the same on any device, in any order, for any tree.
+"""Gumbel noise that is a function of (seed, position, token): the same on any device, in any order,
+for any tree.
 
-A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Steele, Lea and Flood 2014) of the three
-keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel; argmax(log p + G) is then a draw from p.
-Invariant: kernel and reference compute the same 64 bits; only the logarithms may differ in their last place between
-devices.
+A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Steele, Lea and Flood
+2014) of the three keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel; argmax(log
+p + G) is then a draw from p.
+Invariant: kernel and reference compute the same 64 bits; only the logarithms may differ in their
+last place between devices.
 """
 
 import torch
@@ -12,18 +14,25 @@ from torch import Tensor
 from offload.kernels.jit import jit, tl, triton
 
 _MASK = (1 << 64) - 1
-_STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
 _BLOCK = 1024  # tokens of one program
 
 
-def keyed_gumbel_reference(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+def keyed_gumbel_reference(
+    seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Noise `gumbel_V` (float64) for one absolute position, in plain torch."""
-    position_1 = torch.arange(position, position + 1, device=device)  # made there: a copy might wait behind layers
+    # made there: a copy might wait behind layers
+    position_1 = torch.arange(position, position + 1, device=device)
     token_V = torch.arange(vocab_size, device=device)
     return -torch.log(-torch.log(uniform(row_keys(seed, position_1), token_V)))
 
 
-def keyed_gumbel_kernel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+def keyed_gumbel_kernel(
+    seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """The same in Triton: about 25 launches become one."""
     gumbel_V = torch.empty(vocab_size, dtype=torch.float64, device=device)
     grid = (triton.cdiv(vocab_size, _BLOCK),)
@@ -71,7 +80,11 @@ def log_uniform(key: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 @jit(do_not_specialize=["key_of_seed", "position"])
 def _fill(
-    gumbel: tl.tensor, key_of_seed: tl.tensor, position: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr
+    gumbel: tl.tensor,
+    key_of_seed: tl.tensor,
+    position: tl.tensor,
+    vocab_size: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     noise = -tl.log(-log_uniform(row_key(key_of_seed, position), token))

@@ -1,7 +1,9 @@
-"""Gather of the accepted path: rows of the keys and values of every layer move to the front, in one launch.
+"""Gather of the accepted path: rows of the keys and values of every layer move to the front, in one
+launch.
 
-With torch that is four launches a layer, hundreds for a large model; the kernel reads the addresses of all buffers from
-a table. Invariant: every row is read before any is written, so sources and destinations may overlap in any way.
+With torch that is four launches a layer, hundreds for a large model; the kernel reads the addresses
+of all buffers from a table. Invariant: every row is read before any is written, so sources and
+destinations may overlap in any way.
 """
 
 from collections.abc import Sequence
@@ -12,26 +14,39 @@ from torch import Tensor
 
 from offload.kernels.jit import HAS_TRITON, jit, tl, triton
 
-MAX_ROWS, _TILE = 256, 4096  # rows of a path that one program holds, and numbers
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if HAS_TRITON else {}
+# rows of a path that one program holds, and numbers
+MAX_ROWS = 256
+_TILE = 4096
+_TYPES = (
+    {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    if HAS_TRITON
+    else {}
+)
 
 
 def kv_commit_reference(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """Move rows `length + row_A` of each buffer (1, G, S, K) to rows `length ...`, in this order; in plain torch."""
+    """Move rows `length + row_A` of each buffer (1, G, S, K) to rows `length ...`, in this order;
+    in plain torch.
+    """
     for buffer in buffers:
         buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
 
 
 def are_alike(buffers: Sequence[Tensor]) -> bool:
-    """Whether one kernel can walk through all of them: same shape, type and strides, rows without gaps."""
+    """Whether one kernel can walk through all of them: same shape, type and strides, rows without
+    gaps.
+    """
     kinds = {(buffer.shape, buffer.dtype, buffer.stride()) for buffer in buffers}
     is_plain = buffers[0].shape[0] == 1 and buffers[0].stride(3) == 1
     return len(kinds) == 1 and is_plain and buffers[0].dtype in _TYPES
 
 
 def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """The same in Triton; the reference moves what is not `are_alike`, and a path too long for one program."""
-    first, num_rows = buffers[0], len(row_A)
+    """The same in Triton; the reference moves what is not `are_alike`, and a path too long for one
+    program.
+    """
+    first = buffers[0]
+    num_rows = len(row_A)
     if num_rows > MAX_ROWS or not are_alike(buffers):
         return kv_commit_reference(buffers, length, row_A)
     address_L = _addresses(tuple(buffer.data_ptr() for buffer in buffers), first.device)
@@ -54,7 +69,8 @@ def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> N
     )
 
 
-@lru_cache(maxsize=512)  # a text keeps its buffers in both models, and a copy to the device may wait behind layers
+# a text keeps its buffers in both models, and a copy to the device may wait behind layers
+@lru_cache(maxsize=512)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
@@ -78,9 +94,12 @@ def _gather(
     if IS_ALIGNED:  # an address from a table says nothing of itself; this allows wide loads
         base = tl.multiple_of(base, 16)
     base += tl.program_id(1).to(tl.int64) * head_stride
-    index, column = tl.arange(0, BLOCK_A), tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    index = tl.arange(0, BLOCK_A)
+    column = tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
     is_inside = (index < num_rows)[:, None] & (column < WIDTH)[None, :]
-    source = (length + tl.load(rows + index, mask=index < num_rows, other=0))[:, None] * row_stride + column[None, :]
+    source = (length + tl.load(rows + index, mask=index < num_rows, other=0))[
+        :, None
+    ] * row_stride + column[None, :]
     tile = tl.load(base + source, mask=is_inside)
     tl.debug_barrier()  # a destination may be another thread's source
     target = (length + index).to(tl.int64)[:, None] * row_stride + column[None, :]

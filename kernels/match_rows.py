@@ -1,21 +1,33 @@
-"""The target's draw for many rows at once: argmax over the vocabulary of logits / temperature + keyed Gumbel noise.
+"""The target's draw for many rows at once: argmax over the vocabulary of logits / temperature +
+keyed Gumbel noise.
 
-Noise is made where it is added, so that no (N, V) matrix of it is ever stored, and the tokens of all rows come to the
-host in one copy. Invariant: noise and sum are float64 and the division is float32, as when one row is drawn alone; ties
-go to the lowest token. So kernel and reference draw the same token, but for logarithms that differ in their last place.
+Noise is made where it is added, so that no (N, V) matrix of it is ever stored, and the tokens of
+all rows come to the host in one copy. Invariant: noise and sum are float64 and the division is
+float32, as when one row is drawn alone; ties go to the lowest token. So kernel and reference draw
+the same token, but for logarithms that differ in their last place.
 """
 
 import torch
 from torch import Tensor
 
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.keyed_gumbel import keyed_gumbel_reference, log_uniform, row_key, signed_seed_key
+from offload.kernels.keyed_gumbel import (
+    keyed_gumbel_reference,
+    log_uniform,
+    row_key,
+    signed_seed_key,
+)
 
-_BLOCK, _BLOCKS = 1024, 4  # tokens at once, and how often in one program
+# tokens at once, and how often in one program
+_BLOCK = 1024
+_BLOCKS = 4
 
 
-def match_rows_reference(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
-    """The token (int64, N) that each row draws, in plain torch, one row after the other; temperature 0 is greedy.
+def match_rows_reference(
+    logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float
+) -> Tensor:
+    """The token (int64, N) that each row draws, in plain torch, one row after the other;
+    temperature 0 is greedy.
 
     Args:
         logits_NV: float32, float16 or bfloat16; -inf is drawn where a row holds nothing else.
@@ -28,16 +40,24 @@ def match_rows_reference(logits_NV: Tensor, position_N: Tensor, seed: int, *, te
     tokens = []
     for row, position in enumerate(position_N.tolist()):
         score_V = logits_NV[row].float() / divisor
-        tokens.append((score_V + keyed_gumbel_reference(seed, position, len(score_V), score_V.device)).argmax())
+        tokens.append(
+            (
+                score_V + keyed_gumbel_reference(seed, position, len(score_V), score_V.device)
+            ).argmax()
+        )
     return torch.stack(tokens)
 
 
-def match_rows_kernel(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
+def match_rows_kernel(
+    logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float
+) -> Tensor:
     """The same in Triton: the best of each chunk of a row, then the best of its chunks."""
     assert logits_NV.stride(1) == 1, "a row is one run of memory"
     (num_rows, vocab_size), has_noise = logits_NV.shape, temperature > 0
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
-    best_NC = logits_NV.new_empty((num_rows, num_chunks), dtype=torch.float64 if has_noise else torch.float32)
+    best_NC = logits_NV.new_empty(
+        (num_rows, num_chunks), dtype=torch.float64 if has_noise else torch.float32
+    )
     token_NC = torch.empty_like(best_NC, dtype=torch.int64)
     _best_of_chunk[(num_rows, num_chunks)](
         best_NC,
@@ -69,14 +89,19 @@ def _best_of_chunk(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One program per row and chunk; each lane keeps the first of its best tokens, then the lanes are compared."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One program per row and chunk; each lane keeps the first of its best tokens, then the lanes
+    are compared.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     lane = chunk * BLOCK * BLOCKS + tl.arange(0, BLOCK)
     token = tl.minimum(lane, vocab_size - 1)
     top = tl.full((BLOCK,), float("-inf"), tl.float64 if HAS_NOISE else tl.float32)
     for block in range(BLOCKS):
         here = lane + block * BLOCK
-        score = tl.load(logits + row * stride + here, mask=here < vocab_size, other=float("-inf")).to(tl.float32)
+        score = tl.load(
+            logits + row * stride + here, mask=here < vocab_size, other=float("-inf")
+        ).to(tl.float32)
         if HAS_NOISE:
             score = tl.div_rn(score, tl.full((BLOCK,), 0.0, tl.float32) + temperature)
             key = row_key(key_of_seed, tl.load(position + row))

@@ -1,10 +1,13 @@
-"""Attention in which each row goes along its own path, in blocks of 64 positions, with an online softmax in float32.
+"""Attention in which each row goes along its own path, in blocks of 64 positions, with an online
+softmax in float32.
 
     positions  [0, base) columns of the same number   [base, ...) columns that the row's walk names
 
-One program takes one row, one key/value head and up to 16 of the heads that share it. So the sums of a row depend on
-its path alone, by construction: nothing of the tree around it, of where `base` lies, or of how many rows a pass has
-changes what is added up in which order. What a program computes for a block is the same code on both sides of `base`.
+One program takes one row, one key/value head and up to 16 of the heads that share it. So the sums
+of a row depend on
+its path alone, by construction: nothing of the tree around it, of where `base` lies, or of how many
+rows a pass has changes what is added up in which order. What a program computes for a block is the
+same code on both sides of `base`.
 """
 
 from collections.abc import Callable
@@ -17,23 +20,32 @@ from offload.kernels.jit import jit, tl, triton
 
 BLOCK = 64  # positions: of which `base` is a multiple, and a walk's columns
 HEADER = 2  # numbers of a walk before its columns
-_HEADS = 16  # of a program: the least that tensor cores multiply, padded where fewer share a key/value head
-_TILE_BYTES = 16 << 10  # of keys, and as many of values: many GPUs grant 99 KiB, and the next block is on its way
+# of a program: the least that tensor cores multiply, padded where fewer share a key/value head
+_HEADS = 16
+# of keys, and as many of values: many GPUs grant 99 KiB, and the next block is on its way
+_TILE_BYTES = 16 << 10
 PositionT = TypeVar("PositionT", int, Tensor)
 
 
-class Chunk(NamedTuple):
-    """In place of a window: a row sees no further back than to the last position that is a multiple of `size`."""
+class AttentionChunk(NamedTuple):
+    """In place of a window: a row sees no further back than to the last position that is a multiple
+    of `size`.
+    """
 
     size: int
 
 
-Window: TypeAlias = int | Chunk | None  # a row sees keys less than so many positions back; None is without limit
+# a row sees keys less than so many positions back; None is without limit
+Window: TypeAlias = int | AttentionChunk | None
 
 
-def first_seen(window: int | Chunk, position: PositionT) -> PositionT:
+def first_seen(window: int | AttentionChunk, position: PositionT) -> PositionT:
     """The least position that a row at `position` sees, which may be negative."""
-    return position // window.size * window.size if isinstance(window, Chunk) else position - window + 1
+    return (
+        position // window.size * window.size
+        if isinstance(window, AttentionChunk)
+        else position - window + 1
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +53,9 @@ class PathRows:
     """What the rows of one pass see, by position on their paths, in place of an additive mask.
 
     Attributes:
-        walk_TL: int32, where rows are computed: how many keys lie on a row's path, itself included; `base`, the same
-            for all rows; then the columns of positions base, base + 1, ..., a multiple of 64 of them. Behind the end
-            of a path stands any column that holds numbers.
+        walk_TL: int32, where rows are computed: how many keys lie on a row's path, itself included;
+            `base`, the same for all rows; then the columns of positions base, base + 1, ..., a
+            multiple of 64 of them. Behind the end of a path stands any column that holds numbers.
         window: how far back a row sees.
         attend: computes it, as `path_attention_kernel` does.
         kept: what it has worked out of these rows, for the layers that follow.
@@ -69,11 +81,20 @@ def path_attention_kernel(
 ) -> Tensor:
     """Attention, (T, H, V) in the type of the queries, of the last T rows of the pass.
 
-    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another width than keys.
+    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another
+    width than keys.
     """
-    assert query_HTK.stride(2) == key_GSK.stride(2) == value_GSK.stride(2) == rows.walk_TL.stride(1) == 1, "gaps"
+    assert (
+        query_HTK.stride(2)
+        == key_GSK.stride(2)
+        == value_GSK.stride(2)
+        == rows.walk_TL.stride(1)
+        == 1
+    ), "gaps"
     (num_heads, num_rows, width), (num_groups, _, value_width) = query_HTK.shape, value_GSK.shape
-    group, window, walk_TL = num_heads // num_groups, rows.window, rows.walk_TL[-num_rows:]
+    group = num_heads // num_groups
+    window = rows.window
+    walk_TL = rows.walk_TL[-num_rows:]
     out_THV = query_HTK.new_empty(num_rows, num_heads, value_width)
     key_block, value_block = (max(16, triton.next_power_of_2(one)) for one in (width, value_width))
     _attend[(num_rows, num_groups, triton.cdiv(group, _HEADS))](
@@ -83,8 +104,13 @@ def path_attention_kernel(
         value_GSK,
         walk_TL,
         terms.sink_H if terms.sink_H is not None else out_THV,
-        -window.size if isinstance(window, Chunk) else window or 0,
-        (*query_HTK.stride()[:2], *key_GSK.stride()[:2], *value_GSK.stride()[:2], walk_TL.stride(0)),
+        -window.size if isinstance(window, AttentionChunk) else window or 0,
+        (
+            *query_HTK.stride()[:2],
+            *key_GSK.stride()[:2],
+            *value_GSK.stride()[:2],
+            walk_TL.stride(0),
+        ),
         float(terms.scaling),
         float(terms.cap or 0.0),
         SHAPE=(group, width, value_width),
@@ -104,13 +130,16 @@ def path_attention_kernel(
 def _block_size(width: int, item_bytes: int) -> int:
     """Positions that are added up at once, the same for all passes of a model.
 
-    Fewer of wide keys, so that they fit; and of float32, which has no tensor cores and spills registers with more.
+    Fewer of wide keys, so that they fit; and of float32, which has no tensor cores and spills
+    registers with more.
     """
     return max(16, min(BLOCK, _TILE_BYTES // (width * item_bytes * (2 if item_bytes == 4 else 1))))
 
 
 # A walk may begin anywhere among the inputs of a recording, sinks anywhere in their layer.
-@jit(do_not_specialize=["window", "scaling", "cap"], do_not_specialize_on_alignment=["walk", "sink"])
+@jit(
+    do_not_specialize=["window", "scaling", "cap"], do_not_specialize_on_alignment=["walk", "sink"]
+)
 def _attend(
     out: tl.tensor,
     query: tl.tensor,
@@ -131,18 +160,25 @@ def _attend(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """See the top of this file; strides are of heads and rows of queries, keys and values, and of walks."""
+    """See the top of this file; strides are of heads and rows of queries, keys and values, and of
+    walks.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634  # powers of two are what a GPU computes
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
     member = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_head, head = member < SHAPE[0], group * SHAPE[0] + member
-    dim, dim_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    is_head = member < SHAPE[0]
+    head = group * SHAPE[0] + member
+    dim = tl.arange(0, BLOCK_K)
+    dim_v = tl.arange(0, BLOCK_V)
     query_place = query + head[:, None] * strides[0] + row * strides[1] + dim[None, :]
     query_MK = tl.load(query_place, mask=is_head[:, None] & (dim < SHAPE[1])[None, :], other=0.0)
     own = walk + row * strides[6]
-    num_keys, base = tl.load(own), tl.load(own + 1)
+    num_keys = tl.load(own)
+    base = tl.load(own + 1)
     least = _first_key(num_keys, window) if HAS_WINDOW else 0
-    peak, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_SINK:
         peak = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
@@ -164,17 +200,26 @@ def _attend(
         weight = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(peak - higher)
         value_place = value + group * strides[4] + column[:, None] * strides[5] + dim_v[None, :]
-        value_SV = tl.load(value_place, mask=is_seen[:, None] & (dim_v < SHAPE[2])[None, :], other=0.0)
-        sum_MV = tl.dot(weight.to(value_SV.dtype), value_SV, sum_MV * shrink[:, None], input_precision="ieee")
+        value_SV = tl.load(
+            value_place, mask=is_seen[:, None] & (dim_v < SHAPE[2])[None, :], other=0.0
+        )
+        sum_MV = tl.dot(
+            weight.to(value_SV.dtype), value_SV, sum_MV * shrink[:, None], input_precision="ieee"
+        )
         total = total * shrink + tl.sum(weight, 1)
         peak = higher
     target = out + (row * tl.num_programs(1) * SHAPE[0] + head)[:, None] * SHAPE[2] + dim_v[None, :]
     result = sum_MV / total[:, None]
-    tl.store(target, result.to(out.dtype.element_ty), mask=is_head[:, None] & (dim_v < SHAPE[2])[None, :])
+    tl.store(
+        target, result.to(out.dtype.element_ty), mask=is_head[:, None] & (dim_v < SHAPE[2])[None, :]
+    )
 
 
 @jit
 def _first_key(num_keys: tl.tensor, window: tl.tensor) -> tl.tensor:
-    """The least position that the last of so many keys sees; a chunk's size comes as a negative window."""
-    last, chunk = num_keys - 1, tl.maximum(-window, 1)
+    """The least position that the last of so many keys sees; a chunk's size comes as a negative
+    window.
+    """
+    last = num_keys - 1
+    chunk = tl.maximum(-window, 1)
     return tl.maximum(tl.where(window > 0, last - window + 1, last // chunk * chunk), 0)

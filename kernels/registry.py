@@ -1,8 +1,10 @@
-"""Which way each piece of work with a kernel is done: handed to those who do it, settled once per run.
+"""Which way each piece of work with a kernel is done: handed to those who do it, settled once per
+run.
 
-A kernel is used where it runs and agrees with what runs without it (`kernel_selection.py`). Invariant: the fields are
-named like the files in kernels/, and any set of them gives the same results up to rounding: noise to 1e-13, attention
-to 2e-2 in half precision and 1e-3 in float32; draws follow these, and moved rows are equal.
+A kernel is used where it runs and agrees with what runs without it (`kernel_selection.py`).
+Invariant: the fields are named like the files in kernels/, and any set of them gives the same
+results up to rounding: noise to 1e-13, attention to 2e-2 in half precision and 1e-3 in float32;
+draws follow these, and moved rows are equal.
 """
 
 from collections.abc import Callable
@@ -10,7 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_reference
+from offload.kernels.draw_without_replacement import (
+    draw_without_replacement_kernel,
+    draw_without_replacement_reference,
+)
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel
@@ -24,12 +29,15 @@ class KernelSet(NamedTuple):
     keyed_gumbel: Callable[..., Tensor]
     draw_without_replacement: Callable[..., Tensor]
     kv_commit: Callable[..., None]
-    match_rows: Callable[..., Tensor] | None = None  # drawn on the rows that a walk visits, one by one
+    # drawn on the rows that a walk visits, one by one
+    match_rows: Callable[..., Tensor] | None = None
     path_attention: Callable[..., Tensor] | None = None  # dense masks
     rms_norm: Callable[..., Tensor] | None = None  # transformers' own operations
 
 
-REFERENCES = KernelSet(keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference)
+REFERENCES = KernelSet(
+    keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference
+)
 KERNELS = KernelSet(
     keyed_gumbel_kernel,
     draw_without_replacement_kernel,

@@ -1,7 +1,8 @@
 """Root-mean-square norms in one launch, each row by a program of its own.
 
-transformers writes them as eight operations, whose sum torch adds up in an order that depends on how many rows there
-are. Here a row's sum depends on the row alone, by construction, and numbers are rounded where the family rounds them.
+transformers writes them as eight operations, whose sum torch adds up in an order that depends on
+how many rows there are. Here a row's sum depends on the row alone, by construction, and numbers are
+rounded where the family rounds them.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,9 @@ FORMS = (NormForm(), NormForm(is_rounded=False), NormForm(is_rounded=False, offs
 
 
 def rms_norm_reference(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
-    """Of the last dimension; the weight is of the same type as the input, or there is none. In plain torch."""
+    """Of the last dimension; the weight is of the same type as the input, or there is none. In
+    plain torch.
+    """
     wide = rows.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight_D is None:
@@ -72,12 +75,15 @@ def _normalize(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """One row."""
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
     is_column = column < WIDTH
     numbers = tl.load(rows + row * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
     result = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / WIDTH + eps)
     if HAS_WEIGHT:
         if IS_ROUNDED:
             result = result.to(out.dtype.element_ty).to(tl.float32)
-        result = result * (tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + OFFSET)
+        result = result * (
+            tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + OFFSET
+        )
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=is_column)

@@ -1,8 +1,10 @@
-"""Rounding of float32 to what is computed in, for compiled functions: numba knows neither bfloat16 nor float16.
+"""Rounding of float32 to what is computed in, for compiled functions: numba knows neither bfloat16
+nor float16.
 
-So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words hold neighbours,
-two at once (`pairs`, `rounded_pair`); `widened` reads them. Invariant: to the nearest, ties to even, overflow to
-infinity, the bits of `tensor.to(dtype)`. NaN stays NaN, but for bfloat16 only if its lowest bits are 0, as in what
+So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words
+hold neighbours, two at once (`pairs`, `rounded_pair`); `widened` reads them. Invariant: to the
+nearest, ties to even, overflow to infinity, the bits of `tensor.to(dtype)`. NaN stays NaN, but for
+bfloat16 only if its lowest bits are 0, as in what
 products make and in what was bfloat16: looking for others would cost every number a comparison.
 """
 
@@ -14,20 +16,28 @@ from offload.kernels.compiled import ByType, compiled
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
 _PAIRS = {torch.bfloat16: torch.uint32, torch.float16: torch.uint32, torch.float32: torch.uint64}
-U32, U64, I32, F32 = np.uint32, np.uint64, np.int32, np.float32
+U32 = np.uint32
+U64 = np.uint64
+I32 = np.int32
+F32 = np.float32
 
 
 def numbers(out: Tensor) -> np.ndarray:
-    """The same memory, for what `rounded` gives. `out` is a contiguous bfloat16, float16 or float32 on the host."""
+    """The same memory, for what `rounded` gives. `out` is a contiguous bfloat16, float16 or float32
+    on the host.
+    """
     return out.detach().view(_BITS[out.dtype]).numpy()
 
 
 def pairs(out: Tensor) -> np.ndarray:
-    """The same memory, for what `rounded_pair` gives: rows half as long. Rows must have even length."""
+    """The same memory, for what `rounded_pair` gives: rows half as long. Rows must have even
+    length.
+    """
     return out.detach().view(_PAIRS[out.dtype]).numpy()
 
 
-# Numba makes 64 bits of any two numbers of 32: what is cast back in every step becomes instructions for twice as many.
+# Numba makes 64 bits of any two numbers of 32: what is cast back in every step becomes instructions
+# for twice as many.
 
 
 @compiled
@@ -57,7 +67,8 @@ def _bfloat16_pair(first, second):  # type: ignore[no-untyped-def]
 def _float16(value):  # type: ignore[no-untyped-def]
     """Normal numbers lose 13 bits; those below 2^-14 are added to 0.5, whose last bits are theirs."""
     bits = bits_of(value)
-    sign, size = U32(U32(bits >> U32(16)) & U32(0x8000)), U32(bits & U32(0x7FFFFFFF))
+    sign = U32(U32(bits >> U32(16)) & U32(0x8000))
+    size = U32(bits & U32(0x7FFFFFFF))
     normal = U32(U32(size + U32(0xC8000FFF) + U32(U32(size >> U32(13)) & U32(1))) >> U32(13))
     small = U32(F32(size.view(F32) + F32(0.5)).view(U32) - U32(0x3F000000))
     large = U32(0x7E00) if size > U32(0x7F800000) else U32(0x7C00)
@@ -77,7 +88,9 @@ def of_bfloat16(bits):  # type: ignore[no-untyped-def]
 
 @compiled
 def of_float16(bits):  # type: ignore[no-untyped-def]
-    """The exponent's bias is made up for by a product, which subnormal numbers need no more than others."""
+    """The exponent's bias is made up for by a product, which subnormal numbers need no more than
+    others.
+    """
     size = U32(U32(U32(bits) & U32(0x7FFF)) << U32(13))
     finite = F32(size.view(F32) * F32(2.0**112))
     large = U32(0x7FC00000) if size > U32(0x0F800000) else U32(0x7F800000)
@@ -96,5 +109,9 @@ def _float32_pair(first, second):  # type: ignore[no-untyped-def]
 
 
 rounded = ByType({torch.bfloat16: _bfloat16, torch.float16: _float16, torch.float32: bits_of})
-rounded_pair = ByType({torch.bfloat16: _bfloat16_pair, torch.float16: _float16_pair, torch.float32: _float32_pair})
-widened = ByType({torch.bfloat16: of_bfloat16, torch.float16: of_float16, torch.float32: _of_float32})
+rounded_pair = ByType(
+    {torch.bfloat16: _bfloat16_pair, torch.float16: _float16_pair, torch.float32: _float32_pair}
+)
+widened = ByType(
+    {torch.bfloat16: of_bfloat16, torch.float16: of_float16, torch.float32: _of_float32}
+)

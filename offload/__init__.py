@@ -5,8 +5,9 @@ import offload
 with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
     print(decoder.generate("def main():", max_new_tokens=64).text)
 
-`load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of text; a `Chat` is a
-conversation with it. `UserError` is raised for what can be mended, in one line, and `RunError` where something
+`load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of
+text; a `Chat` is a conversation with it. `UserError` is raised for what can be mended, in one line,
+and `RunError` where something
 fails under way: a `ReadError` where that is the disk, a `RankError` where it is another rank.
 """
 
@@ -14,7 +15,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.config import Sampling
     from offload.engine.chat import Chat
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Generation
@@ -22,19 +22,22 @@ if TYPE_CHECKING:
     from offload.engine.request import Request
     from offload.errors import RankError, ReadError, RunError, UserError
     from offload.memory.plan import MemoryPlan
+    from offload.units import Sampling
 
 __all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "RankError", "ReadError", "Request", "RunError", "Sampling",
            "UserError", "load"]  # fmt: skip
 __version__ = "0.1.0"
 
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    # How often an OpenMP thread looks for work before it sleeps; its library reads this when torch loads it. By default
-    # it looks ten times as often, on a core that others need; if it slept at once, small products would take longer.
+    # How often an OpenMP thread looks for work before it sleeps; its library reads this when torch
+    # loads it. By default it looks ten times as often, on a core that others need; if it slept at
+    # once, small products would take longer.
     os.environ["GOMP_SPINCOUNT"] = "30000"
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    # Of 16-bit products torch and oneDNN keep code for every number of rows, up to 0.7 MB each. Passes have another
-    # number of rows each time, and at their default of 1024 a process grows by hundreds of MB within hours. To make
-    # one takes 2 ms, and a text of hundreds of passes makes some 130.
+    # Of 16-bit products torch and oneDNN keep code for every number of rows, up to 0.7 MB each.
+    # Passes have another number of rows each time, and at their default of 1024 a process grows by
+    # hundreds of MB within hours. To make one takes 2 ms, and a text of hundreds of passes makes
+    # some 130.
     os.environ.setdefault(_cache, "128")
 
 _HOMES = {

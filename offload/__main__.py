@@ -1,4 +1,5 @@
-"""The command `offload`, and `python -m offload`: standard streams that are there, and signals that are never lost.
+"""The command `offload`, and `python -m offload`: standard streams that are there, and signals that
+are never lost.
 
 Both must hold before anything else is imported, so this file imports nothing that takes time.
 """
@@ -13,14 +14,16 @@ from typing import Any
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 _ASK_AGAIN_S = 0.02
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # each an exception, so that a session is written and the terminal echoes
+# each an exception, so that a session is written and the terminal echoes
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Entry point of the `offload` command."""
     _open_closed_streams()
     sys.stdout = _buffered(sys.stdout)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a shell
+    # not ignored, as in the background of a shell
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
     for number in _ENDINGS:
@@ -46,7 +49,8 @@ def _open_closed_streams() -> None:
 
 
 def _buffered(stdout: Any) -> Any:
-    """The same stream with a buffer, by which it can be told that it failed, and without a letter that makes it fail.
+    """The same stream with a buffer, by which it can be told that it failed, and without a letter
+    that makes it fail.
 
     All of it in C: in a `write` of Python's, Ctrl-C would lose text or write it twice.
     """
@@ -58,7 +62,9 @@ def _buffered(stdout: Any) -> Any:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or swallows it."""
+    """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or
+    swallows it.
+    """
     if not _is_importing(frame):
         raise KeyboardInterrupt
     _send_later(number)

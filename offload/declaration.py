@@ -48,11 +48,15 @@ class Option:
     keeps_default: bool = False  # also in a record that leaves others open, see `unset`
     is_eager: bool = False  # read before the others
     counts: str = ""  # what a number may not exceed, by name: `cores`
-    is_drawing: bool = False  # chooses among tokens that are drawn, and means nothing to greedy text
+    is_drawing: bool = (
+        False  # chooses among tokens that are drawn, and means nothing to greedy text
+    )
     is_suggested: bool = False  # a model may suggest it in its generation_config.json
     doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
     called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
-    http_within: tuple[float, float] | None = None  # bounds of OpenAI's protocol, where they are narrower
+    http_within: tuple[float, float] | None = (
+        None  # bounds of OpenAI's protocol, where they are narrower
+    )
     page: tuple[str, str] = ("", "")  # bounds of its field on the chat page
     doc: str = ""  # what docs/flags.md says instead of `help`
 
@@ -83,7 +87,11 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """The value as a number of Python, within its bounds. Raises `UserError`."""
-        own = whole_number(value, f"`{self.name}`") if self.kind is int else number(value, f"`{self.name}`")
+        own = (
+            whole_number(value, f"`{self.name}`")
+            if self.kind is int
+            else number(value, f"`{self.name}`")
+        )
         rule, holds = interval(self.within)
         require(holds(own), f"`{self.name}` must {rule}", own, self.remedy)
         return own
@@ -125,7 +133,9 @@ def build(record: type[Record], given: Mapping[str, Any]) -> Record:
         other = own.metadata.get("of")
         if other is not None:
             names = options_of(other)
-            values[own.name] = {name: given[name] for name in names if given.get(name) not in (None, [], ())}
+            values[own.name] = {
+                name: given[name] for name in names if given.get(name) not in (None, [], ())
+            }
         elif own.name in given:
             values[own.name] = given[own.name]
     return record(**values)
@@ -143,18 +153,24 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     return f"{', '.join(names[:-1])} {last} {names[-1]}"
 
 
-def called_with(arguments: Callable[P, Record]) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
+def called_with(
+    arguments: Callable[P, Record],
+) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
     """Let a function of one record be called with the record's fields, which are its signature to every reader."""
 
     def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
         taken = signature(arguments).parameters.values()
         # What must be given says so, though its field has a default as those that follow have.
         needed = {name for name, one in options_of(arguments).items() if one.is_required}
-        shown = Signature([one.replace(default=Parameter.empty) if one.name in needed else one for one in taken])
+        shown = Signature(
+            [one.replace(default=Parameter.empty) if one.name in needed else one for one in taken]
+        )
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            shown.bind(*args, **kwargs)  # whose TypeError names no record, and no default of what must be given
+            shown.bind(
+                *args, **kwargs
+            )  # whose TypeError names no record, and no default of what must be given
             return function(arguments(*args, **kwargs))
 
         returns = signature(function).return_annotation
@@ -186,7 +202,9 @@ def interval(text: str) -> tuple[str, Callable[[float], bool]]:
     opens, closes = found[1] == "(", found[4] == ")"
     return (
         f"lie in {text}",
-        lambda value: low <= value <= high and not (opens and value == low) and not (closes and value == high),
+        lambda value: (
+            low <= value <= high and not (opens and value == low) and not (closes and value == high)
+        ),
     )
 
 

@@ -1,12 +1,17 @@
-"""The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
+"""The errors that a user can mend: one line each, naming the rule, the value that broke it and the
+remedy.
+"""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 TOLD = "every rank has been told"  # a note on an error: rank 0 tells the user, no other needs to
-_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}  # descriptors, memory, processes
-_MAX_CHARS, _KEPT_CHARS = 560, 260  # of a message, and of its either end where it quotes more
+# descriptors, memory, processes
+_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+# of a message, and of its either end where it quotes more
+_MAX_CHARS = 560
+_KEPT_CHARS = 260
 
 
 class UserError(ValueError):
@@ -32,7 +37,8 @@ class ReadError(RunError):
 
 
 class RankError(RunError):
-    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told.
+    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it
+    has told.
 
     Attributes:
         is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
@@ -42,16 +48,25 @@ class RankError(RunError):
     """
 
     def __init__(
-        self, message: str, *, is_head_told: bool = False, is_refusal: bool = False, is_death: bool = False,
+        self,
+        message: str,
+        *,
+        is_head_told: bool = False,
+        is_refusal: bool = False,
+        is_death: bool = False,
         is_head_silent: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message)
-        self.is_head_told, self.is_refusal, self.is_death = is_head_told, is_refusal, is_death
+        self.is_head_told = is_head_told
+        self.is_refusal = is_refusal
+        self.is_death = is_death
         self.is_head_silent = is_head_silent
 
 
 def ensure(holds: bool, rule: str) -> None:
-    """Raise `ValueError` where a rule does not hold; who reads a file of ours says around it which file breaks it."""
+    """Raise `ValueError` where a rule does not hold; who reads a file of ours says around it which
+    file breaks it.
+    """
     if not holds:
         raise ValueError(rule)
 
@@ -71,15 +86,16 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
 def refusing(what: str, remedy: str) -> Iterator[None]:
     """Raises `UserError` for whatever goes wrong inside.
 
-    What strangers give, files and grammars, fails as programs do, with any exception that lies at hand. What the
-    machine lacks is not their fault, and stays what it is.
+    What strangers give, files and grammars, fails as programs do, with any exception that lies at
+    hand. What the machine lacks is not their fault, and stays what it is.
     """
     try:
         yield
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in _LACKING:
             raise
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which is no `Exception`
+        # of Rust, which is no `Exception`
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise UserError(f"{what} ({reason(error)}): {remedy}") from None
         raise
 

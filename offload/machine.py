@@ -1,6 +1,11 @@
-"""What this machine has to give: memory, a container's limit included."""
+"""What this machine has to give: memory, a container's limit included.
+
+How many cores this process may keep busy: those it may run on, and no more than its container's
+quota pays for.
+"""
 
 import ctypes
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -20,14 +25,21 @@ class GroupFiles(NamedTuple):
 
 CGROUP_V2 = GroupFiles("memory.max", "memory.current", "memory.peak", "inactive_file")
 CGROUP_V1 = GroupFiles(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "total_inactive_file"
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "memory.max_usage_in_bytes",
+    "total_inactive_file",
 )
 
 
 def available_ram_bytes() -> int:
-    """Memory that a new allocation may take: what the kernel calls available, or what the container's limit leaves."""
+    """Memory that a new allocation may take: what the kernel calls available, or what the
+    container's limit leaves.
+    """
     free = [_meminfo_available()]
-    for limit_bytes, used_bytes in _cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
+    for limit_bytes, used_bytes in _cgroup_limits(
+        Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    ):
         free.append(limit_bytes - used_bytes)
     return max(0, min(free))
 
@@ -40,7 +52,9 @@ def available_gpu_bytes(device: str) -> int:
 
 
 def has_cuda_driver() -> bool:
-    """Whether there can be a CUDA device at all: known at once, where importing torch takes seconds."""
+    """Whether there can be a CUDA device at all: known at once, where importing torch takes
+    seconds.
+    """
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -49,7 +63,9 @@ def has_cuda_driver() -> bool:
 
 
 def peak_rss_bytes(process: int | str = "self") -> int:
-    """The most memory a process has held at once; `getrusage` would count its parent's share before the start."""
+    """The most memory a process has held at once; `getrusage` would count its parent's share before
+    the start.
+    """
     return _kilobytes(f"/proc/{process}/status", "VmHWM:") * 1024
 
 
@@ -60,7 +76,9 @@ def rss_bytes(process: int | str = "self") -> int:
 
 
 def give_back_memory() -> None:
-    """Return to the system what C's allocator keeps of freed memory, some 100 MB behind a decoder, where it can."""
+    """Return to the system what C's allocator keeps of freed memory, some 100 MB behind a decoder,
+    where it can.
+    """
     with suppress(AttributeError):  # of other C libraries than GNU's
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -101,9 +119,11 @@ def memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, GroupFil
 
 
 def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's groups, innermost first, and whether they are of version 2; none where nobody groups.
+    """Folders of this process's groups, innermost first, and whether they are of version 2; none
+    where nobody groups.
 
-    `root` is where the cgroup file systems are mounted, `membership` the kernel's list, /proc/self/cgroup.
+    `root` is where the cgroup file systems are mounted, `membership` the kernel's list,
+    /proc/self/cgroup.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:
@@ -112,12 +132,20 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
         if is_unified or controller in controllers.split(","):
             base = root if is_unified else root / controller
             group = base / path.lstrip("/")
-            yield from ((folder, is_unified) for folder in (group, *group.parents) if folder.is_relative_to(base))
+            yield from (
+                (folder, is_unified)
+                for folder in (group, *group.parents)
+                if folder.is_relative_to(base)
+            )
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     """(limit, used) of every memory group that this process is in, innermost first."""
-    return [limit for folder, names in memory_groups(root, membership) for limit in _read_limit(folder, names)]
+    return [
+        limit
+        for folder, names in memory_groups(root, membership)
+        for limit in _read_limit(folder, names)
+    ]
 
 
 def _read_limit(folder: Path, names: GroupFiles) -> list[tuple[int, int]]:
@@ -125,12 +153,46 @@ def _read_limit(folder: Path, names: GroupFiles) -> list[tuple[int, int]]:
         limit, used = ((folder / name).read_text().strip() for name in (names.limit, names.used))
     except OSError:
         return []
-    return [(int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache))] if limit.isdigit() else []
+    return (
+        [(int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache))]
+        if limit.isdigit()
+        else []
+    )
 
 
 def _idle_cache_bytes(folder: Path, key: str) -> int:
-    """Pages of files read long ago: they count as used, and the kernel drops them as soon as memory is wanted."""
+    """Pages of files read long ago: they count as used, and the kernel drops them as soon as memory
+    is wanted.
+    """
     if not (folder / "memory.stat").is_file():
         return 0
     lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return next((int(value) for name, value in lines if name == key), 0)
+
+
+def num_cores() -> int:
+    """At least 1."""
+    quotas = cpu_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
+
+
+def cpu_quotas(root: Path, membership: Path) -> list[float]:
+    """Cores that every limited group of this process pays for, innermost first; `membership` is
+    /proc/self/cgroup.
+    """
+    found = [_read_quota(folder) for folder, _ in control_groups("cpu", root, membership)]
+    return [quota for quota in found if quota is not None]
+
+
+def _read_quota(folder: Path) -> float | None:
+    """From version 2's `cpu.max`, or from version 1's two files."""
+    try:
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+    except OSError:
+        return None
+    return int(quota) / int(period) if quota.isdigit() else None  # "max" and -1 are no limit

@@ -10,8 +10,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.config import DTYPES, EXPERTS, RULES, Sampling
 from offload.declaration import option, unset
+from offload.units import DTYPES, EXPERTS, RULES, Sampling
 
 # A table: what an option is, who takes it, what is said of it.
 # fmt: off
@@ -24,7 +24,7 @@ _ALL = (*_LOAD, "demo", "pack", "unpack", "verify", "build", "append", "info")
 
 
 @dataclass(frozen=True)
-class ModelNames:
+class ModelChoice:
     """Which models."""
 
     model: PathLike = option(
@@ -415,7 +415,7 @@ class VerifyOptions:
 
 # In the order of docs/flags.md.
 RECORDS: tuple[type, ...] = (
-    ModelNames,
+    ModelChoice,
     ModelOptions,
     Sampling,
     SamplingOptions,

@@ -1,15 +1,17 @@
-"""What a run has moved, waited for and accepted: counts, bytes and seconds, nothing derived is stored."""
+"""What a run has moved, waited for and accepted: counts, bytes and seconds, nothing derived is
+stored.
+"""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from offload.threads.policy import Modes
+from offload.threads import StepModes
 
 
 @dataclass(slots=True)
-class Estimate:
+class RunningMean:
     """A mean of numbers that come one by one, and how far it is to be trusted."""
 
     count: int = 0
@@ -22,9 +24,9 @@ class Estimate:
             self.count, self.total = self.count + 1, self.total + value
             self.total_squares += value * value
 
-    def __add__(self, other: "Estimate") -> "Estimate":
+    def __add__(self, other: "RunningMean") -> "RunningMean":
         sums = self.total + other.total, self.total_squares + other.total_squares
-        return Estimate(self.count + other.count, *sums)
+        return RunningMean(self.count + other.count, *sums)
 
     @property
     def mean(self) -> float | None:
@@ -40,11 +42,17 @@ class Estimate:
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        return {"mean": self.mean, "standard_error": self.standard_error, "num_positions": self.count}
+        return {
+            "mean": self.mean,
+            "standard_error": self.standard_error,
+            "num_positions": self.count,
+        }
 
 
 class RankFigures(NamedTuple):
-    """What one of many ranks has moved and held since it loaded; what lies between two moments is the difference."""
+    """What one of many ranks has moved and held since it loaded; what lies between two moments is
+    the difference.
+    """
 
     ram_bytes: int  # its budget
     own_bytes: int  # what Python and its libraries took before it loaded
@@ -55,11 +63,12 @@ class RankFigures(NamedTuple):
     bytes_streamed: int
     stall_s: float  # compute waited for the link
     row_bytes: int  # that it sends in exchanges for every row, by the formula
-    bytes_sent: dict[str, int]  # by kind of message, `broadcast` and `gather`: the last two are exchanges
+    # by kind of message, `broadcast` and `gather`: the last two are exchanges
+    bytes_sent: dict[str, int]
     exchange_s: float  # waiting for slower ranks included
 
 
-class Moved(NamedTuple):
+class Transfers(NamedTuple):
     """What passes have moved and waited for."""
 
     num_bytes: int = 0
@@ -67,20 +76,28 @@ class Moved(NamedTuple):
     expert_hits: int = 0  # routed experts that were there when a pass asked for them
     expert_misses: int = 0
 
-    def since(self, before: "Moved") -> "Moved":
+    def since(self, before: "Transfers") -> "Transfers":
         """What came after an earlier moment."""
-        hits, misses = self.expert_hits - before.expert_hits, self.expert_misses - before.expert_misses
-        return Moved(self.num_bytes - before.num_bytes, self.stall_s - before.stall_s, hits, misses)
+        hits = self.expert_hits - before.expert_hits
+        misses = self.expert_misses - before.expert_misses
+        return Transfers(
+            self.num_bytes - before.num_bytes, self.stall_s - before.stall_s, hits, misses
+        )
 
-    def and_more(self, other: "Moved") -> "Moved":
+    def and_more(self, other: "Transfers") -> "Transfers":
         """Both together."""
-        hits, misses = self.expert_hits + other.expert_hits, self.expert_misses + other.expert_misses
-        return Moved(self.num_bytes + other.num_bytes, self.stall_s + other.stall_s, hits, misses)
+        hits = self.expert_hits + other.expert_hits
+        misses = self.expert_misses + other.expert_misses
+        return Transfers(
+            self.num_bytes + other.num_bytes, self.stall_s + other.stall_s, hits, misses
+        )
 
 
 @dataclass(slots=True, repr=False)
 class Stats:
-    """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s` covers."""
+    """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s`
+    covers.
+    """
 
     num_prompt_tokens: int = 0
     num_kept_tokens: int = 0  # of the prompt's, whose keys and values the run before had left
@@ -94,19 +111,24 @@ class Stats:
     verify_s: float = 0.0
     stall_s: float = 0.0  # of sweep_s: compute waited for the link
     bytes_streamed: int = 0
-    expert_hits: int = 0  # see `Moved`
+    expert_hits: int = 0  # see `Transfers`
     expert_misses: int = 0
     peak_rss_bytes: int = 0
     peak_device_bytes: int = 0
-    threads: Modes | None = None  # of the last step
+    threads: StepModes | None = None  # of the last step
     tree_num_nodes: int = 1
     tree_depth: int = 0
     is_tree_dynamic: bool = False  # size and depth are bounds then
-    chain_lengths: list[int] = field(default_factory=list)  # of `chain:auto`: guesses before each sweep
-    accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
-    first_guess: Estimate = field(default_factory=Estimate)  # chance that a node's first guess is accepted
-    runs: list[tuple[float, str, int, int]] = field(default_factory=list)  # of a pipeline: see `ranks.timings.RunEvent`
-    is_draft_known: bool = True  # whether a draft made guesses of which verification knew q: then this is alpha
+    # of `chain:auto`: guesses before each sweep
+    chain_lengths: list[int] = field(default_factory=list)
+    # new tokens of each sweep after the prompt's
+    accepted_per_sweep: list[int] = field(default_factory=list)
+    # chance that a node's first guess is accepted
+    first_guess: RunningMean = field(default_factory=RunningMean)
+    # of a pipeline: see `ranks.timings.RunEvent`
+    runs: list[tuple[float, str, int, int]] = field(default_factory=list)
+    # whether a draft made guesses of which verification knew q: then this is alpha
+    is_draft_known: bool = True
 
     def __repr__(self) -> str:
         return (
@@ -120,12 +142,15 @@ class Stats:
 
     def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
         """The prompt's sweep is over: what it took counts as time to the first token only."""
-        self.num_first_tokens, self.ttft_s = num_first_tokens, ttft_s
+        self.num_first_tokens = num_first_tokens
+        self.ttft_s = ttft_s
         self.num_sweeps = self.bytes_streamed = self.expert_hits = self.expert_misses = 0
         self.chain_lengths = []
         self.draft_s = self.sweep_s = self.verify_s = self.stall_s = 0.0
 
-    def add_step(self, moved: Moved, *, draft_s: float, sweep_s: float, verify_s: float) -> None:
+    def add_step(
+        self, moved: Transfers, *, draft_s: float, sweep_s: float, verify_s: float
+    ) -> None:
         """One more sweep and what surrounded it."""
         self.num_sweeps += 1
         self.draft_s += draft_s
@@ -137,13 +162,17 @@ class Stats:
         self.expert_misses += moved.expert_misses
 
     @property
-    def alpha(self) -> Estimate | None:
-        """E[sum of min(p, q)] over the positions that were verified; None where none was, or no draft's q was kept."""
+    def alpha(self) -> RunningMean | None:
+        """E[sum of min(p, q)] over the positions that were verified; None where none was, or no
+        draft's q was kept.
+        """
         return self.first_guess if self.is_draft_known and self.first_guess.count else None
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """Of the routed experts that passes have asked for, how many were there; None where they come with layers."""
+        """Of the routed experts that passes have asked for, how many were there; None where they
+        come with layers.
+        """
         asked = self.expert_hits + self.expert_misses
         return self.expert_hits / asked if asked else None
 
@@ -169,10 +198,29 @@ class Stats:
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        names = ("num_sweeps", "tokens_per_sweep", "ttft_s", "tpot_s", "sweep_s", "draft_s", "verify_s", "stall_s")
-        more = ("bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes", "accepted_per_sweep")
+        names = (
+            "num_sweeps",
+            "tokens_per_sweep",
+            "ttft_s",
+            "tpot_s",
+            "sweep_s",
+            "draft_s",
+            "verify_s",
+            "stall_s",
+        )
+        more = (
+            "bytes_streamed",
+            "link_bytes_per_s",
+            "peak_rss_bytes",
+            "peak_device_bytes",
+            "accepted_per_sweep",
+        )
         figures: dict[str, object] = {name: getattr(self, name) for name in names + more}
-        tree = {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth, "is_grown": self.is_tree_dynamic}
+        tree = {
+            "num_nodes": self.tree_num_nodes,
+            "depth": self.tree_depth,
+            "is_grown": self.is_tree_dynamic,
+        }
         experts = ("expert_hits", "expert_misses")
         return {
             **figures,
@@ -180,7 +228,12 @@ class Stats:
             "first_guess": self.first_guess.as_dict(),
             **({"chain_lengths": self.chain_lengths} if self.chain_lengths else {}),
             **({"runs": self.runs} if self.runs else {}),
-            **({} if self.expert_hit_rate is None else {name: getattr(self, name) for name in experts}),
-            "threads": self.threads and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
+            **(
+                {}
+                if self.expert_hit_rate is None
+                else {name: getattr(self, name) for name in experts}
+            ),
+            "threads": self.threads
+            and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
             "tree": tree,
         }

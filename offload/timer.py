@@ -20,7 +20,9 @@ def fastest_s(measure: Callable[[], float], budget_s: float, *, least_rounds: in
     return min(_rounds(measure, budget_s, least_rounds, 1000))
 
 
-def median_s(measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1, most_rounds: int = 1000) -> float:
+def median_s(
+    measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1, most_rounds: int = 1000
+) -> float:
     """Of the seconds that `measure` tells, again and again for as long as `budget_s` lasts."""
     return median(_rounds(measure, budget_s, least_rounds, most_rounds))
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.encoding.base import Found
+from offload.encoding.base import RecognisedWeight
 from offload.encoding.formats import FORMATS
 from offload.kernels.compiled import HAS_NUMBA, share_rows
-from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE, Expansion
+from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import HAS_TRITON
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPANSIONS = [
     pytest.param(REFERENCE, id="reference"),
     pytest.param(COMPILED, id="compiled", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
-    pytest.param(KERNELS, id="kernels", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
+    pytest.param(EXPANSION_KERNELS, id="kernels", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
 ]
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
           torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -34,7 +34,7 @@ class OfHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
-def recognise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Found:
+def recognise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> RecognisedWeight:
     """By the first format that knows the tensors, by suffix."""
     headers = {suffix: OfHeader(_NAMES[one.dtype], tuple(one.shape)) for suffix, one in tensors.items()}
     for one in FORMATS:
@@ -97,4 +97,4 @@ def forbid_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def can_round(expansion: Expansion, dtype: torch.dtype) -> bool:
     """Triton's interpreter cuts what it stores as bfloat16."""
-    return expansion is not KERNELS or dtype != torch.bfloat16
+    return expansion is not EXPANSION_KERNELS or dtype != torch.bfloat16

@@ -26,7 +26,7 @@ from offload.bench.harness.expansions import samples
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expand_exponents import expand_exponents_kernel
-from offload.kernels.expansion import KERNELS
+from offload.kernels.expansion import EXPANSION_KERNELS
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
@@ -86,7 +86,7 @@ def match(seed: int, temperature: float) -> None:
 def expand(index: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
     """Of the kind of words with this number."""
     sample = samples(num_rows, num_columns)[index]
-    sample.expand(KERNELS, torch.empty(sample.out_shape, dtype=dtype))
+    sample.expand(EXPANSION_KERNELS, torch.empty(sample.out_shape, dtype=dtype))
 
 
 def exponents(num_weights: int, width: int, dtype: torch.dtype, source: torch.dtype = torch.bfloat16) -> None:

@@ -15,7 +15,7 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 import torch
 from no_gpu import tell_compiled
 
-from offload.calibration.kernel_selection import Heads, Shapes, comparisons
+from offload.calibration.kernels import Heads, Shapes, comparisons
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
 from offload.kernels.path_attention import PathRows, ScoreTerms, path_attention_kernel

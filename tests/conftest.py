@@ -6,8 +6,10 @@ where it is used: the process that hands tests out to others needs none.
 
 import gc
 import os
+import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
+from matrix import TEST_SEED
 
 # Shells start background jobs with SIGINT ignored, `nohup` what it starts with SIGHUP, and children inherit that; tests
 # of these signals must not depend on it.
@@ -25,14 +28,93 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# Why a test may be left out, as patterns of the whole reason; for any other reason it fails. What the extra `test`
+# installs is on no list: where it is missing, a test that needs it says so by failing.
+_MAY_BE_MISSING = (
+    "needs a CUDA device",  # and only `-m gpu` takes such tests at all
+    "this processor: .*",  # products whose bits agree are promised where a trial has found some
+    "this torch has no .*",
+    "this transformers has no .*",  # the oldest admitted one
+    "older transformers take other versions of Hugging Face's kernels, and other names from it",
+    "faults are injected by a shim in C, for Linux and Python before 3.13",
+    "needs a compiler of C, and Linux",
+    "memory groups cannot be made here",
+    "no file system of one's own can be mounted here",
+    "none can be made on this machine .*",  # a network of two hosts
+    "the peak cannot be reset here: .*",
+    "no Chromium: .*",
+    "(curl|llm) is not installed",
+    "Triton's interpreter cuts what it stores as bfloat16",
+    "a card has to be asked, which torch does",
+    "lm-eval is not installed: .*",  # `make test-eval` has it
+)
+_MAY_BE_MISSING_ELSEWHERE = (  # than on Linux
+    "needs Triton",
+    "needs inotify, pidfd and /proc",
+    "no /dev/shm",
+    "no other system limits addresses",
+    "no such signals",
+    "no fork",
+    "/proc",
+    "open files are counted in /proc",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run what is marked `full`, too: all rows of every table")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Show a GPU to `-m gpu` alone: any other test says what it says on a machine without one.
 
     Triton reads at the definition of a kernel whether to interpret it, so this must stand before a test imports one.
     """
-    if config.option.markexpr != "gpu":
+    if not _is_for_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    target = "test-full" if config.option.full else "test"
+    return f"rows of the day are drawn by seed {TEST_SEED}: `make {target} TEST_SEED={TEST_SEED}` draws them again"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU, or the full run, where neither is asked for; a test that is named by `::` runs."""
+    left_out = set() if _is_for_gpu(config) else {"gpu"}
+    is_asked_for = "full" in config.option.markexpr or any("::" in argument for argument in config.args)
+    if not (config.option.full or _is_for_gpu(config) or is_asked_for):
+        left_out.add("full")
+    deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    return _told_if_skipped(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    return _told_if_skipped(collector.config, (yield))
+
+
+def _told_if_skipped(config: pytest.Config, report: Any) -> Any:
+    """Let a test, or a file, fail that is skipped for a reason that is on no list."""
+    if not report.skipped or hasattr(report, "wasxfail") or _is_for_gpu(config):
+        return report
+    reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+    allowed = _MAY_BE_MISSING + (() if sys.platform == "linux" else _MAY_BE_MISSING_ELSEWHERE)
+    if not any(re.fullmatch(pattern, reason.removeprefix("Skipped: ")) for pattern in allowed):
+        report.outcome = "failed"
+        report.longrepr = f"tests/conftest.py lists no such reason to be left out: {reason}"
+    return report
+
+
+def _is_for_gpu(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "gpu")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -78,7 +160,7 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One core and one thread, for a decoder leaves the number that its last step had; and no decoder is left open."""
     import torch
 
-    monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
+    monkeypatch.setattr("offload.machine.num_cores", lambda: 1)
     torch.set_num_threads(1)
     before = _num_readers()
     yield

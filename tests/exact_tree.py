@@ -6,7 +6,7 @@ K ranks, N nodes, D draft steps.
 
 import numpy as np
 
-from offload.tree.topology import AcceptanceVector, Floats, Ints, Topology, check_acceptance
+from offload.trees.topology import AcceptanceVector, Floats, Ints, Topology, check_acceptance
 
 
 def optimal(p: AcceptanceVector, num_nodes: int, max_depth: int | None = None) -> Topology:

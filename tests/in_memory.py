@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from offload.distributed.transport import Channel, Message, Transport
 from offload.errors import RankError
-from offload.ranks.messages import Channel, Message
-from offload.ranks.transport import Transport
 
 Delay = Callable[[int, int, Channel], float]  # seconds from sending to arriving, by sender, receiver and channel
 

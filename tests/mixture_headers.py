@@ -6,7 +6,7 @@ from typing import Any
 from offload.checkpoint.hub import imagined
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import Coded, TensorEntry
-from offload.encoding.mxfp4 import Mxfp4
+from offload.encoding.floats import Mxfp4
 
 Shapes = dict[str, tuple[int, ...]]
 CONFIG: dict[str, Any] = {

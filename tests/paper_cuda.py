@@ -14,7 +14,7 @@ from strict_place import StrictDevice, attend_on_card, place
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.build import resident_model
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 
 Pool = tuple[int, int]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from offload.cli.launch import free_port
-from offload.planning.place import Place
+from offload.rank_roles import RankInfo
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line has it
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["offload.ranks.join"])
+_CONTEXT.set_forkserver_preload(["offload.distributed.join", "offload.engine.load"])
 
 
 class Ranks:
@@ -23,7 +23,7 @@ class Ranks:
             rank: _CONTEXT.Process(target=_run, args=(work, self._told, place, *args))
             for rank in range(num_ranks)
             if rank not in absent
-            for place in [Place(rank, num_ranks, 0, rank, num_ranks, "127.0.0.1", port)]
+            for place in [RankInfo(rank, num_ranks, 0, rank, num_ranks, "127.0.0.1", port)]
         }
         for process in self.by_rank.values():
             process.start()
@@ -51,6 +51,6 @@ class Ranks:
             self.by_rank[rank].join()
 
 
-def _run(work: Callable[..., None], told: Any, place: Place, *args: Any) -> None:
+def _run(work: Callable[..., None], told: Any, place: RankInfo, *args: Any) -> None:
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     work(place, lambda what: told.put((place.rank, what)), *args)

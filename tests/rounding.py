@@ -4,6 +4,8 @@ Products are summed in an order that depends on the number of rows, the threads 
 and logarithms differ in their last place: see tests/README.md for what is promised to the bit and what is not.
 """
 
+from enum import Enum
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,22 @@ def beyond_doubt(logits_TV: Tensor) -> Tensor:
     gap = float((best_T2[:, 0] - best_T2[:, 1]).min() / logits_TV.abs().max())
     assert gap > LEAST_GAP, f"the two best lie {gap:.1e} of the scores apart: the processor decides, take another seed"
     return logits_TV.argmax(-1)
+
+
+class Promise(Enum):
+    """Why numbers that were computed twice must be equal to the bit; for no other reason are they compared so."""
+
+    INVARIANT = "the arithmetic is invariant: a row's bits depend on its own path alone, on every processor"
+    SAME_PRODUCTS = "one process multiplies the same shapes with as many threads, and weights are aligned alike"
+
+
+def assert_same_bits(got: Tensor, wanted: Tensor, why: Promise, where: object = "") -> None:
+    """Require equal shapes, types and numbers of what has been computed twice, and say why that is promised."""
+    kinds = [(one.dtype, tuple(one.shape)) for one in (got, wanted)]
+    assert kinds[0] == kinds[1], f"{where}: {kinds}"
+    if not torch.equal(got, wanted):
+        num_other = int((got != wanted).sum())
+        most = float((got.double() - wanted.double()).abs().max())
+        raise AssertionError(
+            f"{where}: {num_other} of {got.numel()} numbers differ, by up to {most:.1e}, but {why.value}"
+        )

@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from shell import ROOT
+from forked import ROOT, popen
 
 _TOKEN = re.compile(r"\x1b(?:\[(\d*)([A-Za-z])|([78D]))|(.)", re.DOTALL)
 
@@ -116,12 +116,17 @@ def record(
     termios.tcsetwinsize(ours, (24, num_columns))
     command = [sys.executable, "-m", "offload", *map(str, arguments)]
     inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    given = {**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", **environment}
+    given = {
+        **inherited,
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm-256color",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    given |= environment
     started, chunks, pending = time.monotonic(), list[tuple[float, str]](), b""
     out = theirs if stdout is None else stdout
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=out, stderr=theirs, env=given, start_new_session=True
-    ) as running:
+    with popen(command, stdin=theirs, stdout=out, stderr=theirs, env=given, start_new_session=True) as running:
         os.close(theirs)
         while time.monotonic() - started < 300:
             if select.select([ours], [], [], 1)[0]:
@@ -143,13 +148,12 @@ def record(
 class Typist:
     """A person at a terminal, who waits for what is shown before typing on."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, is_cold: bool = False) -> None:
         self._ours, theirs = pty.openpty()
         termios.tcsetwinsize(self._ours, (24, 80))
-        given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        self.running = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=given, start_new_session=True
-        )
+        given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        run = subprocess.Popen if is_cold else popen
+        self.running = run(command, stdin=theirs, stdout=theirs, stderr=theirs, env=given, start_new_session=True)
         os.close(theirs)
         self.seen = ""
 

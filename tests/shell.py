@@ -1,6 +1,6 @@
 """The command line as a person meets it: what it prints, where, and with which exit code.
 
-`shell` runs it inside the test's own process, which is a hundred times faster; `process` where a process matters.
+`shell` runs it inside the test's own process; `process` where a process matters.
 """
 
 import io
@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from offload.cli import main as cli
+from forked import ROOT, popen
 
-ROOT = Path(__file__).resolve().parents[1]
+from offload.cli import main as cli
 
 
 class Outcome(NamedTuple):
@@ -34,18 +33,27 @@ def shell(*arguments: object, stdin: bytes = b"") -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, python: tuple[str, ...] = ("-m", "offload")) -> "subprocess.Popen[bytes]":
-    """The same as a process under way, with pipes; `python` may be other options of the interpreter."""
+def start(
+    *arguments: object, python: tuple[str, ...] = ("-m", "offload"), is_cold: bool = False
+) -> "subprocess.Popen[bytes]":
+    """Return the same as a process under way, with pipes; `python` may be other options of the interpreter.
+
+    It is forked from a warm one, see `forked.py`. What asks which modules are imported, or when, wants a cold one.
+    """
     command = [sys.executable, *python, *map(str, arguments)]
-    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for name in ("TRANSFORMERS_VERBOSITY", "PYTHONUNBUFFERED"):  # as it is for a user
         environment.pop(name, None)
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, bufsize=0)
+    run = subprocess.Popen if is_cold else popen
+    return run(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, bufsize=0)
 
 
-def process(*arguments: object, stdin: bytes = b"", python: tuple[str, ...] = ("-m", "offload")) -> Outcome:
-    """The same as a process of its own, to its end."""
-    running = start(*arguments, python=python)
+def process(
+    *arguments: object, stdin: bytes = b"", python: tuple[str, ...] = ("-m", "offload"), is_cold: bool = False
+) -> Outcome:
+    """Run the same as a process of its own, to its end."""
+    running = start(*arguments, python=python, is_cold=is_cold)
     out, err = running.communicate(stdin, timeout=300)
     return Outcome(running.returncode, out.decode(), err.decode())
 

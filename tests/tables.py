@@ -12,14 +12,12 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from offload.config import Sampling
-from offload.drafting.children import draw_children
+from offload.drafting.static import draw_children
 from offload.sampling.sampler import Sampler
-from offload.tree.proposals import Draw, Floats, Offer, Proposals
-from offload.tree.token_tree import TokenTree, children_of
-from offload.tree.topology import Topology, best_first, chain, k_ary, sequences
-from offload.verification.rules import Acceptance, Rule
-from offload.verification.walk import Trials
+from offload.trees.token_tree import Draw, Floats, Offer, Proposals, TokenTree, children_of
+from offload.trees.topology import Topology, best_first, chain, k_ary, sequences
+from offload.trees.verification import Acceptance, Rule, Trials
+from offload.units import Sampling
 
 VOCAB_SIZE = 6
 ROOT = 2  # the token that all runs start from

@@ -23,9 +23,9 @@ from served import serving, slow_passes
 from shell import ROOT
 from test_structure import sources
 
-from offload.engine.service import Engine
-from offload.ranks.timings import TokenTime
-from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
+from offload.distributed.head import TokenTime
+from offload.engine.scheduler import Engine
+from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0
 
@@ -34,10 +34,10 @@ WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "cti
 TOLD = {
     ("offload/server/answer.py", "time"): "`created` of an answer, in OpenAI's protocol",
     ("offload/server/app.py", "time"): "`created` of the model's card",
-    ("offload/tuning/tune.py", "now"): "when a profile was written, for people",
+    ("offload/reports/tune.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/safetensors.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
     (
-        "offload/checkpoint/hub_sums.py",
+        "offload/integrity.py",
         "st_mtime",
     ): "beside the time that the hub's library has noted, as it does itself",
     ("bench/harness/record.py", "now"): "when a figure was taken, for people",
@@ -142,7 +142,7 @@ def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("seed", range(5))
 def test_thread_counts_are_chosen_as_well(seed: int) -> None:
     """Four threads are best; now and then a step takes hours, also while another count is tried."""
-    rng, policy = random.Random(seed), ThreadPolicy(thread_ladder(8), Modes(Mode(8), Mode(8)))
+    rng, policy = random.Random(seed), ThreadPolicy(thread_ladder(8), StepModes(Mode(8), Mode(8)))
     used = list[int]()
     for _ in range(600):
         count = policy.modes(16).sweep.num_threads

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from offload.config import ByteSize, Rate, is_decimal, parse_rate, parse_size
 from offload.declaration import build, called_with, check_numbers, interval, option, options_of, unset
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.units import ByteSize, Rate, is_decimal, parse_rate, parse_size
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import matrix
 from quantised import RECIPES, Quantised, save_quantised
 from safetensors.torch import load_file, save_file
 from test_families import config_of, tiny_model
@@ -20,7 +21,7 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
-from offload.memory.plan import Tier
+from offload.memory.plan import LayerTier
 from offload.memory.planner import least_budget, plan_memory
 
 FORMATS = [name for name in RECIPES if name != "mxfp4"]  # which only stacks of experts are stored in
@@ -37,8 +38,8 @@ def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+@matrix("format", FORMATS, daily=4)
+@matrix("family", ["qwen2", "qwen3-moe"], daily=1)
 def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, family: str, tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
     model = save_quantised(target, format, tmp_path / "quantised")
@@ -49,14 +50,16 @@ def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, 
     ram = least_budget(lambda size: plan_memory(files, ram=size, dtype="auto", context=256, num_nodes=64))
     with offload.load(model.directory, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
         plan = decoder.plan
-        is_streamed = plan.num_layers_in(Tier.DISK) > plan.num_resident or 2 * plan.num_kept_experts < plan.num_experts
+        is_streamed = (
+            plan.num_layers_in(LayerTier.DISK) > plan.num_resident or 2 * plan.num_kept_experts < plan.num_experts
+        )
         assert is_streamed, "layers, or the experts of a mixture"
         for tree in ("none", "64x16"):
             assert decoder.generate(prompt, max_new_tokens=24, tree=tree).token_ids == wanted, tree
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@matrix("format", FORMATS, daily=4)
+@matrix("family", ["llama", "qwen3-moe"], daily=1)
 def test_logits_of_a_resident_model_equal_those_of_transformers(format: str, family: str, tmp_path: Path) -> None:
     require_equal_logits(save(build(FAMILIES[family]()), tmp_path / "plain"), format, tmp_path)
 

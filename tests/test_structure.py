@@ -28,8 +28,10 @@ def short_files(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
+    """A function reads from top to bottom; its signature and docstring do not count."""
     for function in functions(source):
-        num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        body = [node for node in function.body if not is_docstring(node)]
+        num_lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
         if num_lines > MAX_FUNCTION_LINES:
             yield f"{path}:{function.lineno} {function.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
 
@@ -122,6 +124,18 @@ def test_rule_holds(rule: Rule) -> None:
     assert not breaches, "\n" + "\n".join(breaches)
 
 
+def test_a_class_name_means_one_thing() -> None:
+    """In the product; the bench measures it with records of its own."""
+    homes: dict[str, list[str]] = {}
+    for path, source in sources():
+        if path.parts[0] == "bench":
+            continue
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 def test_every_file_of_tests_has_a_name_of_its_own() -> None:
     """Their folders are no packages: of two modules with one name pytest imports the first for both, and stops."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__main__.py"]  # nobody imports those
@@ -142,7 +156,7 @@ def planted(rule: Rule, path: str, source: str, case: str = "") -> object:
 
 PLANTED = [
     planted(short_files, "offload/a.py", "x = 1\n" * 601),
-    planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 60),
+    planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 61),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, f, g): ...", "positional"),
     planted(few_parameters, "offload/a.py", "def f(*, a, b, c, d, e, f, g, h, i): ...", "keyword_only"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, *, f, g, h, i): ...", "in_all"),
@@ -160,7 +174,7 @@ PLANTED = [
     planted(docstrings, "offload/a.py", "'''What.'''\nclass A: x = 1", "class"),
     planted(docstrings, "offload/a.py", "'''What.'''\nclass A:\n    '''A.'''\n    def f(self): return 1", "method"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
-    planted(kernels_stand_alone, "kernels/a.py", "from offload.config import Config", "from"),
+    planted(kernels_stand_alone, "kernels/a.py", "from offload.units import Config", "from"),
     planted(kernels_stand_alone, "kernels/a.py", "import offload", "import"),
 ]
 
@@ -220,6 +234,10 @@ def decorators(function: Function) -> set[str]:
     return {last_name(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
 
 
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 def last_name(node: ast.AST | None) -> str:
     """`c` of `a.b.c`; empty for what has no name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -248,7 +266,7 @@ def public_definitions(node: ast.Module | ast.ClassDef) -> Iterator[tuple[Functi
 
 
 def imported_names(node: ast.AST) -> list[str]:
-    """Full names: `from offload import config` gives offload.config."""
+    """Full names: `from offload import config` gives offload.units."""
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module or ''}.{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

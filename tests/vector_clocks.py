@@ -21,7 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.streaming import bounces, device_carrier, device_expert_carrier
+from offload.streaming import bounces
+from offload.streaming import carriers as device_carrier
+from offload.streaming import carriers as device_expert_carrier
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, RefusedError
 

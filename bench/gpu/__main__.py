@@ -3,7 +3,8 @@
     python3 -m offload.bench.gpu --out first --budget 560
     python3 -m offload.bench.gpu --out second --budget 560 --resume first/rows.jsonl
 
-From a checkout with what the image has, nothing installed. Every row is on disk as it is measured, whatever is killed.
+From a checkout with what the image has, nothing installed. Every row is on disk as it is measured,
+whatever is killed.
 """
 
 import argparse
@@ -17,20 +18,38 @@ from typing import NoReturn
 from offload.bench.gpu.runner import Files, run_steps, write_summary
 from offload.bench.gpu.steps import Step, all_steps
 
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str] | None = None, find_steps: Callable[[bool], Sequence[Step]] = all_steps) -> int:
+def main(
+    arguments: Sequence[str] | None = None, find_steps: Callable[[bool], Sequence[Step]] = all_steps
+) -> int:
     """Run the steps and print the summary; the exit status is 130 after Ctrl-C or SIGTERM."""
     names = [step.name for step in find_steps(False)]
-    parser = argparse.ArgumentParser(prog="python3 -m offload.bench.gpu", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for rows.jsonl, summary.txt, log.txt")
-    parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all steps together")
+    parser = argparse.ArgumentParser(
+        prog="python3 -m offload.bench.gpu", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="for rows.jsonl, summary.txt, log.txt",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=560.0, metavar="S", help="seconds for all steps together"
+    )
     parser.add_argument("--steps", nargs="+", choices=names, default=names, help="these alone")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a rows.jsonl: what is done is not repeated")
-    parser.add_argument("--rehearse", action="store_true", help="on a device that is the host: whether steps run")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="a rows.jsonl: what is done is not repeated"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a device that is the host: whether steps run"
+    )
     options = parser.parse_args(arguments)
-    steps, files = find_steps(options.rehearse), Files(options.out.absolute())
+    steps = find_steps(options.rehearse)
+    files = Files(options.out.absolute())
     refusal = _prepare(files, options.resume)
     if refusal is not None:
         print(f"error: {refusal}", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""One step as a child in a process group of its own: asked to stop when its time is over, then made to.
+"""One step as a child in a process group of its own: asked to stop when its time is over, then made
+to.
 
-Invariant: when `run_child` returns or raises, nothing of the group runs any more; when this process is killed, the
-child is killed with it.
+Invariant: when `run_child` returns or raises, nothing of the group runs any more; when this process
+is killed, the child is killed with it.
 """
 
 import ctypes
@@ -14,14 +15,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 GRACE_S = 5.0  # between asking and making
-_PR_SET_PDEATHSIG, _LIBC = 1, ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[int | None, bool]:
     """Run to the end or the limit; returns the exit status, and whether time was over.
 
-    The status is negative after a signal, and None where not even SIGKILL has ended it, as in a stuck driver.
+    The status is negative after a signal, and None where not even SIGKILL has ended it, as in a
+    stuck driver.
 
     Raises:
         KeyboardInterrupt: whoever waits was interrupted; the child has been ended as at its limit.
@@ -42,9 +45,15 @@ def _group(command: Sequence[str], log: BinaryIO) -> "Iterator[subprocess.Popen[
     """A child and all that it starts; on leaving they are gone."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=_CHECKOUT, env=environment,
-        start_new_session=True, preexec_fn=die_with_parent,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=_CHECKOUT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
     try:
         yield child
     finally:

@@ -1,7 +1,8 @@
-"""How bytes get to this device: ways of locking memory, large copies, and small uploads behind layers.
+"""How bytes get to this device: ways of locking memory, large copies, and small uploads behind
+layers.
 
-Whether a small upload waits for all layers queued before it decides how much of drafting the link can hide: staged ones
-are timed beside copies.
+Whether a small upload waits for all layers queued before it decides how much of drafting the link
+can hide: staged ones are timed beside copies.
 """
 
 import argparse
@@ -21,10 +22,11 @@ from offload.bench.harness.row_log import Row, add_row
 from offload.calibration.link import copy_bytes_per_s
 from offload.streaming.device import CudaDevice
 from offload.streaming.disk import allocate
-from offload.streaming.pinned import PinnedAllocator, Way, open_pinned_allocator
+from offload.streaming.pinned import PinnedAllocator, PinningMethod, open_pinned_allocator
 
 LAYER_BYTES = 1_711_000_000  # of Llama-2-70B
-UPLOADS = {"64 B": 64, "40 KB": 40_000, "12 MB": 12_582_912}  # a few positions, a mask, embeddings of 768 rows
+# a few positions, a mask, embeddings of 768 rows
+UPLOADS = {"64 B": 64, "40 KB": 40_000, "12 MB": 12_582_912}
 _QUEUED_BYTES = 512 << 20  # each; three of them are long enough to be waited for
 _NUM_QUEUED = 3  # as a sweep leaves it: every slot has a layer on its way
 _NUM_ROUNDS = 4  # of which the first is not like the others
@@ -37,7 +39,9 @@ class Observed(NamedTuple):
     copy_bytes_per_s: float  # of these layers
 
 
-def measure(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int = LAYER_BYTES) -> Iterator[Row]:
+def measure(
+    card: CudaDevice, arena: PinnedAllocator, layer_bytes: int = LAYER_BYTES
+) -> Iterator[Row]:
     """All rows; what breaks costs its own."""
     asked: list[tuple[str, Callable[[], Iterator[Row]]]] = [
         ("uploads", lambda: uploads(card, arena, min(layer_bytes, _QUEUED_BYTES))),
@@ -50,21 +54,28 @@ def measure(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int = LAYER_B
             yield failure(name, None, error)
 
 
-def pinning(card: CudaDevice, ways: list[Way], num_bytes: int) -> Iterator[Row]:
+def pinning(card: CudaDevice, ways: list[PinningMethod], num_bytes: int) -> Iterator[Row]:
     """How long each way takes to lock a layer, and how fast the device copies from there."""
     for way in ways:
         started = time.perf_counter()
         array = way.allocate(num_bytes)
         locked_s = time.perf_counter() - started
         yield row(f"locking memory, {way.name}", num_bytes / 1e9 / locked_s, None, None, "GB/s")
-        yield row(f"copies from memory, {way.name}", copy_bytes_per_s(card, array) / 1e9, None, None, "GB/s")
+        yield row(
+            f"copies from memory, {way.name}",
+            copy_bytes_per_s(card, array) / 1e9,
+            None,
+            None,
+            "GB/s",
+        )
         way.free(array)
 
 
 class PageableWay:
     """Memory that is not locked, for comparison."""
 
-    name, is_seen = "pageable", False
+    name = "pageable"
+    is_seen = False
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Pages that are there already."""
@@ -78,7 +89,8 @@ class PageableWay:
 
 def uploads(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int) -> Iterator[Row]:
     """Each size behind three layers, as copies and staged, beside the same with nothing before it."""
-    layer, slot = arena.allocate(layer_bytes).array, card.allocate(layer_bytes)
+    layer = arena.allocate(layer_bytes).array
+    slot = card.allocate(layer_bytes)
     for name in ("at once", "staged"):
         with ExitStack() as resources:
             refusal = card.stage_uploads(resources) if name == "staged" else None
@@ -87,16 +99,28 @@ def uploads(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int) -> Itera
             for size, num_bytes in UPLOADS.items():
                 found = observe(card, layer, slot, num_bytes=num_bytes)
                 idle = observe(card, layer[:4096], slot[:4096], num_bytes=num_bytes)
-                yield row(f"upload of {size} behind three layers, {name}", found.upload_s, idle.upload_s, None, "s")
+                yield row(
+                    f"upload of {size} behind three layers, {name}",
+                    found.upload_s,
+                    idle.upload_s,
+                    None,
+                    "s",
+                )
             yield row(f"layers, {name}", found.copy_bytes_per_s / 1e9, None, None, "GB/s")
 
 
 def is_right(device: CudaDevice) -> bool:
     """Whether uploads of any type and size bring what was sent, one behind the other."""
-    sources = [torch.arange(size, dtype=dtype) % 2 for size in (1, 77, 9001) for dtype in (torch.int64, torch.float32)]
+    sources = [
+        torch.arange(size, dtype=dtype) % 2
+        for size in (1, 77, 9001)
+        for dtype in (torch.int64, torch.float32)
+    ]
     sources += [torch.arange(1001) % 3 == 0, torch.tensor(5)]
     sent = [device.upload(source) for source in sources]
-    return all(torch.equal(there.cpu(), source) for there, source in zip(sent, sources, strict=True))
+    return all(
+        torch.equal(there.cpu(), source) for there, source in zip(sent, sources, strict=True)
+    )
 
 
 def observe(
@@ -108,14 +132,18 @@ def observe(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
     """Queue some layers, ask for a small tensor, and wait for it; medians over rounds."""
-    source, upload_s, rates = torch.zeros(num_bytes, dtype=torch.uint8), list[float](), list[float]()
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    upload_s = list[float]()
+    rates = list[float]()
     weights = torch.from_numpy(layer)
-    device.wait(device.copies, device.record(device.compute))  # memory of the slot may still be in use there
+    # memory of the slot may still be in use there
+    device.wait(device.copies, device.record(device.compute))
     for _ in range(_NUM_ROUNDS):
         before = device.record(device.copies, is_timed=True)
         for _ in range(_NUM_QUEUED):
             device.copy(slot, weights, device.copies)
-        after, started = device.record(device.copies, is_timed=True), clock()
+        after = device.record(device.copies, is_timed=True)
+        started = clock()
         device.upload(source)
         device.synchronize(device.record(device.compute))
         upload_s.append(clock() - started)

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
-from offload.calibration.kernel_comparison import Comparison, Outcome, compare
+from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare
 from offload.streaming.device import Device
 
 Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
-_CACHE_BYTES = 64 << 20  # written before each run: in a sweep a layer's weights have gone through the cache
+# written before each run: in a sweep a layer's weights have gone through the cache
+_CACHE_BYTES = 64 << 20
 _NUM_ROUNDS = 7
 
 
 class Duel(NamedTuple):
     """How one has ended."""
 
-    outcome: Outcome
+    outcome: ComparisonOutcome
     kernel_s: float | None = None  # None where the kernel is wrong, or does not run
     rival_s: float | None = None
 
@@ -40,7 +41,7 @@ class Verdict(NamedTuple):
     worst_ratio: float
 
 
-def fight(comparison: Comparison, timer: Timer, device: Device | None = None) -> Duel:
+def fight(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Duel:
     """Both sides in turn, if they agree. Raises what `compare` raises."""
     outcome = compare(comparison, device)
     if outcome.reason:
@@ -53,7 +54,10 @@ def verdicts(duels: Iterable[Duel]) -> dict[str, Verdict]:
     ratios: dict[str, list[float]] = {}
     for duel in duels:
         ratios.setdefault(duel.outcome.kernel, []).append(duel.ratio)
-    return {kernel: Verdict(geometric_mean(own) if min(own) else 0.0, min(own)) for kernel, own in ratios.items()}
+    return {
+        kernel: Verdict(geometric_mean(own) if min(own) else 0.0, min(own))
+        for kernel, own in ratios.items()
+    }
 
 
 def device_timer(device: Device) -> Timer:

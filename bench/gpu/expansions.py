@@ -1,6 +1,8 @@
-"""Each kind of words expanded on a GPU: Triton's kernel against plain torch, beside a copy in the device's memory.
+"""Each kind of words expanded on a GPU: Triton's kernel against plain torch, beside a copy in the
+device's memory.
 
-A copy reads as much as it writes, an expansion less: none should take longer than the copy of what it writes.
+A copy reads as much as it writes, an expansion less: none should take longer than the copy of what
+it writes.
 """
 
 from collections.abc import Iterator
@@ -11,8 +13,8 @@ import torch
 
 from offload.bench.gpu.duels import Duel, Timer, fight
 from offload.bench.harness.expansions import Sample, samples
-from offload.calibration.kernel_comparison import Comparison
-from offload.kernels.expansion import KERNELS, REFERENCE, Expansion
+from offload.calibration.trial import KernelComparison
+from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.streaming.device import Device
 
 SIZE = (4096, 14336)  # the largest matrix of a layer of an 8B model
@@ -36,11 +38,20 @@ def expand_all(
 
     for sample in samples(*size, device.place):
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
-        run, run_reference = (partial(sample.expand, how, into) for how, into in ((KERNELS, got), (REFERENCE, wanted)))
-        agrees = partial(_agree, sample, got, wanted, KERNELS)
-        duel = fight(Comparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees), timer, device)
+        run, run_reference = (
+            partial(sample.expand, how, into)
+            for how, into in ((EXPANSION_KERNELS, got), (REFERENCE, wanted))
+        )
+        agrees = partial(_agree, sample, got, wanted, EXPANSION_KERNELS)
+        duel = fight(
+            KernelComparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees),
+            timer,
+            device,
+        )
         kernel_s = duel.kernel_s
-        yield Expanded(duel, out.nbytes / kernel_s if kernel_s else 0.0, copy_s / kernel_s if kernel_s else 0.0)
+        yield Expanded(
+            duel, out.nbytes / kernel_s if kernel_s else 0.0, copy_s / kernel_s if kernel_s else 0.0
+        )
 
 
 def _agree(sample: Sample, got: torch.Tensor, wanted: torch.Tensor, kernels: Expansion) -> bool:

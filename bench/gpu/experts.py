@@ -1,8 +1,9 @@
-"""A mixture whose experts come one by one to a GPU: every token, then what a token takes, and how often the host waits.
+"""A mixture whose experts come one by one to a GPU: every token, then what a token takes, and how
+often the host waits.
 
-The weights are random, and made here; what transformers writes with them on the CPU is the reference. The draft is the
-model itself, so that trees are accepted. Of the experts few, some or all stay on the device; the others lie in locked
-host memory, or in the file alone.
+The weights are random, and made here; what transformers writes with them on the CPU is the
+reference. The draft is the model itself, so that trees are accepted. Of the experts few, some or
+all stay on the device; the others lie in locked host memory, or in the file alone.
 """
 
 import tempfile
@@ -21,13 +22,16 @@ from offload.bench.harness.promises import Row, row
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
-from offload.memory.planner import Files, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.streaming.device import Device
-from offload.tree.spec import parse_tree
+from offload.trees.spec import parse_tree
 
 TREES = ("none", "16x6", "grown:16x6")
-_LARGEST, _CONTEXT, _RAM_BYTES = TREES[1], 256, 4 << 30
-_SHARES = {"least": (0.0, 0.0), "a third": (0.3, 1.0), "all": (1.0, 0.0)}  # of experts on the device, on its host
+_LARGEST = TREES[1]
+_CONTEXT = 256
+_RAM_BYTES = 4 << 30
+# of experts on the device, on its host
+_SHARES = {"least": (0.0, 0.0), "a third": (0.3, 1.0), "all": (1.0, 0.0)}
 _SPREAD = 0.12  # of weights: text that is not one token for ever
 _PROMPT = tuple(range(5, 29))
 
@@ -41,7 +45,9 @@ class Size(NamedTuple):
     num_new: int
 
 
-LARGE, TINY = Size(768, 32, 4, 48), Size(64, 8, 2, 6)  # of the large one an expert has 3.5 MB, all 450
+# of the large one an expert has 3.5 MB, all 450
+LARGE = Size(768, 32, 4, 48)
+TINY = Size(64, 8, 2, 6)
 
 
 def measure(device: Device) -> Iterator[Row]:
@@ -50,38 +56,60 @@ def measure(device: Device) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="offload-experts-") as name:
         wanted = _make(Path(name), size)
         for about in _SHARES:
-            with load(Path(name), Path(name), device=device, tree=_LARGEST, **_how(Path(name), about)) as decoder:
+            with load(
+                Path(name), Path(name), device=device, tree=_LARGEST, **_how(Path(name), about)
+            ) as decoder:
                 yield from _of_pools(decoder, wanted, about)
 
 
 def _make(folder: Path, size: Size) -> list[int]:
     """Write the model; returns what transformers writes behind the prompt."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(
-        vocab_size=997, hidden_size=size.hidden_size, intermediate_size=size.hidden_size, head_dim=64,
-        num_hidden_layers=size.num_layers, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
-        num_experts=size.num_experts, num_experts_per_tok=4, moe_intermediate_size=size.hidden_size // 2,
-        max_position_embeddings=512,
-    ), trust_remote_code=False).eval()  # fmt: skip
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(
+            vocab_size=997,
+            hidden_size=size.hidden_size,
+            intermediate_size=size.hidden_size,
+            head_dim=64,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=None,
+            num_experts=size.num_experts,
+            num_experts_per_tok=4,
+            moe_intermediate_size=size.hidden_size // 2,
+            max_position_embeddings=512,
+        ),
+        trust_remote_code=False,
+    ).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0, _SPREAD)
     model.save_pretrained(folder)
     ids = torch.tensor([_PROMPT])
-    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": size.num_new, "do_sample": False}
+    how = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": size.num_new,
+        "do_sample": False,
+    }
     return list(model.generate(ids, **how, pad_token_id=0)[0, len(_PROMPT) :].tolist())
 
 
 def _how(model: Path, about: str) -> dict[str, Any]:
-    """Budgets with which as many experts have slots on the device, and on its host, beside the least that works."""
-    files = Files(*[open_checkpoint(model)] * 2)
+    """Budgets with which as many experts have slots on the device, and on its host, beside the
+    least that works.
+    """
+    files = ModelFiles(*[open_checkpoint(model)] * 2)
     how: dict[str, Any] = {"dtype": "float32", "context": _CONTEXT, "experts": "demand"}
     plan = partial(plan_memory, files, num_nodes=parse_tree(_LARGEST).num_nodes, **how)
     gpu_bytes = least_budget(lambda size: plan(ram=1 << 40, gpu=size))
     ram_bytes = least_budget(lambda size: plan(ram=size, gpu=gpu_bytes))
     experts, (here, behind) = plan(ram=ram_bytes, gpu=gpu_bytes), _SHARES[about]
     all_bytes = experts.num_experts * experts.expert_slot_bytes + sum(experts.layer_bytes)
-    budgets = {"gpu_memory": gpu_bytes + int(here * all_bytes), "ram": ram_bytes + int(behind * all_bytes)}
+    budgets = {
+        "gpu_memory": gpu_bytes + int(here * all_bytes),
+        "ram": ram_bytes + int(behind * all_bytes),
+    }
     return {**how, **budgets, "profile": "none"}
 
 
@@ -102,25 +130,40 @@ def _waits() -> Iterator[list[Any]]:
 
 
 def _of_pools(decoder: Decoder, wanted: Sequence[int], about: str) -> Iterator[Row]:
-    plan, pool = decoder.plan, decoder.target.experts
+    plan = decoder.plan
+    pool = decoder.target.experts
     assert pool is not None, "experts come one by one"
     num_same = 0
     for tree in TREES:
         ids = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree=tree).token_ids
         if ids != list(wanted):
-            raise WrongTokenError(f"experts, {about} of them, {tree}: not the ids of transformers on the CPU")
+            raise WrongTokenError(
+                f"experts, {about} of them, {tree}: not the ids of transformers on the CPU"
+            )
         num_same += len(ids)
     name = f"experts, {about}: float32 ids of all trees are those of transformers on the CPU"
     told = {"notes": decoder.notes, "plan": plan.as_dict()}
     yield row(name, num_same, len(TREES) * len(wanted), 1.0, "tokens", promise="exact") | told
-    asked, missed = pool.num_hits + pool.num_misses, pool.num_misses
+    asked = pool.num_hits + pool.num_misses
+    missed = pool.num_misses
     with _waits() as seen:
         result = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree="none")
     if result.token_ids != list(wanted):
-        raise WrongTokenError(f"experts, {about} of them, the timed run: not the ids of transformers on the CPU")
+        raise WrongTokenError(
+            f"experts, {about} of them, the timed run: not the ids of transformers on the CPU"
+        )
     stats = result.stats
-    yield row(f"experts, {about}: one token", stats.tpot_s, None, None, "s") | {"stall_s": stats.stall_s}
+    yield row(f"experts, {about}: one token", stats.tpot_s, None, None, "s") | {
+        "stall_s": stats.stall_s
+    }
     hits = 1 - (pool.num_misses - missed) / (pool.num_hits + pool.num_misses - asked)
-    yield row(f"experts, {about}: found on the device", hits, None, None, "") | {"num_slots": plan.num_expert_slots}
-    yield row(f"experts, {about}: waits of the host a sweep, against layers", len(seen) / (stats.num_sweeps + 1),
-              plan.num_expert_layers, None, "")  # fmt: skip
+    yield row(f"experts, {about}: found on the device", hits, None, None, "") | {
+        "num_slots": plan.num_expert_slots
+    }
+    yield row(
+        f"experts, {about}: waits of the host a sweep, against layers",
+        len(seen) / (stats.num_sweeps + 1),
+        plan.num_expert_layers,
+        None,
+        "",
+    )

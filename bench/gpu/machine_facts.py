@@ -19,7 +19,9 @@ from offload.machine import available_ram_bytes, cpu_name
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "typer", "pytest", "pytest-xdist",
     "cupy-cuda12x", "cupy-cuda13x", "cuda-toolkit")  # fmt: skip
-_ASK_GPU = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.current,clocks.sm"
+_ASK_GPU = (
+    "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.current,clocks.sm"
+)
 
 
 def facts() -> Iterator[Row]:
@@ -29,7 +31,9 @@ def facts() -> Iterator[Row]:
         "nvidia-smi": _driver,
         "torch": _torch,
         "compiler": _compiler,
-        "memory": lambda: row("memory called available", available_ram_bytes() / 1e9, None, None, "GB"),
+        "memory": lambda: row(
+            "memory called available", available_ram_bytes() / 1e9, None, None, "GB"
+        ),
     }
     for name, ask in asked.items():
         try:
@@ -59,20 +63,34 @@ def _torch() -> Row:
     started = time.perf_counter()
     found = torch.cuda.get_device_properties(0)
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
-    told = {"name": found.name, "capability": [found.major, found.minor], "cuda": torch.version.cuda, "all": all_bytes}
+    told = {
+        "name": found.name,
+        "capability": [found.major, found.minor],
+        "cuda": torch.version.cuda,
+        "all": all_bytes,
+    }
     opening_s = time.perf_counter() - started
-    return row("device memory that is free", free_bytes / 1e9, None, None, "GB") | {**told, "opening_s": opening_s}
+    return row("device memory that is free", free_bytes / 1e9, None, None, "GB") | {
+        **told,
+        "opening_s": opening_s,
+    }
 
 
 def _compiler() -> Row:
     """Triton builds its launchers with one."""
     found = shutil.which("gcc") or shutil.which("cc")
-    told = _said(found, "--version").splitlines()[0] if found else "no gcc, no cc: Triton cannot compile launchers"
+    told = (
+        _said(found, "--version").splitlines()[0]
+        if found
+        else "no gcc, no cc: Triton cannot compile launchers"
+    )
     return row("compiler", 0.0, None, None, "") | {"notes": told, "is_met": bool(found)}
 
 
 def _said(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=20, check=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

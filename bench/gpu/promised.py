@@ -1,10 +1,12 @@
-"""Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped draft.
+"""Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped
+draft.
 
-The pair is made in host memory, and computes what the packaged one computes: every token can be proved. The parts are
-those of the other commands (`gate`, `passes`, `decode`, `link`, `peers`) on one decoder that is loaded once, and sweeps
-once more on one that does not give rows the same bits in every pass. Nothing is timed in a way whose gate has not
-passed. What breaks, a refusal at load among it, is missed by each promise that hangs on it, and the last lines say of
-each promise what was wanted, what was seen and whether it is met.
+The pair is made in host memory, and computes what the packaged one computes: every token can be
+proved. The parts are those of the other commands (`gate`, `passes`, `decode`, `link`, `peers`) on
+one decoder that is loaded once, and sweeps once more on one that does not give rows the same bits
+in every pass. Nothing is timed in a way whose gate has not passed. What breaks, a refusal at load
+among it, is missed by each promise that hangs on it, and the last lines say of each promise what
+was wanted, what was seen and whether it is met.
 """
 
 import time
@@ -22,10 +24,24 @@ from offload.bench.gpu import experts
 from offload.bench.gpu.rates import copy_rates
 from offload.bench.harness.command import PLACE, Bench, command, one_of
 from offload.bench.harness.gate import Written
-from offload.bench.harness.promises import Row, attempt, failures, row, row_line, verdict_lines, verdicts
+from offload.bench.harness.promises import (
+    Row,
+    attempt,
+    failures,
+    row,
+    row_line,
+    verdict_lines,
+    verdicts,
+)
 from offload.bench.harness.prompts import Prompt
 from offload.bench.harness.record import writable
-from offload.bench.harness.setting import PRETEND, Setting, place_of, resident_pair, synthetic_setting
+from offload.bench.harness.setting import (
+    PRETEND,
+    Setting,
+    place_of,
+    resident_pair,
+    synthetic_setting,
+)
 from offload.bench.harness.steps import PassRunner, record_steps, repeated_scores
 from offload.bench.harness.synthetic import LLAMA_2_70B
 from offload.bench.harness.timeline import write_trace
@@ -33,15 +49,15 @@ from offload.bench.latency import passes
 from offload.bench.latency.decode import Case, timed_run
 from offload.bench.latency.exact import gates
 from offload.bench.peers.accelerate_offload import accelerate_s
-from offload.calibration.kernel_comparison import rows_of
+from offload.calibration.trial import rows_of
 from offload.cli.demo import PROMPT
-from offload.config import Sampling, parse_size
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.memory.plan import Tier
+from offload.memory.plan import LayerTier
+from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.device import CudaDevice, Device
-from offload.streaming.device_carrier import DeviceCarrier
+from offload.units import Sampling, parse_size
 
 QUICK_LAYERS = 18
 PROMISED: dict[str, tuple[str, ...]] = {  # what each part is to show
@@ -59,7 +75,8 @@ class Amounts(NamedTuple):
 
     sizes: tuple[int, ...] = passes.ON_DEVICE.sizes
     hidden_size: int = 768  # of these, the one whose compute must hide behind the link
-    trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24")  # from the third on promised
+    # from the third on promised
+    trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24")
     num_new: int = 96  # tokens of each tree
     num_gate: int = 60  # ... of each run of the gate
     num_soak: int = 10  # sweeps
@@ -95,7 +112,9 @@ class Job:
 
 
 def link(job: Job) -> Iterator[Row]:
-    found = copy_rates(job.device, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20)
+    found = copy_rates(
+        job.device, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20
+    )
     job.copy_bytes_per_s = found.bytes_per_s
     yield row(found.how, found.bytes_per_s / 1e9, None, None, "GB/s")
     pace = found.odd_bytes_per_s / 1e9, found.bytes_per_s / 1e9
@@ -103,10 +122,13 @@ def link(job: Job) -> Iterator[Row]:
 
 
 def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """The host's time for one pass beside the device's: a host that is no sooner done is what the pass waits for."""
+    """The host's time for one pass beside the device's: a host that is no sooner done is what the
+    pass waits for.
+    """
     size = job.amounts.hidden_size
     runner = PassRunner(decoder, decoder.encode(PROMPT, raw=True))
-    for num_rows in (1, size):  # the first pass takes the prompt in, the first of a size chooses kernels for it
+    # the first pass takes the prompt in, the first of a size chooses kernels for it
+    for num_rows in (1, size):
         runner.run(num_rows)
     found = runner.run(size)
     job.setting.prove([runner.written()])
@@ -121,17 +143,26 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     effort = passes.ON_DEVICE._replace(sizes=sizes)
     measured = passes.measure(job.setting, decoder, [Prompt("demo", PROMPT)], effort)
     job.setting.prove(measured.written)
-    found = {one["num_nodes"]: one for one in passes.rows_of(measured, decoder.plan.streamed_bytes) if "limit" in one}
+    found = {
+        one["num_nodes"]: one
+        for one in passes.rows_of(measured, decoder.plan.streamed_bytes)
+        if "limit" in one
+    }
     one_s = found[sizes[0]]["sweep_s"]
-    job.copy_bytes_per_s = decoder.plan.streamed_bytes / min(measured.read_s)  # the quickest copies are the ceiling
+    # the quickest copies are the ceiling
+    job.copy_bytes_per_s = decoder.plan.streamed_bytes / min(measured.read_s)
     link_s = found[sizes[0]]["bytes_moved"] / job.copy_bytes_per_s
     for size in sizes:
         compute_s = passes.compute_s(job.setting, size)
-        is_link, is_first = compute_s < link_s, size == sizes[0]
+        is_link = compute_s < link_s
+        is_first = size == sizes[0]
         ceiling_s = max(link_s, compute_s) if is_first or not is_link else one_s
         name = "bytes / copy rate" if is_first else "one token" if is_link else "products / rate"
-        promise = "link" if is_first else "hidden compute" if size == job.amounts.hidden_size else None
-        about, limit = f"sweep of {size} rows against {name}", 1.05 if is_link else None
+        promise = (
+            "link" if is_first else "hidden compute" if size == job.amounts.hidden_size else None
+        )
+        about = f"sweep of {size} rows against {name}"
+        limit = 1.05 if is_link else None
         yield row(about, found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise)
 
 
@@ -144,10 +175,14 @@ def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Tokens per sweep and seconds per token of all trees; one whose tokens are wrong has no figures."""
+    """Tokens per sweep and seconds per token of all trees; one whose tokens are wrong has no
+    figures.
+    """
     for tree in job.amounts.trees:
         promise = "step" if tree in job.amounts.trees[2:] else None
-        for one in attempt(tree, [promise] if promise else [], one_tree(job, decoder, tree, promise)):
+        for one in attempt(
+            tree, [promise] if promise else [], one_tree(job, decoder, tree, promise)
+        ):
             if "s_per_token" in one:
                 job.best_s = min(job.best_s or one["s_per_token"], one["s_per_token"])
             yield one
@@ -155,17 +190,36 @@ def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iterator[Row]:
     """One generation, every token of it proved against the small original."""
-    ids, case = decoder.encode(PROMPT, raw=True), Case(0.0, "match", tree)
+    ids = decoder.encode(PROMPT, raw=True)
+    case = Case(0.0, "match", tree)
     timed_run(decoder, ids, case, 2, seed=0)  # the first steps with a tree record its widths
     num_new = job.amounts.num_new if tree != "none" else max(4, job.amounts.num_new // 8)
     _, result = timed_run(decoder, ids, case, num_new, seed=0)
     job.setting.prove([Written(ids, result.token_ids, Sampling(), "match")])
-    stats, num_sweeps = result.stats, max(1, result.stats.num_sweeps)
-    draft_s, step_s = stats.draft_s / num_sweeps, stats.decode_s / num_sweeps
-    slower_s = max(draft_s, stats.sweep_s / num_sweeps, decoder.plan.streamed_bytes / (job.copy_bytes_per_s or 1e12))
-    yield {**row(f"{tree}: draft + sweep against the slower of both", step_s, slower_s, 1.15, "s", promise=promise),
-        "s_per_token": stats.tpot_s, "tokens_per_sweep": stats.tokens_per_sweep, "draft_s": draft_s,
-        "stall_s": stats.stall_s / num_sweeps, "verify_s": stats.verify_s / num_sweeps}  # fmt: skip
+    stats = result.stats
+    num_sweeps = max(1, result.stats.num_sweeps)
+    draft_s = stats.draft_s / num_sweeps
+    step_s = stats.decode_s / num_sweeps
+    slower_s = max(
+        draft_s,
+        stats.sweep_s / num_sweeps,
+        decoder.plan.streamed_bytes / (job.copy_bytes_per_s or 1e12),
+    )
+    yield {
+        **row(
+            f"{tree}: draft + sweep against the slower of both",
+            step_s,
+            slower_s,
+            1.15,
+            "s",
+            promise=promise,
+        ),
+        "s_per_token": stats.tpot_s,
+        "tokens_per_sweep": stats.tokens_per_sweep,
+        "draft_s": draft_s,
+        "stall_s": stats.stall_s / num_sweeps,
+        "verify_s": stats.verify_s / num_sweeps,
+    }
 
 
 def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -179,46 +233,84 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more memory."""
-    num_sweeps, place = job.amounts.num_soak, job.device.place
+    """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more
+    memory.
+    """
+    num_sweeps = job.amounts.num_soak
+    place = job.device.place
     held = partial(torch.cuda.memory_allocated, place) if place.type == "cuda" else lambda: 0
     num_same, lost_bytes = repeated_scores(decoder, job.amounts.sizes[1], num_sweeps, held)
     name = "soak: sweeps with poisoned slots that repeat their scores"
     yield row(name, num_same, num_sweeps, 1.0, "sweeps", promise="soak")
-    yield row("soak: device memory that was not given back", lost_bytes / 2**20, 1.0, 1.0, "MiB", promise="soak")
+    yield row(
+        "soak: device memory that was not given back",
+        lost_bytes / 2**20,
+        1.0,
+        1.0,
+        "MiB",
+        promise="soak",
+    )
 
 
 def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Peaks beside budgets; nothing else may use the device, for all that CUDA keeps there is taken to be ours."""
-    plan, budget = decoder.plan, parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
-    carrier, held = decoder.target.stream.carrier, plan.bytes_in(Tier.HOST)
+    """Peaks beside budgets; nothing else may use the device, for all that CUDA keeps there is taken
+    to be ours.
+    """
+    plan = decoder.plan
+    budget = parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
+    carrier = decoder.target.stream.carrier
+    held = plan.bytes_in(LayerTier.HOST)
     assert isinstance(carrier, DeviceCarrier), "layers are streamed to a device"
     pinned = carrier.pinned.pinned_bytes
-    reserved = allocated = beside = 0  # by torch at most, in tensors, and what CUDA keeps beside it now
+    # by torch at most, in tensors, and what CUDA keeps beside it now
+    reserved = allocated = beside = 0
     if isinstance(job.device, CudaDevice):
         reserved = torch.cuda.max_memory_reserved(job.device.place)
-        allocated, beside = torch.cuda.max_memory_allocated(job.device.place), job.device.bytes_beside_torch()
+        allocated = torch.cuda.max_memory_allocated(job.device.place)
+        beside = job.device.bytes_beside_torch()
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     name = "device memory at its peak against --gpu-mem"
     yield row(name, (reserved + beside) / _GIB, budget / _GIB, 1.0, "GiB", promise="memory")
-    yield row("page-locked bytes against layers held", pinned / _GIB, held / _GIB, 1.02, "GiB", promise="memory")
+    yield row(
+        "page-locked bytes against layers held",
+        pinned / _GIB,
+        held / _GIB,
+        1.02,
+        "GiB",
+        promise="memory",
+    )
     own = "... of it beside torch: context, kernels, graphs"
     yield row(own, beside / _GIB, plan.gpu_runtime_bytes / _GIB, None, "GiB")
-    yield row("... of it in tensors, against what the plan counts", allocated / _GIB, counted / _GIB, None, "GiB")
+    yield row(
+        "... of it in tensors, against what the plan counts",
+        allocated / _GIB,
+        counted / _GIB,
+        None,
+        "GiB",
+    )
 
 
 def accelerate(job: Job) -> Iterator[Row]:
-    """Seconds per token of accelerate's CPU offload: as it comes, and with weights page-locked for it."""
+    """Seconds per token of accelerate's CPU offload: as it comes, and with weights page-locked for
+    it.
+    """
     is_cuda = job.device.place.type == "cuda"
-    for is_pinned, how in ((False, "as it comes"), *([(True, "weights page-locked for it")] if is_cuda else [])):
+    for is_pinned, how in (
+        (False, "as it comes"),
+        *([(True, "weights page-locked for it")] if is_cuda else []),
+    ):
         peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)
         yield row(f"accelerate, CPU offload, one token, {how}", peer_s, None, None, "s")
         if job.best_s is None:
-            rule, remedy = "no tree has seconds per token to compare", "look at what became of the part `trees`"
+            rule = "no tree has seconds per token to compare"
+            remedy = "look at what became of the part `trees`"
             raise UserError(f"{rule}: {remedy}")
         name = f"best tree against accelerate, {how} (s/token)"
         promise = None if is_pinned else "against accelerate"
-        yield {**row(name, job.best_s, peer_s, 0.1, "s", promise=promise), "times": peer_s / job.best_s}
+        yield {
+            **row(name, job.best_s, peer_s, 0.1, "s", promise=promise),
+            "times": peer_s / job.best_s,
+        }
 
 
 ON_DECODER = {
@@ -229,7 +321,9 @@ _ON_PLAIN = ("enqueue", "sweeps")
 
 
 def measure(job: Job) -> Iterator[Row]:
-    """All rows, each as soon as it is known; what is timed in a way whose tokens the gate finds wrong is left out."""
+    """All rows, each as soon as it is known; what is timed in a way whose tokens the gate finds
+    wrong is left out.
+    """
     right = set[bool]()  # ways, by whether they promise the same bits
     for is_invariant in (False, True):
         found = list[Row]()
@@ -250,12 +344,16 @@ def measure(job: Job) -> Iterator[Row]:
     if "accelerate" in job.parts and True in right:
         yield from attempt("accelerate", PROMISED["accelerate"], accelerate(job))
     if "plain" in job.parts and False in right:
-        for one in attempt("loading", PROMISED["plain"], on_decoder(job, _ON_PLAIN, invariant=False)):
+        for one in attempt(
+            "loading", PROMISED["plain"], on_decoder(job, _ON_PLAIN, invariant=False)
+        ):
             yield one | {"row": f"not invariant, {one['row']}"}
 
 
 def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
-    """Whether tokens are right, of a decoder that gives rows the same bits in every pass, or of one that does not."""
+    """Whether tokens are right, of a decoder that gives rows the same bits in every pass, or of one
+    that does not.
+    """
     small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
     asked = gates(small, PROMPT, job.amounts.num_gate, None if is_invariant else False)
     for one in attempt("gate", PROMISED["gate"], asked):
@@ -270,23 +368,42 @@ def promised_of(parts: Sequence[str]) -> list[str]:
 
 def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -> Iterator[Row]:
     """What needs the large model, which is loaded once."""
-    started, amounts = time.perf_counter(), job.amounts
+    started = time.perf_counter()
+    amounts = job.amounts
     with job.setting.open(amounts.largest, context=amounts.context, invariant=invariant) as decoder:
         yield row("loading", time.perf_counter() - started, None, None, "s")
-        plan, job.num_resident = decoder.plan, decoder.plan.num_resident
-        told = {"notes": decoder.notes, "plan": plan.as_dict(), "kernels": rows_of(decoder.comparisons)}
+        plan = decoder.plan
+        job.num_resident = decoder.plan.num_resident
+        told = {
+            "notes": decoder.notes,
+            "plan": plan.as_dict(),
+            "kernels": rows_of(decoder.comparisons),
+        }
         yield {**row("layers", len(plan.layer_bytes), None, None, ""), **told}
         for name in wanted:
             yield from attempt(name, PROMISED[name], ON_DECODER[name](job, decoder))
 
 
-Layers = Annotated[int | None, typer.Option(metavar="N", help=f"default: what fits; {QUICK_LAYERS} with --quick")]
-Part = Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PROMISED)}; default: all")]
-MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")]
-Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="two steps", callback=writable)]
+Layers = Annotated[
+    int | None, typer.Option(metavar="N", help=f"default: what fits; {QUICK_LAYERS} with --quick")
+]
+Part = Annotated[
+    list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PROMISED)}; default: all")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")
+]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="two steps", callback=writable)
+]
 
 
-@command("device", PLACE, "quick", examples=["offload bench device --quick", "offload bench device --device pretend"])
+@command(
+    "device",
+    PLACE,
+    "quick",
+    examples=["offload bench device --quick", "offload bench device --device pretend"],
+)
 def main(
     bench: Bench,
     layers: Layers = None,
@@ -300,15 +417,20 @@ def main(
     amounts = TINY if asked == PRETEND else Amounts()
     amounts = amounts._replace(num_new=max_tokens or amounts.num_new)
     if asked != PRETEND and not torch.cuda.is_available():
-        raise UserError("bench device needs a CUDA device, this machine shows none: run it where there is one, or "
-                        "rehearse it with --device pretend")  # fmt: skip
-    rows, job, refusal = list[Row](), None, None
+        raise UserError(
+            "bench device needs a CUDA device, this machine shows none: run it where there is one, or "
+            "rehearse it with --device pretend"
+        )
+    rows = list[Row]()
+    job = None
+    refusal = None
     with ExitStack() as resources:
         try:
             job = _open_job(bench, resources, layers, part or tuple(PROMISED), amounts, trace_file)
             measured = measure(job)
         except UserError as error:
-            refusal, measured = error, failures("opening", promised_of(part or tuple(PROMISED)), error)
+            refusal = error
+            measured = failures("opening", promised_of(part or tuple(PROMISED)), error)
         try:
             for one in measured:
                 rows.append(bench.row(one))
@@ -320,7 +442,9 @@ def main(
             bench.end({"bench": "device", "device": name, "promises": found, "rows": rows})
     if refusal is not None:
         raise refusal
-    missed: dict[str, Any] = {one["promise"]: one["seen"] for one in found if one["is_met"] is False}
+    missed: dict[str, Any] = {
+        one["promise"]: one["seen"] for one in found if one["is_met"] is False
+    }
     if "exact" in missed:
         raise UserError(f"tokens are wrong ({missed['exact']}): no speed is worth printing")
     if missed:
@@ -328,10 +452,16 @@ def main(
 
 
 def _open_job(
-    bench: Bench, resources: ExitStack, layers: int | None, parts: Sequence[str], amounts: Amounts, trace: Path | None
+    bench: Bench,
+    resources: ExitStack,
+    layers: int | None,
+    parts: Sequence[str],
+    amounts: Amounts,
+    trace: Path | None,
 ) -> Job:
     """The models on the device. Raises `UserError`."""
-    asked, ram = bench.given("device"), bench.given("ram")
+    asked = bench.given("device")
+    ram = bench.given("ram")
     place = place_of(asked, bench.given("gpu_mem") or (None if asked == PRETEND else "40GiB"))
     num_layers = layers or _num_layers(bench.quick, asked, ram)
     setting = resources.enter_context(synthetic_setting(num_layers, ram, place["opened"]))
@@ -341,5 +471,9 @@ def _open_job(
 def _num_layers(is_quick: bool, asked: str, ram: str | None) -> int:
     if asked == PRETEND:
         return 8
-    fitting = int(_HOST_SHARE * (parse_size(ram, "--ram") if ram else available_ram_bytes()) / LLAMA_2_70B.layer_bytes)
+    fitting = int(
+        _HOST_SHARE
+        * (parse_size(ram, "--ram") if ram else available_ram_bytes())
+        / LLAMA_2_70B.layer_bytes
+    )
     return min(QUICK_LAYERS if is_quick else LLAMA_2_70B.num_layers, fitting)

@@ -1,4 +1,6 @@
-"""A plugin of pytest: each test becomes a row as soon as it is over. `-p offload.bench.gpu.pytest_rows --rows FILE`."""
+"""A plugin of pytest: each test becomes a row as soon as it is over. `-p
+offload.bench.gpu.pytest_rows --rows FILE`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from offload.bench.harness.row_log import add_row
 
 def pytest_addoption(parser: Any) -> None:
     """The file."""
-    parser.addoption("--rows", type=Path, metavar="FILE", help="append a line of JSON for each test")
+    parser.addoption(
+        "--rows", type=Path, metavar="FILE", help="append a line of JSON for each test"
+    )
 
 
 def pytest_configure(config: Any) -> None:

@@ -1,4 +1,6 @@
-"""What a device gives, or the host where there is none: the ceilings of its memory, its products and its link."""
+"""What a device gives, or the host where there is none: the ceilings of its memory, its products
+and its link.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from offload.calibration.link import copy_bytes_per_s
-from offload.config import format_bytes
 from offload.streaming.device import Device
+from offload.units import format_bytes
 
-_NUM_RUNS, _NUM_WARM = 8, 3
+_NUM_RUNS = 8
+_NUM_WARM = 3
 _ODD_BYTES = 8  # behind a page, where the weights of many files begin
 
 
@@ -20,7 +23,8 @@ class CopyRates(NamedTuple):
 
     how: str  # the memory was locked
     bytes_per_s: float
-    odd_bytes_per_s: float  # the same from some bytes behind a page, as slabs of most files are sent
+    # the same from some bytes behind a page, as slabs of most files are sent
+    odd_bytes_per_s: float
 
 
 def copy_rates(device: Device, num_bytes: int) -> CopyRates:
@@ -28,8 +32,12 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
     pinned = device.open_allocator()
     try:
         array = pinned.allocate(num_bytes).array
-        how = f"copies of {format_bytes(num_bytes)}: {pinned.note or f'page-locked ({pinned.ways})'}"
-        return CopyRates(how, copy_bytes_per_s(device, array), copy_bytes_per_s(device, array[_ODD_BYTES:]))
+        how = (
+            f"copies of {format_bytes(num_bytes)}: {pinned.note or f'page-locked ({pinned.ways})'}"
+        )
+        return CopyRates(
+            how, copy_bytes_per_s(device, array), copy_bytes_per_s(device, array[_ODD_BYTES:])
+        )
     finally:
         del array
         pinned.close()
@@ -41,16 +49,27 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
 def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
     place = device.place if device else torch.device("cpu")
     weight = torch.randn(num_out, num_in, device=place, dtype=torch.bfloat16)
-    rows = torch.randn(2048 if place.type == "cuda" else 64, num_in, device=place, dtype=torch.bfloat16)
-    return 2 * len(rows) * weight.numel() / _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
+    rows = torch.randn(
+        2048 if place.type == "cuda" else 64, num_in, device=place, dtype=torch.bfloat16
+    )
+    return (
+        2
+        * len(rows)
+        * weight.numel()
+        / _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
+    )
 
 
 def memory_bytes_per_s(device: Device | None) -> float:
     """At which a copy reads: computing cannot read weights faster."""
     is_cuda = device is not None and device.place.type == "cuda"
     size = (1 << 30) if is_cuda else (64 << 20)
-    one, two = (torch.ones(size, dtype=torch.uint8, device=device.place if device else "cpu") for _ in range(2))
-    return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))  # device memory is written as fast
+    one, two = (
+        torch.ones(size, dtype=torch.uint8, device=device.place if device else "cpu")
+        for _ in range(2)
+    )
+    # device memory is written as fast
+    return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))
 
 
 def _seconds(device: Device | None, work: Callable[[], object]) -> float:

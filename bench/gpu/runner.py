@@ -1,7 +1,9 @@
-"""Steps one after the other within one budget of time; what happens to one costs the others nothing but time.
+"""Steps one after the other within one budget of time; what happens to one costs the others nothing
+but time.
 
-The file of rows has a mark where each step begins and ends, and rows between are that step's. A step that was begun
-several times counts with all its rows; of two with the same name the later one holds.
+The file of rows has a mark where each step begins and ends, and rows between are that step's. A
+step that was begun several times counts with all its rows; of two with the same name the later one
+holds.
 """
 
 import os
@@ -20,11 +22,15 @@ DONE = "done"
 
 
 class Files:
-    """What a run writes into its folder: rows and marks between, a summary, all that children say; they add a trace."""
+    """What a run writes into its folder: rows and marks between, a summary, all that children say;
+    they add a trace.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows, self.summary, self.log = (folder / name for name in ("rows.jsonl", "summary.txt", "log.txt"))
+        self.rows, self.summary, self.log = (
+            folder / name for name in ("rows.jsonl", "summary.txt", "log.txt")
+        )
 
 
 class _Clock:
@@ -32,7 +38,8 @@ class _Clock:
 
     def __init__(self, budget_s: float, wanted_s: float) -> None:
         self._end = time.monotonic() + budget_s - GRACE_S
-        self._scale, self._unused_s = max(1.0, budget_s / max(1.0, wanted_s)), 0.0
+        self._scale = max(1.0, budget_s / max(1.0, wanted_s))
+        self._unused_s = 0.0
 
     def limit_s(self, step: Step) -> float:
         return min(self._scale * step.budget_s + self._unused_s, self._end - time.monotonic())
@@ -48,12 +55,19 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
         KeyboardInterrupt: after the running step has been ended and noted.
     """
     found = statuses(read_rows(files.rows))
-    open_steps = [step for step in steps if found.get(step.name, ("",))[0] != DONE or _is_wrong(files, step.name)]
+    open_steps = [
+        step
+        for step in steps
+        if found.get(step.name, ("",))[0] != DONE or _is_wrong(files, step.name)
+    ]
     clock = _Clock(budget_s, sum(step.budget_s for step in open_steps))
     with files.log.open("ab") as log:
         for step in open_steps:
             limit_s = clock.limit_s(step)
-            wrong = next((name for name in step.skips_after if _is_wrong(files, name, step.is_invariant)), None)
+            wrong = next(
+                (name for name in step.skips_after if _is_wrong(files, name, step.is_invariant)),
+                None,
+            )
             if wrong is not None:
                 _mark_end(files, step, f"skipped: wrong tokens in {wrong}")
             elif limit_s < step.least_s:
@@ -66,12 +80,16 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
 def write_summary(steps: Sequence[Step], files: Files) -> str:
     """Replace the summary at once, and return it."""
     rows = read_rows(files.rows)
-    found, lines, measured = statuses(rows), [], []
+    found = statuses(rows)
+    lines = []
+    measured = []
     for step in steps:
         own = rows_of(rows, step.name)
         status, wall_s = found.get(step.name, ("not begun", 0.0))
         num_missed = sum(one.get("is_met") is False for one in own)
-        lines.append(f"{step.name:14}{wall_s:7.1f} s  {len(own):4} rows  {num_missed:3} missed  {status}")
+        lines.append(
+            f"{step.name:14}{wall_s:7.1f} s  {len(own):4} rows  {num_missed:3} missed  {status}"
+        )
         measured += own
     text = "\n".join([*lines, "", *verdict_lines(verdicts(measured))]) + "\n"
     part = files.summary.with_suffix(".part")
@@ -86,9 +104,13 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     log.write(f"== {step.name}\n".encode())
     log.flush()
     add_row(files.rows, {"step": step.name, "event": "begin", "limit_s": round(limit_s, 1)})
-    started, status = time.monotonic(), "interrupted"
+    started = time.monotonic()
+    status = "interrupted"
     try:
-        told = [one.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder)) for one in step.command]
+        told = [
+            one.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder))
+            for one in step.command
+        ]
         exit_status, is_over = run_child([sys.executable, *told], limit_s, log)
         status = status_of(exit_status, is_over, rows_of(read_rows(files.rows), step.name))
     finally:
@@ -99,15 +121,18 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
 
 def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> None:
     """The step is over, or was not begun at all."""
-    add_row(files.rows, {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)})
+    add_row(
+        files.rows,
+        {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)},
+    )
 
 
 def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool:
     """Whether a token was: nothing that is measured with it counts.
 
     Args:
-        is_invariant: asks of the way of computing that gives rows the same bits in every pass, or of the other one; a
-            row that says of neither is of both.
+        is_invariant: asks of the way of computing that gives rows the same bits in every pass, or
+            of the other one; a row that says of neither is of both.
     """
     rows = rows_of(read_rows(files.rows), step)
     if is_invariant is not None:
@@ -116,12 +141,16 @@ def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool
 
 
 def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
-    """Of every step its last status, and seconds; a skipped one keeps what an earlier run says of it."""
+    """Of every step its last status, and seconds; a skipped one keeps what an earlier run says of
+    it.
+    """
     found: dict[str, tuple[str, float]] = {}
     for row in rows:
         if row.get("event") == "begin":
             found[row["step"]] = ("killed with the runner", 0.0)
-        elif row.get("event") == "end" and not (row["status"].startswith("skipped") and row["step"] in found):
+        elif row.get("event") == "end" and not (
+            row["status"].startswith("skipped") and row["step"] in found
+        ):
             found[row["step"]] = (row["status"], row["wall_s"])
     return found
 
@@ -144,7 +173,9 @@ def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
 
 
 def status_of(exit_status: int | None, is_over_budget: bool, rows: Sequence[Row]) -> str:
-    """What an ending means; 1 is that of a bench, or of tests, of which something is not met: then a row says so."""
+    """What an ending means; 1 is that of a bench, or of tests, of which something is not met: then
+    a row says so.
+    """
     if exit_status is None:
         return "stuck, not even SIGKILL ended it"
     if is_over_budget:

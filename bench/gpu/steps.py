@@ -1,4 +1,6 @@
-"""What a few minutes with a GPU are spent on, in order of value: the first steps prove most per second."""
+"""What a few minutes with a GPU are spent on, in order of value: the first steps prove most per
+second.
+"""
 
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -17,7 +19,8 @@ class Step(NamedTuple):
     budget_s: float  # its share; what earlier steps left unused comes on top
     least_s: float  # with less it is not begun
     skips_after: tuple[str, ...] = ()  # steps whose wrong token makes this one pointless
-    is_invariant: bool = True  # whether it is wrong tokens of passes that promise the same bits, or of the others
+    # whether it is wrong tokens of passes that promise the same bits, or of the others
+    is_invariant: bool = True
 
 
 def _bench(name: str, *flags: str) -> tuple[str, ...]:
@@ -25,7 +28,9 @@ def _bench(name: str, *flags: str) -> tuple[str, ...]:
 
 
 def _tests(names: str, *flags: str) -> tuple[str, ...]:
-    """Those that only a device can run, named file by file: one of the others registers a device of its own."""
+    """Those that only a device can run, named file by file: one of the others registers a device of
+    its own.
+    """
     usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
     rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
     return (*usual.split(), *rows.split(), *flags, *(f"tests/{name}.py" for name in names.split()))
@@ -35,13 +40,16 @@ def _parts(names: str) -> tuple[str, ...]:
     return tuple(word for name in names.split() for word in ("--part", name))
 
 
-# With room for a 7B draft's tree of as many nodes as the largest sweep has rows, and layers that stream all the same.
+# With room for a 7B draft's tree of as many nodes as the largest sweep has rows, and layers that
+# stream all the same.
 ON_GPU = ("--device", "cuda", "--gpu-mem", "32GiB", "--ram", "100GiB")
 ON_HOST = ("--device", "pretend")
 
 
 def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """The table on this machine; `many` layers of the synthetic model are for what is left of a second call."""
+    """The table on this machine; `many` layers of the synthetic model are for what is left of a
+    second call.
+    """
     place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)
     workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
@@ -50,11 +58,26 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
         Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
         Step("gate", _bench("device", *_parts("gate"), *place, *few), 140, 60),
-        Step("device", _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few), 260, 120, ("gate",)),
-        Step("plain", _bench("device", *_parts("plain"), *place, *few), 90, 50, ("gate",), is_invariant=False),
+        Step(
+            "device",
+            _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few),
+            260,
+            120,
+            ("gate",),
+        ),
+        Step(
+            "plain",
+            _bench("device", *_parts("plain"), *place, *few),
+            90,
+            50,
+            ("gate",),
+            is_invariant=False,
+        ),
         Step("experts", _bench("device", *_parts("experts"), *place, *few), 80, 30),
         Step("tests", _tests(_ON_DEVICE), 150, 30),
         Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),
         Step("kernels", _bench("kernels"), 80, 30),
-        Step("large", _bench("device", *_parts("sweeps trees"), *place, *many), 330, 200, ("gate",)),
+        Step(
+            "large", _bench("device", *_parts("sweeps trees"), *place, *many), 330, 200, ("gate",)
+        ),
     )

@@ -1,6 +1,8 @@
-"""Processes of this machine that run one model together: started once, told one text after the other, all timed there.
+"""Processes of this machine that run one model together: started once, told one text after the
+other, all timed there.
 
-They are started as `offload launch` starts them, but each with its own budget and, if wished, on a host of its own.
+They are started as `offload launch` starts them, but each with its own budget and, if wished, on a
+host of its own.
 Invariant: when a cluster is closed, or this process dies, none of its processes runs any more.
 """
 
@@ -21,14 +23,13 @@ from offload.bench.harness.network import Host
 from offload.bench.peers.run import environment, last_line
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.launch import free_port
-from offload.config import Sampling
+from offload.distributed.layout import shard_files, share_layers
 from offload.errors import UserError
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
-from offload.memory.planner import Files, least_budget, plan_memory
-from offload.ranks.layout import shard_files
-from offload.ranks.sharding import share_layers
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.stats import RankFigures
+from offload.units import Sampling
 
 _END_S = 15.0
 _SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are not quite even
@@ -60,7 +61,8 @@ class Answer(NamedTuple):
     new_ids: list[int]
     bursts: list[Burst]
     stats: dict[str, Any]
-    figures: list[list[RankFigures]]  # of each rank: before, when the first tokens had come, and at the end
+    # of each rank: before, when the first tokens had come, and at the end
+    figures: list[list[RankFigures]]
 
     @classmethod
     def read(cls, line: str) -> "Answer":
@@ -71,7 +73,8 @@ class Answer(NamedTuple):
 
 
 class Cluster:
-    """Ranks that wait for orders, of which rank 0 hears and answers. Raises `UserError` where they do not come.
+    """Ranks that wait for orders, of which rank 0 hears and answers. Raises `UserError` where they
+    do not come.
 
     Args:
         options: of each rank, as `LoadOptions` names them; more than one are started as ranks.
@@ -79,7 +82,11 @@ class Cluster:
     """
 
     def __init__(
-        self, target: Path, draft: Path | None, options: Sequence[dict[str, Any]], hosts: Sequence[Host] = ()
+        self,
+        target: Path,
+        draft: Path | None,
+        options: Sequence[dict[str, Any]],
+        hosts: Sequence[Host] = (),
     ) -> None:
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the cluster)
         self._processes = list[subprocess.Popen[str]]()
@@ -87,9 +94,14 @@ class Cluster:
         common |= {"MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1"}
         common |= {"MASTER_PORT": str(_ANY_PORT_OF_A_HOST if hosts else free_port())}
         start = partial(
-            subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True,
-            start_new_session=True, preexec_fn=die_with_parent,
-        )  # fmt: skip
+            subprocess.Popen,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            text=True,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
         for rank, own in enumerate(options):
             prefix = hosts[rank].prefix if hosts else []
             job = json.dumps([str(target), draft and str(draft), own])
@@ -139,9 +151,13 @@ class Cluster:
         raise UserError(f"rank 0 has ended: {last_line(self._words.read())}")
 
 
-def shard_budgets(target: Path, draft: Path | None, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:
-    """The least that each of so many ranks can do with, so that it streams all of its share but for chance."""
-    files = Files(open_checkpoint(target), None if draft is None else open_checkpoint(draft))
+def shard_budgets(
+    target: Path, draft: Path | None, num_ranks: int, num_nodes: int, **how: Any
+) -> list[int]:
+    """The least that each of so many ranks can do with, so that it streams all of its share but for
+    chance.
+    """
+    files = ModelFiles(open_checkpoint(target), None if draft is None else open_checkpoint(draft))
     even = share_layers(files.target, [1 / num_ranks] * num_ranks)
     budgets = list[int]()
     for rank in range(num_ranks):
@@ -151,8 +167,12 @@ def shard_budgets(target: Path, draft: Path | None, num_ranks: int, num_nodes: i
     return budgets
 
 
-def _with_usual_rows(files: Files, num_nodes: int, how: Mapping[str, Any], ram: int) -> MemoryPlan:
-    """A plan whose prompts need no smaller passes, as ranks reckon. Raises `UserError` where memory asks for them."""
+def _with_usual_rows(
+    files: ModelFiles, num_nodes: int, how: Mapping[str, Any], ram: int
+) -> MemoryPlan:
+    """A plan whose prompts need no smaller passes, as ranks reckon. Raises `UserError` where memory
+    asks for them.
+    """
     plan = plan_memory(files, ram=ram, num_nodes=num_nodes, **how)
     if plan.max_prompt_rows < min(PROMPT_ROWS, plan.context):
         raise UserError("a prompt's passes would be smaller")

@@ -1,7 +1,9 @@
-"""How every command of `offload bench` begins and ends: its shared flags, its models, its proof, its result.
+"""How every command of `offload bench` begins and ends: its shared flags, its models, its proof,
+its result.
 
-A command is a function of a `Bench` and of the flags that it alone has. Invariant: what `--compare` or `--json` could
-refuse is refused before anything is measured, and with `--rows` a row is on disk when it is known.
+A command is a function of a `Bench` and of the flags that it alone has. Invariant: what `--compare`
+or `--json` could refuse is refused before anything is measured, and with `--rows` a row is on disk
+when it is known.
 """
 
 import inspect
@@ -20,7 +22,13 @@ from offload.bench.harness.plain_reader import Reading, plain_rate
 from offload.bench.harness.prompts import Prompt, prompts
 from offload.bench.harness.record import Guard, Row, new_result, read, store, writable
 from offload.bench.harness.row_log import add_row
-from offload.bench.harness.setting import CEILING_BYTES, Setting, find_setting, place_of, synthetic_setting
+from offload.bench.harness.setting import (
+    CEILING_BYTES,
+    Setting,
+    find_setting,
+    place_of,
+    synthetic_setting,
+)
 from offload.cli import flags
 from offload.cli.console import Console
 from offload.cli.rank_process import is_worker
@@ -34,21 +42,49 @@ def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -
 
 _TO_WRITE: dict[str, Any] = {"metavar": "FILE", "callback": writable}
 _FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
-    "model": _flag(str | None, "target; default: the packaged one, inflated", "--model", "-m", metavar="MODEL"),
-    "draft": _flag(str | None, "small model with the same vocabulary", "--draft", "-d", metavar="MODEL"),
+    "model": _flag(
+        str | None, "target; default: the packaged one, inflated", "--model", "-m", metavar="MODEL"
+    ),
+    "draft": _flag(
+        str | None, "small model with the same vocabulary", "--draft", "-d", metavar="MODEL"
+    ),
     "size": _flag(str, "how large to make the packaged target", metavar="SIZE", default="2GB"),
-    "layers": _flag(int | None, "instead: so many layers of a synthetic Llama-2-70B, made in memory", metavar="N"),
-    "device": _flag(str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"),
+    "layers": _flag(
+        int | None,
+        "instead: so many layers of a synthetic Llama-2-70B, made in memory",
+        metavar="N",
+    ),
+    "device": _flag(
+        str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"
+    ),
     "gpu_mem": (flags.GpuMem, None),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
-    "ranks": _flag(str | None, "of offload launch: shards", metavar="ROLES", envvar="OFFLOAD_RANKS"),
-    "source": _flag(list[str] | None, "code, copy, or a text or .jsonl file; several", "--prompts", metavar="SET"),
-    "quick": _flag(bool, "up to four minutes on two cores, larger errors", "--quick", default=False),
-    "rows_file": _flag(Path | None, "append each row when it is known, one JSON object a line", "--rows", **_TO_WRITE),
+    "ranks": _flag(
+        str | None, "of offload launch: shards", metavar="ROLES", envvar="OFFLOAD_RANKS"
+    ),
+    "source": _flag(
+        list[str] | None,
+        "code, copy, or a text or .jsonl file; several",
+        "--prompts",
+        metavar="SET",
+    ),
+    "quick": _flag(
+        bool, "up to four minutes on two cores, larger errors", "--quick", default=False
+    ),
+    "rows_file": _flag(
+        Path | None,
+        "append each row when it is known, one JSON object a line",
+        "--rows",
+        **_TO_WRITE,
+    ),
     "json_file": _flag(Path | None, "store the result", "--json", **_TO_WRITE),
-    "compare": _flag(Path | None, "flag what is slower than there beyond noise; exits with 1", metavar="OLD.json"),
+    "compare": _flag(
+        Path | None, "flag what is slower than there beyond noise; exits with 1", metavar="OLD.json"
+    ),
 }
-MODELS, PLACE, ENDS = "model draft size layers", "device gpu_mem ram", "rows_file json_file"
+MODELS = "model draft size layers"
+PLACE = "device gpu_mem ram"
+ENDS = "rows_file json_file"
 Tell = Callable[[int, int, str], None]  # done, in all, what
 
 
@@ -56,7 +92,9 @@ class Bench:
     """One command under way."""
 
     def __init__(self, name: str, given: Mapping[str, Any], resources: ExitStack) -> None:
-        self.name, self._given, self._resources = name, given, resources
+        self.name = name
+        self._given = given
+        self._resources = resources
         self.quick: bool = given.get("quick", False)
         self.json_file: Path | None = given.get("json_file")
         self.screen = Console(is_quiet=is_worker(given.get("ranks")))
@@ -69,15 +107,22 @@ class Bench:
 
     def setting(self, *, needs_draft: bool = False) -> Setting:
         """The models and the place that the flags name. Raises `UserError`."""
-        ask, device = self._given.get, self._given.get("device", "cpu")
+        ask = self._given.get
+        device = self._given.get("device", "cpu")
         place = place_of(device, ask("gpu_mem"))
         with self.screen:
             if ask("layers") is not None and (ask("model") or ask("draft")):
-                raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
+                raise UserError(
+                    "--layers makes the models: leave out --model and --draft, or leave it out"
+                )
             if ask("layers") is not None:
-                setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["opened"]))
+                setting = self._resources.enter_context(
+                    synthetic_setting(ask("layers"), ask("ram"), place["opened"])
+                )
             else:
-                setting = find_setting(ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen)
+                setting = find_setting(
+                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen
+                )
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
         return setting._replace(ranks=ask("ranks"), **place)
@@ -99,17 +144,27 @@ class Bench:
         return row
 
     def finish(
-        self, rows: Sequence[Row], *, settings: Row, ceiling: Row, guards: Mapping[str, Guard] | None = None,
+        self,
+        rows: Sequence[Row],
+        *,
+        settings: Row,
+        ceiling: Row,
+        guards: Mapping[str, Guard] | None = None,
         proof: Proof | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Store, compare, and end with one JSON line; what is slower beyond noise exits with 1."""
         if proof is not None:
             print(proof_line(proof))
             settings = {**settings, "proof": proof._asdict()}
         settings = {**settings, "quick": self.quick}
-        if "samples" in ceiling:  # what was said at the start was one more reading, and a link's speed changes
-            print(f"ceiling: {ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])} readings since then")
-        result = new_result(self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {})
+        # what was said at the start was one more reading, and a link's speed changes
+        if "samples" in ceiling:
+            print(
+                f"ceiling: {ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])} readings since then"
+            )
+        result = new_result(
+            self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {}
+        )
         if self.json_file is not None:
             store(result.as_dict(), self.json_file)
         found = [] if self._old is None else changes(self._old, result)
@@ -135,7 +190,9 @@ class Bench:
 def command(
     name: str, *shared: str, examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make `main(bench, own flags)` the command `offload bench NAME` with these flags of `_FLAGS` before its own."""
+    """Make `main(bench, own flags)` the command `offload bench NAME` with these flags of `_FLAGS`
+    before its own.
+    """
     names = [*" ".join((*shared, ENDS)).split()]
 
     def wrap(main: Callable[..., None]) -> Callable[..., None]:
@@ -147,7 +204,9 @@ def command(
 
         own = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
         kind = inspect.Parameter.KEYWORD_ONLY
-        common = [inspect.Parameter(n, kind, default=_FLAGS[n][1], annotation=_FLAGS[n][0]) for n in names]
+        common = [
+            inspect.Parameter(n, kind, default=_FLAGS[n][1], annotation=_FLAGS[n][0]) for n in names
+        ]
         both = [*(one.replace(kind=kind) for one in own), *common]
         run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in both}
@@ -172,7 +231,9 @@ def say_link(setting: Setting) -> float:
 
 
 def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
-    """The ceiling of a place at the start: on a CPU before anything is opened, on a device with its plan."""
+    """The ceiling of a place at the start: on a CPU before anything is opened, on a device with its
+    plan.
+    """
     if setting.opened is None and plan is None:
         say_link(setting)
     elif setting.opened is not None and plan is not None:
@@ -180,23 +241,33 @@ def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
 
 
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column to the left, figures to the right; what a row shorter than the others says stands as it is."""
+    """The first column to the left, figures to the right; what a row shorter than the others says
+    stands as it is.
+    """
     lines = [head, *rows]
     widths = [max(len(row[i]) for row in lines if len(row) == len(head)) for i in range(len(head))]
     widths[0] = max(len(row[0]) for row in lines)
     for first, *others in lines:
         figures = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
-        print("  ".join([first.ljust(widths[0]), *(figures if len(figures) == len(head) - 1 else others)]).rstrip())
+        print(
+            "  ".join(
+                [first.ljust(widths[0]), *(figures if len(figures) == len(head) - 1 else others)]
+            ).rstrip()
+        )
 
 
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
     """Refuse what is not known. Raises `UserError`."""
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}: leave it out for all")
+        raise UserError(
+            f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}: leave it out for all"
+        )
 
 
 def proof_line(proof: Proof) -> str:
     told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
-    others = f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
+    others = (
+        f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
+    )
     return f"gate: {told}{others if proof.num_by_law else ''}"

@@ -1,10 +1,12 @@
 """Is it slower than it was? Ratios of two results, flagged only where they lie outside their noise.
 
-Results of another model, budget, temperature or text are not compared at all; another machine is named beside them.
+Results of another model, budget, temperature or text are not compared at all; another machine is
+named beside them.
 
-Where both runs measured the same things (the same prompts), each is compared with itself, so that what differs between
-prompts cancels; else means of logarithms are, with the scatter of both runs. A flag needs a change for the worse that
-is larger than the 99 % range of Student's t and than `FLOOR`, because machines breathe.
+Where both runs measured the same things (the same prompts), each is compared with itself, so that
+what differs between prompts cancels; else means of logarithms are, with the scatter of both runs. A
+flag needs a change for the worse that is larger than the 99 % range of Student's t and than
+`FLOOR`, because machines breathe.
 """
 
 import math
@@ -21,7 +23,20 @@ from offload.errors import UserError
 FLOOR = 0.03
 DECISIVE = "target target_bytes draft ram_bytes device gpu_memory temperature prompts num_prompt_tokens num_new_tokens"
 _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")
-_T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17, 15: 2.95, 30: 2.75}
+_T_99 = {
+    1: 63.7,
+    2: 9.92,
+    3: 5.84,
+    4: 4.60,
+    5: 4.03,
+    6: 3.71,
+    7: 3.50,
+    8: 3.36,
+    9: 3.25,
+    10: 3.17,
+    15: 2.95,
+    30: 2.75,
+}
 
 
 class Change(NamedTuple):
@@ -36,37 +51,57 @@ class Change(NamedTuple):
 
     @property
     def line(self) -> str:
-        verdict = "WORSE" if self.is_worse else "better" if self.ratio - 1 > max(self.noise, FLOOR) else "same"
-        verdict, noise = ("too few samples", "?") if math.isinf(self.noise) else (verdict, f"{self.noise:.3f}")
+        verdict = (
+            "WORSE"
+            if self.is_worse
+            else "better"
+            if self.ratio - 1 > max(self.noise, FLOOR)
+            else "same"
+        )
+        verdict, noise = (
+            ("too few samples", "?") if math.isinf(self.noise) else (verdict, f"{self.noise:.3f}")
+        )
         told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {noise}"
         return f"{self.name:<44} {told}  {verdict}"
 
 
 def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> None:
-    """Refuse to compare with a result of another bench, model, budget or amount of text. Raises `UserError`."""
+    """Refuse to compare with a result of another bench, model, budget or amount of text. Raises
+    `UserError`.
+    """
     if old.bench != bench:
-        raise UserError(f"--compare needs a result of {bench}, got one of {old.bench}: name another file")
+        raise UserError(
+            f"--compare needs a result of {bench}, got one of {old.bench}: name another file"
+        )
     for name in DECISIVE.split():
-        then, now = old.settings.get(name), settings.get(name)
+        then = old.settings.get(name)
+        now = settings.get(name)
         if name in old.settings and name in settings and then != now:
             told = f"{name} differ" if isinstance(now, list) else f"{name} was {then} and is {now}"
             raise UserError(f"--compare: {told}: measure with the same options")
 
 
 def changes(old: Result, new: Result) -> list[Change]:
-    """All figures that both results guard. Raises `UserError` for results that measure different things."""
+    """All figures that both results guard. Raises `UserError` for results that measure different
+    things.
+    """
     require_same(old, new.bench, new.settings)
     shared = [name for name in new.guards if name in old.guards]
     if not shared:
         raise UserError("--compare: the two results share no figure: measure with the same options")
     pairs = [(old.guards[name].labels, new.guards[name].labels) for name in shared]
-    if any(then and now and then != now for then, now in pairs):  # what a sweep yields depends on the text above all
-        raise UserError("--compare: the two results come from other prompts: give the same --prompts and --num-prompts")
+    # what a sweep yields depends on the text above all
+    if any(then and now and then != now for then, now in pairs):
+        raise UserError(
+            "--compare: the two results come from other prompts: give the same --prompts and --num-prompts"
+        )
     return [change(name, old.guards[name], new.guards[name]) for name in shared]
 
 
 def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
-    """Print the verdicts, and before them what else may explain a change: another machine, other code."""
+    """Print the verdicts, and before them what else may explain a change: another machine, other
+    code.
+    """
     pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
     for name, then, now in (*pairs, ("commit", old.commit, new.commit)):
         if then != now:
@@ -77,23 +112,33 @@ def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
 
 def change(name: str, old: Guard, new: Guard) -> Change:
     """One figure. Samples of zero, such as of a text that ended in its first burst, are left out."""
-    sign, before, after = 1 if new.better == "higher" else -1, old.samples, new.samples
+    sign = 1 if new.better == "higher" else -1
+    before = old.samples
+    after = new.samples
     is_paired = bool(old.labels) and old.labels == new.labels
     if is_paired:
         kept = [pair for pair in zip(before, after, strict=True) if min(pair) > 0]
-        before, after = [one for one, _ in kept], [one for _, one in kept]
-    before, after = ([math.log(value) for value in values if value > 0] for values in (before, after))
+        before = [one for one, _ in kept]
+        after = [one for _, one in kept]
+    before, after = (
+        [math.log(value) for value in values if value > 0] for values in (before, after)
+    )
     if not before or not after:
         return Change(name, math.nan, math.nan, 1.0, math.inf, False)
-    gain, freedom = mean(after) - mean(before), min(len(before), len(after)) - 1
+    gain = mean(after) - mean(before)
+    freedom = min(len(before), len(after)) - 1
     if is_paired:
         error = _standard_error([b - a for a, b in zip(before, after, strict=True)])
     else:
         error = math.hypot(_standard_error(before), _standard_error(after))
-    noise = _T_99[max(known for known in _T_99 if known <= freedom)] * error if freedom else math.inf
+    noise = (
+        _T_99[max(known for known in _T_99 if known <= freedom)] * error if freedom else math.inf
+    )
     is_worse = -sign * gain > max(noise, -math.log1p(-FLOOR))
     spread = math.expm1(min(noise, 50.0)) if freedom else math.inf
-    return Change(name, math.exp(mean(before)), math.exp(mean(after)), math.exp(sign * gain), spread, is_worse)
+    return Change(
+        name, math.exp(mean(before)), math.exp(mean(after)), math.exp(sign * gain), spread, is_worse
+    )
 
 
 def _standard_error(values: Sequence[float]) -> float:
@@ -105,7 +150,8 @@ def main(
     new: Annotated[Path, typer.Argument(help="the same bench, later")],
 ) -> None:
     """What has become slower beyond noise; exits with 1 if anything has."""
-    before, after = read(old), read(new)
+    before = read(old)
+    after = read(new)
     found = changes(before, after)
     tell(before, after, found)
     if any(one.is_worse for one in found):

@@ -1,4 +1,6 @@
-"""A random matrix in each kind of words that a checkpoint may have, for those who measure how fast it is expanded."""
+"""A random matrix in each kind of words that a checkpoint may have, for those who measure how fast
+it is expanded.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,7 +12,9 @@ from torch import Tensor
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expansion import Expansion
 
-GROUP, BLOCK = 128, 128  # numbers of a row that share a scale, the usual ones
+# numbers of a row that share a scale, the usual ones
+GROUP = 128
+BLOCK = 128
 SMALL_GROUP = 64  # where a table is used
 
 
@@ -36,7 +40,9 @@ def samples(num_rows: int, num_columns: int, device: torch.device | str = "cpu")
         return torch.randint(0, 256, shape, generator=random).to(torch.uint8)
 
     made = [maker(words, num_rows, num_columns) for maker in _MAKERS]
-    return [one._replace(arguments=tuple(_sent(part, device) for part in one.arguments)) for one in made]
+    return [
+        one._replace(arguments=tuple(_sent(part, device) for part in one.arguments)) for one in made
+    ]
 
 
 def _sent(part: Any, device: torch.device | str) -> Any:
@@ -49,46 +55,67 @@ Words = Callable[..., Tensor]  # of a shape, random bytes
 def _float8(words: Words, num_rows: int, num_columns: int) -> Sample:
     scale_AB = torch.rand(num_rows // BLOCK, num_columns // BLOCK) + 0.5
     weight_NK = words(num_rows, num_columns).bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # no NaN
-    return Sample("fp8, blocks", "float8", (weight_NK, scale_AB, (BLOCK, BLOCK)), (num_rows, num_columns))
+    return Sample(
+        "fp8, blocks", "float8", (weight_NK, scale_AB, (BLOCK, BLOCK)), (num_rows, num_columns)
+    )
 
 
 def _int4(words: Words, num_rows: int, num_columns: int) -> Sample:
     packed = words(num_rows, num_columns // 2).view(torch.int32)
     scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).bfloat16()
-    return Sample("int4, groups", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns))
+    return Sample(
+        "int4, groups", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns)
+    )
 
 
 def _gptq(words: Words, num_rows: int, num_columns: int) -> Sample:
     """Words of eight numbers of a column, seen from the side."""
     packed = words(num_columns // 8, 4 * num_rows).view(torch.int32).t()
     scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
-    return Sample("int4, GPTQ", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns))
+    return Sample(
+        "int4, GPTQ", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns)
+    )
 
 
 def _int8(words: Words, num_rows: int, num_columns: int) -> Sample:
-    codes_NK, scale_N1 = words(num_rows, num_columns).view(torch.int8), torch.rand(num_rows, 1) + 0.5
-    return Sample("int8, rows", "integers", (codes_NK, 8, scale_N1, None, num_columns), (num_rows, num_columns))
+    codes_NK = words(num_rows, num_columns).view(torch.int8)
+    scale_N1 = torch.rand(num_rows, 1) + 0.5
+    return Sample(
+        "int8, rows",
+        "integers",
+        (codes_NK, 8, scale_N1, None, num_columns),
+        (num_rows, num_columns),
+    )
 
 
 def _awq(words: Words, num_rows: int, num_columns: int) -> Sample:
     packed = words(num_columns, num_rows // 2).view(torch.int32).t()
     scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
     zero_NG = words(num_rows, num_columns // GROUP).bitwise_and_(15).to(torch.int8)
-    return Sample("int4, AWQ", "columns", (packed, scale_NG, zero_NG, GROUP), (num_rows, num_columns))
+    return Sample(
+        "int4, AWQ", "columns", (packed, scale_NG, zero_NG, GROUP), (num_rows, num_columns)
+    )
 
 
 def _nf4(words: Words, num_rows: int, num_columns: int) -> Sample:
-    values, scale_NG = torch.linspace(-1, 1, 16), torch.rand(num_rows, num_columns // SMALL_GROUP) + 0.5
+    values = torch.linspace(-1, 1, 16)
+    scale_NG = torch.rand(num_rows, num_columns // SMALL_GROUP) + 0.5
     arguments = (words(num_rows, num_columns // 2), values, scale_NG)
     return Sample("nf4", "codebook", arguments, (num_rows, num_columns), {"is_high_first": True})
 
 
 def _mxfp4(words: Words, num_rows: int, num_columns: int) -> Sample:
-    arguments = (words(num_rows, num_columns // 2), words(num_rows, num_columns // 32), torch.rand(256) + 0.5)
+    arguments = (
+        words(num_rows, num_columns // 2),
+        words(num_rows, num_columns // 32),
+        torch.rand(256) + 0.5,
+    )
     return Sample("mxfp4", "e2m1", arguments, (num_rows, num_columns))
 
 
-def _blocks(kind: str, num_bytes: int, num_weights: int, words: Words, num_rows: int, num_columns: int) -> Sample:
+def _blocks(
+    kind: str, num_bytes: int, num_weights: int, words: Words, num_rows: int, num_columns: int
+) -> Sample:
     """Of GGUF; with scales of random bits, but no NaN among them."""
     block_MB = words(num_rows * num_columns // num_weights, num_bytes).bitwise_and_(0xBB)
     return Sample(f"GGUF {kind}", "blocks", (kind, block_MB), (len(block_MB), num_weights))
@@ -100,7 +127,13 @@ def _exponents(width: int, _: Words, num_rows: int, num_columns: int) -> Sample:
     top = int(weight_N.abs().max().view(torch.int16)) >> 7
     words = encode_exponents_reference(weight_N, top, width)
     start_C = torch.nn.functional.pad(words.count_C.cumsum(0), (1, 0))
-    arguments = (words.mantissa_N, words.distance_B, words.escape_3E.reshape(-1), start_C, torch.tensor([top]))
+    arguments = (
+        words.mantissa_N,
+        words.distance_B,
+        words.escape_3E.reshape(-1),
+        start_C,
+        torch.tensor([top]),
+    )
     return Sample(f"bf16, {8 + width} bits", "exponents", arguments, (num_rows * num_columns,))
 
 

@@ -1,13 +1,16 @@
 """The gate of every bench: no speed is printed for tokens that were not proved right.
 
-What a rule promises decides how it is proved. Where each token is the target's own draw (greedy, `match`, `topk`),
-every one must be the draw of the reference in float32, up to bf16 rounding; and runs of a decoder that promises the
-same bits for every tree must not differ at all. Rules that draw afresh promise a
-distribution: the surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance
-allows. That test sees tokens of another distribution or temperature; a single odd token may slip through it, and what
-stands behind are the tests of the rules.
+What a rule promises decides how it is proved. Where each token is the target's own draw (greedy,
+`match`, `topk`), every one must be the draw of the reference in float32, up to bf16 rounding; and
+runs of a decoder that promises the same bits for every tree must not differ at all. Rules that draw
+afresh promise a
+distribution: the surprise -log p(token) of all tokens together must lie as far from its mean, the
+    entropy, as chance
+allows. That test sees tokens of another distribution or temperature; a single odd token may slip
+through it, and what stands behind are the tests of the rules.
 
-Invariant: proofs come after all measuring, so that the reference's memory and time are in no figure.
+Invariant: proofs come after all measuring, so that the reference's memory and time are in no
+figure.
 """
 
 import math
@@ -21,21 +24,22 @@ from torch import Tensor
 
 from offload.bench.harness.promises import WrongTokenError
 from offload.checkpoint.hub import open_headers
-from offload.config import Sampling
 from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
+from offload.reports.proof import chain_logits, gaps_of, rounding
 from offload.sampling.sampler import Sampler
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import chain
-from offload.tuning.audit import chain_logits, gaps_of, rounding
-from offload.verification.rules import find_rule
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import chain
+from offload.trees.verification import find_rule
+from offload.units import Sampling
 
 MOST_SIGMAS = 5.0
-Score = Callable[[Sequence[int], Sequence[int]], Tensor]  # prompt, new ids -> logits (T, V) that predicted each new id
+# prompt, new ids -> logits (T, V) that predicted each new id
+Score = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
 class Written(NamedTuple):
@@ -85,7 +89,8 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
 
 
 def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
-    """By how many standard errors the surprise of tokens misses its mean; infinite where probabilities are not numbers.
+    """By how many standard errors the surprise of tokens misses its mean; infinite where
+    probabilities are not numbers.
 
     Args:
         drawn: distributions (T, V) and the tokens that are said to be drawn from them.
@@ -103,21 +108,27 @@ def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
 
 @contextmanager
 def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterator[Score]:
-    """A `Score` of the original model in float32: resident where that fits into free memory, else streamed.
+    """A `Score` of the original model in float32: resident where that fits into free memory, else
+    streamed.
 
     Args:
         target: the model itself, or the small one that an inflated target was made from.
     """
     checkpoint = open_headers(target)
     num_bytes = sum(path.stat().st_size for path in checkpoint.shards)
-    if draft is None or 3 * num_bytes < available_ram_bytes():  # stored in 16 bits it doubles, and some is left
+    # stored in 16 bits it doubles, and some is left
+    if draft is None or 3 * num_bytes < available_ram_bytes():
         model = resident_model(checkpoint, "float32")
         try:
-            yield lambda prompt_ids, new_ids: _resident_scores(model, [*prompt_ids, *new_ids], len(prompt_ids))
+            yield lambda prompt_ids, new_ids: _resident_scores(
+                model, [*prompt_ids, *new_ids], len(prompt_ids)
+            )
         finally:
             model.close()
         return
-    with load(target, draft, ram, "chain:511", device="cpu", dtype="float32", profile="none") as decoder:
+    with load(
+        target, draft, ram, "chain:511", device="cpu", dtype="float32", profile="none"
+    ) as decoder:
         yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
 
 
@@ -126,11 +137,14 @@ def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor
 
 
 def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-    ids, rows = [*prompt_ids, *new_ids], []
+    ids = [*prompt_ids, *new_ids]
+    rows = []
     cache = decoder.begin(ids, Sampling()).caches.target
     for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
         path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole())
+        rows.append(
+            decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole()
+        )
         decoder.target.commit(range(len(path_N)), ids[:lo], cache)
     return torch.cat(rows)
 
@@ -147,7 +161,9 @@ def _require_same_texts(written: Sequence[Written]) -> None:
         pairs = enumerate(zip(other.new_ids, run.new_ids, strict=False))
         at = next((index for index, (one, two) in pairs if one != two), None)
         if at is not None:
-            raise WrongTokenError(f"new token {at} differs between two trees: no speed is worth printing")
+            raise WrongTokenError(
+                f"new token {at} differs between two trees: no speed is worth printing"
+            )
 
 
 def _gaps(run: Written, score: Score) -> list[float]:

@@ -1,7 +1,9 @@
-"""One decoder in a process of its own, and what memory it takes: phase by phase of loading, then text by text.
+"""One decoder in a process of its own, and what memory it takes: phase by phase of loading, then
+text by text.
 
-Libraries are imported before anything is measured, those that transformers imports lazily for the target included, so
-what is told is what `--ram` is for. Invariant: peaks are the kernel's own (`VmHWM`), set back before every phase.
+Libraries are imported before anything is measured, those that transformers imports lazily for the
+target included, so what is told is what `--ram` is for. Invariant: peaks are the kernel's own
+(`VmHWM`), set back before every phase.
 """
 
 import ctypes
@@ -17,7 +19,8 @@ from offload.machine import peak_rss_bytes, rss_bytes
 
 POSTS = ("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes", "kv_bytes", "activation_bytes",
          "resident_bytes", "slots_bytes")  # fmt: skip
-_STEP = 7  # texts differ by so many tokens in length, since code for products is kept by number of rows
+# texts differ by so many tokens in length, since code for products is kept by number of rows
+_STEP = 7
 
 
 class Order(NamedTuple):
@@ -42,8 +45,21 @@ class Taken(NamedTuple):
 
 
 class _FreeBlocks(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
-                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 class Meter:
@@ -55,17 +71,23 @@ class Meter:
 
     def begin(self, phase: str) -> None:
         """The phase before it is over."""
-        taken = (one - self.imported_bytes for one in (peak_rss_bytes(), rss_bytes(), rss_bytes() - _free_bytes()))
+        taken = (
+            one - self.imported_bytes
+            for one in (peak_rss_bytes(), rss_bytes(), rss_bytes() - _free_bytes())
+        )
         self.found.append(Taken(self._phase, *taken))
         self._phase = phase
         _set_back_peak()
 
 
 def run_child(
-    order: Order, python: Sequence[str] = (sys.executable, "-m", "offload.bench.harness.memory_child")
+    order: Order,
+    python: Sequence[str] = (sys.executable, "-m", "offload.bench.harness.memory_child"),
 ) -> Any:
     """What `follow` found, in a fresh process."""
-    done = subprocess.run([*python, json.dumps(order._asdict())], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*python, json.dumps(order._asdict())], check=True, stdout=subprocess.PIPE, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -73,24 +95,36 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
     """Follow the order in this process; `on_text` is called behind every text, with the decoder."""
     _import_libraries(Path(order.target))
     from offload.cli.demo import PROMPT
-    from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
+    from offload.engine.team import Hooks
     from offload.planning.options import LoadOptions
 
-    meter, options = Meter(), LoadOptions(profile="none", device="cpu", **order.options)
-    with open_decoder(order.target, order.draft, options, hooks=Hooks(on_phase=meter.begin)) as decoder:
-        ids, plan = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens], decoder.plan
+    meter = Meter()
+    options = LoadOptions(profile="none", device="cpu", **order.options)
+    with open_decoder(
+        order.target, order.draft, options, hooks=Hooks(on_phase=meter.begin)
+    ) as decoder:
+        ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
+        plan = decoder.plan
         for text in range(order.num_texts):
             meter.begin(f"text {text + 1}")
-            firsts = [(text + other) * _STEP % max(1, len(ids) // 2) for other in range(plan.parallel)]
+            firsts = [
+                (text + other) * _STEP % max(1, len(ids) // 2) for other in range(plan.parallel)
+            ]
             prompts = [ids[first:] for first in firsts]
-            decoder.generate(prompts, max_new_tokens=order.num_tokens, temperature=order.temperature, seed=text)
+            decoder.generate(
+                prompts, max_new_tokens=order.num_tokens, temperature=order.temperature, seed=text
+            )
             on_text(decoder)
         meter.begin("end")
     slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
     posts = {name: slots if name == "slots_bytes" else getattr(plan, name) for name in POSTS}
     planned = {"ram_bytes": plan.ram_bytes, "planned_bytes": plan.total_bytes, "posts": posts}
-    return {"imported_bytes": meter.imported_bytes, **planned, "phases": [one._asdict() for one in meter.found]}
+    return {
+        "imported_bytes": meter.imported_bytes,
+        **planned,
+        "phases": [one._asdict() for one in meter.found],
+    }
 
 
 def _import_libraries(target: Path) -> None:

@@ -1,8 +1,11 @@
-"""What a reader of text feels, from the moments at which tokens arrived: the usual names of serving benchmarks.
+"""What a reader of text feels, from the moments at which tokens arrived: the usual names of serving
+benchmarks.
 
-A run is a list of bursts, since one sweep accepts several tokens at once. All of them reach the consumer in the same
-moment, so the latency between tokens is zero within a burst and a whole sweep between bursts: its median says nothing
-about speed here and its p99 everything about smoothness. That is why the time per sweep stands beside it.
+A run is a list of bursts, since one sweep accepts several tokens at once. All of them reach the
+consumer in the same
+moment, so the latency between tokens is zero within a burst and a whole sweep between bursts: its
+median says nothing about speed here and its p99 everything about smoothness. That is why the time
+per sweep stands beside it.
 """
 
 from collections.abc import Sequence
@@ -20,16 +23,30 @@ class Burst(NamedTuple):
 
 
 def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
-    """Mean, median and p99 (`mean_ttft_s`, ...) of runs, each a list of bursts; runs without a token are left out.
+    """Mean, median and p99 (`mean_ttft_s`, ...) of runs, each a list of bursts; runs without a
+    token are left out.
 
-    `ttft` and `e2el` are over runs, to the first burst and to the last token; `tpot` per token after the first burst,
-    over runs; `itl` between neighbouring tokens, over all; `sweep` between bursts, over all. `decode_tokens_per_s`
-    counts what came after the first bursts, `output_tokens_per_s` all, prompt time included.
+    `ttft` and `e2el` are over runs, to the first burst and to the last token; `tpot` per token
+    after the first burst, over runs; `itl` between neighbouring tokens, over all; `sweep` between
+    bursts, over all. `decode_tokens_per_s` counts what came after the first bursts,
+    `output_tokens_per_s` all, prompt time included.
     """
-    told = [bursts for bursts in ([burst for burst in run if burst.num_tokens] for run in runs) if bursts]
-    later = [(bursts[-1].time_s - bursts[0].time_s, sum(burst.num_tokens for burst in bursts[1:])) for bursts in told]
-    gaps = [(after.time_s - before.time_s, after.num_tokens) for bursts in told for before, after in pairwise(bursts)]
-    within = sum(burst.num_tokens - 1 for bursts in told for burst in bursts)  # tokens that arrived with another one
+    told = [
+        bursts
+        for bursts in ([burst for burst in run if burst.num_tokens] for run in runs)
+        if bursts
+    ]
+    later = [
+        (bursts[-1].time_s - bursts[0].time_s, sum(burst.num_tokens for burst in bursts[1:]))
+        for bursts in told
+    ]
+    gaps = [
+        (after.time_s - before.time_s, after.num_tokens)
+        for bursts in told
+        for before, after in pairwise(bursts)
+    ]
+    # tokens that arrived with another one
+    within = sum(burst.num_tokens - 1 for bursts in told for burst in bursts)
     observed: dict[str, list[float]] = {
         "ttft_s": [bursts[0].time_s for bursts in told],
         "tpot_s": [took_s / count for took_s, count in later if count],
@@ -42,8 +59,11 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
         found = np.asarray(values or [0.0])
         kinds = {"mean": found.mean(), "median": np.median(found), "p99": np.percentile(found, 99)}
         flat |= {f"{kind}_{name}": float(value) for kind, value in kinds.items()}
-    decode_s, num_later = (sum(values) for values in zip(*later, strict=True)) if later else (0.0, 0)
-    num_tokens, all_s = num_later + sum(bursts[0].num_tokens for bursts in told), sum(observed["e2el_s"])
+    decode_s, num_later = (
+        (sum(values) for values in zip(*later, strict=True)) if later else (0.0, 0)
+    )
+    num_tokens = num_later + sum(bursts[0].num_tokens for bursts in told)
+    all_s = sum(observed["e2el_s"])
     flat["output_tokens_per_s"] = num_tokens / all_s if all_s else 0.0
     return {**flat, "decode_tokens_per_s": num_later / decode_s if decode_s else 0.0}
 
@@ -51,8 +71,9 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
 def acceptance_by_depth(accepted_per_sweep: Sequence[int], depth: int) -> list[float]:
     """Share of sweeps whose accepted path reached each of the depths 1..depth.
 
-    A sweep of k tokens accepted k - 1 nodes; its last token is the target's own. The sweep that a run's length cuts
-    counts with what was left of it, hence these are lower bounds by at most one sweep per run.
+    A sweep of k tokens accepted k - 1 nodes; its last token is the target's own. The sweep that a
+    run's length cuts counts with what was left of it, hence these are lower bounds by at most one
+    sweep per run.
     """
     counts = np.asarray(accepted_per_sweep)
     return [float((counts - 1 >= k).mean()) if counts.size else 0.0 for k in range(1, depth + 1)]

@@ -1,4 +1,5 @@
-"""A mixture of experts that nobody trained: cut from the packaged target in seconds, where no good text is asked for.
+"""A mixture of experts that nobody trained: cut from the packaged target in seconds, where no good
+text is asked for.
 
 Invariant: the folder has its name only when it is whole.
 """
@@ -10,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
+from offload.checkpoint.files import cache_folder
 from offload.cli.demo import PAIR, inflated_target
-from offload.planning.profile import cache_folder
 
 _COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -21,8 +22,12 @@ def untrained_mixture(size_bytes: int) -> Path:
     folder = cache_folder() / "moe-untrained"
     if not folder.is_dir():
         scratch = folder.with_name(f"{folder.name}.part")
-        dense = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32, use_safetensors=True)
-        tokens_BS = torch.randint(dense.config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+        dense = LlamaForCausalLM.from_pretrained(
+            PAIR / "target", dtype=torch.float32, use_safetensors=True
+        )
+        tokens_BS = torch.randint(
+            dense.config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0)
+        )
         upcycled(dense, ExpertSizes(), tokens_BS, 0).eval().bfloat16().save_pretrained(scratch)
         for name in _COMPANIONS:
             shutil.copyfile(PAIR / "target" / name, scratch / name)

@@ -1,8 +1,10 @@
-"""A network of hosts on this machine: namespaces of the kernel, and between them a switch that this process plays.
+"""A network of hosts on this machine: namespaces of the kernel, and between them a switch that this
+process plays.
 
-Why not `tc`: its netem is missing in many kernels, and it would need as many rights. Each host has a TUN device that is
-read here. A packet takes its time on the sender's cable and on the receiver's, at once where both are free, and then
-the latency; nothing is lost. It is as punctual as this process gets to run. Invariant: no namespace outlives `network`.
+Why not `tc`: its netem is missing in many kernels, and it would need as many rights. Each host has
+a TUN device that is read here. A packet takes its time on the sender's cable and on the receiver's,
+at once where both are free, and then the latency; nothing is lost. It is as punctual as this
+process gets to run. Invariant: no namespace outlives `network`.
 """
 
 import fcntl
@@ -17,11 +19,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 from offload.errors import reason
-from offload.planning.exchange import Network
+from offload.planning.cluster import Network
 
-_TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
-_MTU, _QUEUE = 32_000, 10_000  # few large packets, since each passes through Python; and room for all of them
-_SUBNET, _VERSION_4 = bytes([10, 177, 0]), 4
+_TUNSETIFF = 0x400454CA
+_TUN_WITHOUT_HEADER = 0x1001
+# few large packets, since each passes through Python; and room for all of them
+_MTU = 32_000
+_QUEUE = 10_000
+_SUBNET = bytes([10, 177, 0])
+_VERSION_4 = 4
 
 
 class NoNetworkError(Exception):
@@ -56,7 +62,11 @@ class Switch:
         with suppress(OSError):  # the device is closed
             while packet := os.read(self._devices[source], 65536):
                 to = packet[19] - 1
-                if packet[0] >> 4 == _VERSION_4 and packet[16:19] == _SUBNET and 0 <= to < len(self._devices):
+                if (
+                    packet[0] >> 4 == _VERSION_4
+                    and packet[16:19] == _SUBNET
+                    and 0 <= to < len(self._devices)
+                ):
                     on_way.put((self._arrival_s(source, to, len(packet)), to, packet))
 
     def _arrival_s(self, source: int, to: int, num_bytes: int) -> float:
@@ -83,7 +93,11 @@ def network(num_hosts: int, between: Network) -> Iterator[tuple[list[Host], Swit
         try:
             opened = [_open_host(index, resources) for index in range(num_hosts)]
         except (OSError, subprocess.CalledProcessError) as error:
-            why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else reason(error)
+            why = (
+                error.stderr.strip()
+                if isinstance(error, subprocess.CalledProcessError)
+                else reason(error)
+            )
             raise NoNetworkError(f"none can be made on this machine ({why})") from None
         yield [host for host, _ in opened], Switch([device for _, device in opened], between)
 
@@ -91,7 +105,8 @@ def network(num_hosts: int, between: Network) -> Iterator[tuple[list[Host], Swit
 def _open_host(index: int, resources: ExitStack) -> tuple[Host, int]:
     name = f"offload-{os.getpid()}-{index}"
     address = ".".join(map(str, [*_SUBNET, index + 1]))
-    device, tun = os.open("/dev/net/tun", os.O_RDWR), f"ob{os.getpid()}-{index}"
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    tun = f"ob{os.getpid()}-{index}"
     resources.callback(os.close, device)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", tun.encode(), _TUN_WITHOUT_HEADER))
     _ip("netns", "add", name)

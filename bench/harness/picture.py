@@ -1,8 +1,10 @@
 """What a sweep yields against the size of the tree, a table where there is one size only.
 
-And the runs of a pipeline over time, from the moment each is issued to the moment it is back, and processes over hours.
+And the runs of a pipeline over time, from the moment each is issued to the moment it is back, and
+processes over hours.
 
-Invariant: a picture that has left its folder still says which models, which machine and which day it is of.
+Invariant: a picture that has left its folder still says which models, which machine and which day
+it is of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,9 @@ _TITLE_WIDTH = 90  # characters that fit above the axes
 def require_pictures() -> None:
     """Raises `UserError` where pictures cannot be drawn; ask before measuring."""
     if find_spec("matplotlib") is None:
-        raise UserError("--picture needs matplotlib, which is not installed: pip install 'offload[bench]'")
+        raise UserError(
+            "--picture needs matplotlib, which is not installed: pip install 'offload[bench]'"
+        )
 
 
 def draw_sizes(rows: Sequence[Row], settings: Row, path: Path) -> None:
@@ -49,12 +53,16 @@ def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
     for place, row in zip(places, rows, strict=True):
         _plot_flights(place, row["events"])
         place.set_ylabel(row["name"], fontsize=8)
-    places[-1].set_xlabel("seconds; blue: back with draws, grey: dead, red: cancelled, ticks: tokens")
+    places[-1].set_xlabel(
+        "seconds; blue: back with draws, grey: dead, red: cancelled, ticks: tokens"
+    )
     return figure
 
 
 def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
-    """What processes hold over time: a column for each, a panel for each field of its samples but the time."""
+    """What processes hold over time: a column for each, a panel for each field of its samples but
+    the time.
+    """
     from matplotlib.figure import Figure
 
     names = [name for name in next(iter(samples.values()))[0]._fields if name != "time_s"]
@@ -65,7 +73,9 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
         places[0].set_title(process, fontsize=8)
         places[-1].set_xlabel("minutes")
         for place, name in zip(places, names, strict=True):
-            scale, unit = (2**20, "rss, MiB") if name == "rss_bytes" else (1, name.removeprefix("num_"))
+            scale, unit = (
+                (2**20, "rss, MiB") if name == "rss_bytes" else (1, name.removeprefix("num_"))
+            )
             values = [getattr(one, name) / scale for one in looks]
             place.plot([one.time_s / 60 for one in looks], values, linewidth=0.8)
             place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
@@ -101,9 +111,13 @@ def figure_of(rows: Sequence[Row], settings: Row) -> "Figure":
 
 def _title(settings: Row) -> str:
     machine = this_machine()
-    models = " with the draft ".join(settings[key] for key in ("target", "draft") if settings.get(key))
+    models = " with the draft ".join(
+        settings[key] for key in ("target", "draft") if settings.get(key)
+    )
     place = f"{machine['cpu']}, {machine['num_cores']} cores, {settings['device']}"
-    return "\n".join([*wrap(models, _TITLE_WIDTH), *wrap(f"{place}, {datetime.now(UTC):%Y-%m-%d}", _TITLE_WIDTH)])
+    return "\n".join(
+        [*wrap(models, _TITLE_WIDTH), *wrap(f"{place}, {datetime.now(UTC):%Y-%m-%d}", _TITLE_WIDTH)]
+    )
 
 
 def _plot(place: "Axes", rows: Sequence[Row]) -> None:
@@ -125,7 +139,13 @@ def _plot(place: "Axes", rows: Sequence[Row]) -> None:
 def _tabulate(place: "Axes", rows: Sequence[Row]) -> None:
     place.set_axis_off()
     cells = [
-        [row["tree"], row["rule"], f"{row['temperature']:g}", str(row["num_prompts"]), f"{row['tokens_per_sweep']:.2f}"]
+        [
+            row["tree"],
+            row["rule"],
+            f"{row['temperature']:g}",
+            str(row["num_prompts"]),
+            f"{row['tokens_per_sweep']:.2f}",
+        ]
         for row in rows
     ]
     head = ["tree", "rule", "temperature", "texts", "tokens per sweep"]

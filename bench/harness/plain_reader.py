@@ -1,6 +1,8 @@
-"""The ceiling of everything that streams from disk: a few threads that read the same files and do nothing else.
+"""The ceiling of everything that streams from disk: a few threads that read the same files and do
+nothing else.
 
-It shares no code with the disk reader, so that a slow one cannot hide behind a ceiling of its own making.
+It shares no code with the disk reader, so that a slow one cannot hide behind a ceiling of its own
+making.
 """
 
 import mmap
@@ -20,7 +22,8 @@ class Reading(NamedTuple):
 
     num_threads: int = 4
     block_bytes: int = 4 << 20
-    is_direct: bool = True  # past the page cache; where a file system cannot, pages are dropped after use instead
+    # past the page cache; where a file system cannot, pages are dropped after use instead
+    is_direct: bool = True
 
     @property
     def label(self) -> str:
@@ -29,13 +32,17 @@ class Reading(NamedTuple):
 
 
 def plain_read_s(shards: Sequence[Path], num_bytes: int, how: Reading = Reading()) -> float:  # noqa: B008 (immutable)
-    """Seconds in which `num_bytes` of these files arrive, read from their beginnings, again and again if need be."""
+    """Seconds in which `num_bytes` of these files arrive, read from their beginnings, again and
+    again if need be.
+    """
     largest_bytes = max(path.stat().st_size for path in shards) // _PAGE_BYTES * _PAGE_BYTES
     block_bytes = min(how.block_bytes, largest_bytes)
     assert block_bytes, "there is nothing to read"
     wanted = max(1, num_bytes // block_bytes)
     files = [(_open(path, how.is_direct), path.stat().st_size) for path in shards]
-    blocks = [(fd, lo) for fd, size in files for lo in range(0, size - block_bytes + 1, block_bytes)]
+    blocks = [
+        (fd, lo) for fd, size in files for lo in range(0, size - block_bytes + 1, block_bytes)
+    ]
     free = [_touched(block_bytes) for _ in range(how.num_threads)]
 
     def read(block: tuple[int, int]) -> None:
@@ -62,7 +69,9 @@ def plain_rate(shards: Sequence[Path], num_bytes: int, how: Reading = Reading())
 
 
 def _touched(num_bytes: int) -> memoryview:
-    """Huge pages that are there already; with small ones O_DIRECT pins each for itself: 1.2 instead of 2.0 GB/s."""
+    """Huge pages that are there already; with small ones O_DIRECT pins each for itself: 1.2 instead
+    of 2.0 GB/s.
+    """
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
 """What was promised of a GPU, and what was seen: a row per measurement, a verdict per promise.
 
-A row is printed as soon as it is known. A promise is met when every row that counts for it is; one without a row was
-not measured, which is not the same.
+A row is printed as soon as it is known. A promise is met when every row that counts for it is; one
+without a row was not measured, which is not the same.
 """
 
 import sys
@@ -30,9 +30,17 @@ class WrongTokenError(UserError):
 
 
 def row(
-    name: str, value: float, ceiling: float | None, limit: float | None, unit: str, *, promise: str | None = None
+    name: str,
+    value: float,
+    ceiling: float | None,
+    limit: float | None,
+    unit: str,
+    *,
+    promise: str | None = None,
 ) -> Row:
-    """A figure beside its ceiling; `limit` is what their ratio may be at most, of counts as many as possible."""
+    """A figure beside its ceiling; `limit` is what their ratio may be at most, of counts as many as
+    possible.
+    """
     assert promise is None or promise in PROMISES, f"nobody promised {promise}"
     ratio = value / ceiling if ceiling else None
     is_met = None if limit is None or ratio is None else ratio <= limit
@@ -43,9 +51,11 @@ def row(
 
 
 def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; what breaks becomes rows that say so, because the rows behind them are still worth having.
+    """The rows; what breaks becomes rows that say so, because the rows behind them are still worth
+    having.
 
-    It breaks all of `promises`, of which nobody will see more; a wrong token breaks that of exactness, too.
+    It breaks all of `promises`, of which nobody will see more; a wrong token breaks that of
+    exactness, too.
     """
     try:
         yield from rows
@@ -56,7 +66,9 @@ def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator
 
 
 def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[Row]:
-    """A row for each promise that is missed, or one of none; no two rows of a step have the same name."""
+    """A row for each promise that is missed, or one of none; no two rows of a step have the same
+    name.
+    """
     for promise in [*promises] or (None,):
         yield failure(name, promise, error)
 
@@ -68,19 +80,32 @@ def failure(name: str, promise: str | None, error: Exception) -> Row:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """For every promise what was wanted, what was seen, and whether it is met; None where nothing was measured."""
+    """For every promise what was wanted, what was seen, and whether it is met; None where nothing
+    was measured.
+    """
     found = []
     for promise, wanted in PROMISES.items():
         own = [one for one in rows if one.get("promise") == promise]
         seen = "; ".join(_seen(one) for one in own) or "not measured"
         told = {one["is_met"] for one in own} - {None}
-        found.append({"promise": promise, "wanted": wanted, "seen": seen, "is_met": all(told) if told else None})
+        found.append(
+            {
+                "promise": promise,
+                "wanted": wanted,
+                "seen": seen,
+                "is_met": all(told) if told else None,
+            }
+        )
     return found
 
 
 def row_line(one: Row) -> str:
     value = f"{one['value']:10.4g} {one['unit']:6}"
-    beside = f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}" if one.get("ratio") is not None else ""
+    beside = (
+        f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}"
+        if one.get("ratio") is not None
+        else ""
+    )
     verdict = {True: "met", False: "MISSED", None: ""}[one.get("is_met")]
     shown = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times", "parts_at")
     more = " ".join(f"{key} {one[key]:.4g}" for key in shown if one.get(key) is not None)
@@ -90,7 +115,10 @@ def row_line(one: Row) -> str:
 
 def verdict_lines(found: Sequence[Row]) -> list[str]:
     words = {True: "met", False: "MISSED", None: "open"}
-    return [f"{words[one['is_met']]:6} {one['promise']}: {one['wanted']} | {one['seen']}" for one in found]
+    return [
+        f"{words[one['is_met']]:6} {one['promise']}: {one['wanted']} | {one['seen']}"
+        for one in found
+    ]
 
 
 def _seen(one: Row) -> str:

@@ -1,8 +1,9 @@
 """Prompts: code that every machine has and the packaged pair has not seen, or files of the user's.
 
-`code` is beginnings of standard library files, `copy` functions of them that are begun again under another name, with
-another argument. A text file is one prompt; `.jsonl` has one a line: Spec-Bench and MT-Bench (`turns`), `prompt` or
-`text`. Invariant: the same machine gives the same prompts in the same order.
+`code` is beginnings of standard library files, `copy` functions of them that are begun again under
+another name, with another argument. A text file is one prompt; `.jsonl` has one a line: Spec-Bench
+and MT-Bench (`turns`), `prompt` or `text`. Invariant: the same machine gives the same prompts in
+the same order.
 """
 
 import ast
@@ -18,10 +19,13 @@ from typing import Any, NamedTuple
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 
-CODE, COPY = "code", "copy"
+CODE = "code"
+COPY = "copy"
 _HELD_OUT_PERCENT = 3
 _CHARS = 1200  # of a text: more than enough for 128 tokens
-_LEAST_BYTES, _MOST_BYTES = 4000, 60_000  # of a file: shorter ones are stubs, longer ones tables
+# of a file: shorter ones are stubs, longer ones tables
+_LEAST_BYTES = 4000
+_MOST_BYTES = 60_000
 _ALL = slice(None)
 _COPIED_CHARS = range(800, 1500)  # of a function: some 250 to 400 tokens
 
@@ -36,20 +40,26 @@ class Prompt(NamedTuple):
 
 
 def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[Prompt]:
-    """`num_each` prompts from every source, spread evenly over what it has; fewer where it has fewer.
+    """`num_each` prompts from every source, spread evenly over what it has; fewer where it has
+    fewer.
 
     Args:
         part: of each source, so that what was tuned on one half can be reported on the other.
 
     Raises:
-        UserError: a source that is neither `code` nor `copy` nor a file, has no text, or cannot be read.
+        UserError: a source that is neither `code` nor `copy` nor a file, has no text, or cannot be
+        read.
     """
     found = [prompt for source in sources for prompt in _spread(_texts(source)[part], num_each)]
-    return [prompt if prompt.then else prompt._replace(text=prompt.text[:_CHARS]) for prompt in found]
+    return [
+        prompt if prompt.then else prompt._replace(text=prompt.text[:_CHARS]) for prompt in found
+    ]
 
 
 def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
-    """Token ids: a text cut to `num_tokens`; a copy whole, and a question where a chat template surrounds it."""
+    """Token ids: a text cut to `num_tokens`; a copy whole, and a question where a chat template
+    surrounds it.
+    """
     if prompt.is_chat and decoder.tokenizer is not None and decoder.tokenizer.chat_template:
         return decoder.encode(prompt.text)
     ids = decoder.encode(prompt.text, raw=True)
@@ -58,19 +68,25 @@ def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
 
 def _texts(source: str) -> list[Prompt]:
     if source == CODE:
-        files = [path for path in held_out_files() if _LEAST_BYTES < path.stat().st_size < _MOST_BYTES]
+        files = [
+            path for path in held_out_files() if _LEAST_BYTES < path.stat().st_size < _MOST_BYTES
+        ]
         texts = [Prompt(f"code/{path.name}", read_source(path)) for path in files]
     elif source == COPY:
         texts = [copy for path in held_out_files() for copy in _copies(path)]
     else:
         texts = list(_from_file(Path(source)))
     if not texts:
-        raise UserError(f"--prompts {source} gives no prompt on this machine: name a text or .jsonl file")
+        raise UserError(
+            f"--prompts {source} gives no prompt on this machine: name a text or .jsonl file"
+        )
     return list({prompt.text: prompt for prompt in texts}.values())
 
 
 def _copies(path: Path) -> Iterator[Prompt]:
-    """Of the functions of a file that are neither short nor long: each whole, with the head of the edited copy."""
+    """Of the functions of a file that are neither short nor long: each whole, with the head of the
+    edited copy.
+    """
     lines = read_source(path).splitlines(keepends=True)
     try:
         nodes = list(ast.walk(ast.parse("".join(lines))))
@@ -80,7 +96,8 @@ def _copies(path: Path) -> Iterator[Prompt]:
         if isinstance(node, ast.FunctionDef) and node.args.args:
             text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
             if len(text) in _COPIED_CHARS:
-                edited, argument = text.replace(node.name, f"{node.name}_again"), node.args.args[-1].arg
+                edited = text.replace(node.name, f"{node.name}_again")
+                argument = node.args.args[-1].arg
                 if argument not in ("self", "cls"):
                     edited = re.sub(rf"\b{argument}\b", f"new_{argument}", edited)
                 head, _, then = edited.partition("\n")
@@ -100,7 +117,9 @@ def _from_file(path: Path) -> Iterator[Prompt]:
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            yield Prompt(f"{path.name}:{number}", _question(line, f"{path.name}:{number}"), is_chat=True)
+            yield Prompt(
+                f"{path.name}:{number}", _question(line, f"{path.name}:{number}"), is_chat=True
+            )
 
 
 def _question(line: str, place: str) -> str:
@@ -111,7 +130,9 @@ def _question(line: str, place: str) -> str:
         raise UserError(f"{place} is not JSON: give one object a line") from None
     entry = entry if isinstance(entry, dict) else {}
     turns = entry.get("turns")
-    text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt") or entry.get("text")
+    text = (
+        turns[0] if isinstance(turns, list) and turns else entry.get("prompt") or entry.get("text")
+    )
     if not isinstance(text, str) or not text.strip():
         raise UserError(f'{place} has no question: it needs "turns", "prompt" or "text"')
     return text
@@ -123,9 +144,15 @@ def _spread(found: list[Prompt], num: int) -> list[Prompt]:
 
 
 def held_out_files() -> list[Path]:
-    """The standard library's files that the packaged pair was not trained on, split by a hash of their paths."""
+    """The standard library's files that the packaged pair was not trained on, split by a hash of
+    their paths.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "lib2to3", "idlelib"} & set(path.parts))
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "lib2to3", "idlelib"} & set(path.parts)
+    )
     return [path for path in files if _is_held_out(path.relative_to(root))]
 
 

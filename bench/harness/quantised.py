@@ -1,7 +1,8 @@
-"""A checkpoint once more in a format of fewer bytes, written by the plainest rule: rounded to the nearest code.
+"""A checkpoint once more in a format of fewer bytes, written by the plainest rule: rounded to the
+nearest code.
 
-What is measured with it is speed; that its numbers are what libraries make of them is the tests' affair. Invariant: the
-folder has its name only when it is whole.
+What is measured with it is speed; that its numbers are what libraries make of them is the tests'
+affair. Invariant: the folder has its name only when it is whole.
 """
 
 import json
@@ -14,17 +15,23 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from offload.checkpoint.pack import pack
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.checkpoint.tensor_file import write_tensors
+from offload.engine.session import write_tensors
+from offload.packing.pack import pack
 
-_GROUP, _BLOCK, _FP8_MAX = 128, 128, 448.0
+_GROUP = 128
+_BLOCK = 128
+_FP8_MAX = 448.0
 PACKED = "packed"  # without loss
 _PLAIN = ("embed_tokens", "lm_head", "norm")
 _INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
     "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP,
                                        "symmetric": True}}}}  # fmt: skip
-_FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
+_FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [_BLOCK, _BLOCK],
+    "activation_scheme": "dynamic",
+}
 
 
 def int4(weight_NK: Tensor) -> dict[str, Tensor]:
@@ -34,12 +41,18 @@ def int4(weight_NK: Tensor) -> dict[str, Tensor]:
     code_NK = (groups_NGg / scale_NG.float()[..., None]).round().clamp(-8, 7).flatten(1).int() + 8
     shift_8 = torch.arange(0, 32, 4, dtype=torch.int32)
     words = (code_NK.unflatten(1, (-1, 8)) << shift_8).sum(-1, dtype=torch.int32)
-    return {"weight_packed": words, "weight_scale": scale_NG, "weight_shape": torch.tensor(weight_NK.shape)}
+    return {
+        "weight_packed": words,
+        "weight_scale": scale_NG,
+        "weight_shape": torch.tensor(weight_NK.shape),
+    }
 
 
 def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
     """As DeepSeek stores them, in blocks of 128 x 128; sizes are multiples of these or smaller."""
-    blocks = weight_NK.float().unflatten(0, (-1, min(_BLOCK, len(weight_NK)))).unflatten(2, (-1, _BLOCK))
+    blocks = (
+        weight_NK.float().unflatten(0, (-1, min(_BLOCK, len(weight_NK)))).unflatten(2, (-1, _BLOCK))
+    )
     scale = (blocks.abs().amax((1, 3)) / _FP8_MAX).clamp(min=1e-12)
     codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     return {"weight": codes.flatten(2).flatten(0, 1), "weight_scale_inv": scale}
@@ -72,7 +85,9 @@ def quantised(source: Path, name: str) -> Path:
     return scratch.rename(folder)
 
 
-def _tensors(source: Path, quantise: Callable[[Tensor], dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    source: Path, quantise: Callable[[Tensor], dict[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Words of one layer lie together, as the format's own writer has them: by type, then by name."""
     held = dict[str, Tensor]()
     for shard in open_checkpoint(source).shards:
@@ -81,5 +96,9 @@ def _tensors(source: Path, quantise: Callable[[Tensor], dict[str, Tensor]]) -> I
                 weight = file.get_tensor(name)
                 is_plain = weight.ndim < 2 or any(part in name for part in _PLAIN)
                 stem = name.removesuffix("weight")
-                held |= {name: weight} if is_plain else {f"{stem}{key}": one for key, one in quantise(weight).items()}
+                held |= (
+                    {name: weight}
+                    if is_plain
+                    else {f"{stem}{key}": one for key, one in quantise(weight).items()}
+                )
     yield from sorted(held.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -1,4 +1,6 @@
-"""One rank of a `Cluster`, as a process: it loads as it is told, then rank 0 writes a text for every line it reads."""
+"""One rank of a `Cluster`, as a process: it loads as it is told, then rank 0 writes a text for
+every line it reads.
+"""
 
 import json
 import sys
@@ -26,8 +28,12 @@ def main() -> None:
 
 def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
     """One text, and what each rank has moved for it."""
-    run = decoder.run(order.prompt_ids, order.sampling, max_new_tokens=order.num_tokens, tree=order.tree)
-    times, started, figures = list[float](), time.perf_counter(), [_figures(decoder, own_bytes, 0)]
+    run = decoder.run(
+        order.prompt_ids, order.sampling, max_new_tokens=order.num_tokens, tree=order.tree
+    )
+    times = list[float]()
+    started = time.perf_counter()
+    figures = [_figures(decoder, own_bytes, 0)]
     for _ in run:
         times.append(time.perf_counter() - started)
         if len(times) == 1:
@@ -35,7 +41,8 @@ def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
     result = run.result()
     figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
     counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
-    bursts = [Burst(*pair) for pair in zip(times, counts, strict=False)]  # the last piece may be text alone
+    # the last piece may be text alone
+    bursts = [Burst(*pair) for pair in zip(times, counts, strict=False)]
     return Answer(result.token_ids, bursts, result.stats.as_dict(), figures)
 
 
@@ -43,7 +50,8 @@ def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigu
     """Of all ranks; of a process by itself what corresponds, its passes since the first tokens."""
     if told := decoder.target.figures():
         return told
-    plan, stream = decoder.plan, decoder.target.stream
+    plan = decoder.plan
+    stream = decoder.target.stream
     moved = (num_passes, 0, plan.streamed_bytes, stream.bytes_read, stream.stall_s)
     return [RankFigures(plan.ram_bytes, own_bytes, peak_rss_bytes(), *moved, 0, {}, 0.0)]
 

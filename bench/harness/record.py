@@ -1,8 +1,8 @@
 """One result of a bench as JSON: what was measured, where, when and with which code.
 
-Every file has `bench`, `created`, `commit`, `machine`, `settings`, `ceiling`, `rows` and `guards`; the last are the
-figures that `--compare` watches. Invariant: what is stored is what was printed, and a file that lacks any of these
-names is refused when it is read.
+Every file has `bench`, `created`, `commit`, `machine`, `settings`, `ceiling`, `rows` and `guards`;
+the last are the figures that `--compare` watches. Invariant: what is stored is what was printed,
+and a file that lacks any of these names is refused when it is read.
 """
 
 import json
@@ -32,7 +32,8 @@ class Guard:
 
     samples: list[float]
     better: Literal["higher", "lower"]
-    labels: list[str] = field(default_factory=list)  # of samples that another run repeats, such as its prompts
+    # of samples that another run repeats, such as its prompts
+    labels: list[str] = field(default_factory=list)
 
     @property
     def value(self) -> float:
@@ -54,15 +55,22 @@ class Result:
 
     def as_dict(self) -> Row:
         fields = asdict(self)
-        guards = {name: {**fields["guards"][name], "value": guard.value} for name, guard in self.guards.items()}
+        guards = {
+            name: {**fields["guards"][name], "value": guard.value}
+            for name, guard in self.guards.items()
+        }
         return {"schema": SCHEMA, **fields, "guards": guards}
 
 
-def new_result(bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: dict[str, Guard]) -> Result:
+def new_result(
+    bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: dict[str, Guard]
+) -> Result:
     what: Row = {"bench": bench, "settings": settings, "ceiling": ceiling, "rows": list(rows)}
     kept = {name: guard for name, guard in guards.items() if guard.samples}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Result(**what, guards=kept, machine=this_machine(), created=now, commit=checkout_commit())
+    return Result(
+        **what, guards=kept, machine=this_machine(), created=now, commit=checkout_commit()
+    )
 
 
 def this_machine() -> Row:
@@ -70,7 +78,10 @@ def this_machine() -> Row:
     sizes = {"num_cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes}
     now = {"available_bytes": available_ram_bytes(), "load_average": os.getloadavg()[0]}
     libraries = {name: version(name) for name in ("torch", "transformers")}
-    system = {"system": f"{platform.system()} {platform.release()}", "python": platform.python_version()}
+    system = {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
     return {"cpu": cpu_name(), **sizes, **now, **system, **libraries}
 
 
@@ -79,7 +90,16 @@ def checkout_commit() -> str | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists() or shutil.which("git") is None:
         return None
-    ask = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    ask = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--exclude=*",
+        "--dirty=+",
+    ]
     return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
@@ -93,13 +113,25 @@ def store(found: Row, path: Path) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """The same, where a file can be written there: known before anything is measured. Raises `UserError`."""
+    """The same, where a file can be written there: known before anything is measured. Raises
+    `UserError`.
+    """
     if path is not None:
-        folder = next(parent for parent in (path.parent, *path.absolute().parents) if parent.exists())
-        why = "it is a folder" if path.is_dir() else None if os.access(folder, os.W_OK) else f"{folder} is not yours"
+        folder = next(
+            parent for parent in (path.parent, *path.absolute().parents) if parent.exists()
+        )
+        why = (
+            "it is a folder"
+            if path.is_dir()
+            else None
+            if os.access(folder, os.W_OK)
+            else f"{folder} is not yours"
+        )
         why = why if folder.is_dir() else f"{folder} is no folder"
         if why or (path.exists() and not os.access(path, os.W_OK)):
-            raise UserError(f"cannot write {path} ({why or 'it is not yours to write'}): name another file")
+            raise UserError(
+                f"cannot write {path} ({why or 'it is not yours to write'}): name another file"
+            )
     return path
 
 
@@ -108,30 +140,41 @@ def read(path: Path) -> Result:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path} ({reason(error)}): give a file written by offload bench --json") from None
+        raise UserError(
+            f"cannot read {path} ({reason(error)}): give a file written by offload bench --json"
+        ) from None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise UserError(f"{path} is no result of offload bench: give a file written with --json")
     names = ("bench", "settings", "ceiling", "rows", "machine", "created", "commit")
     try:
         guards = dict[str, Guard]()
         for name, told in stored["guards"].items():
-            guards[name] = Guard([float(value) for value in told["samples"]], told["better"], list(told["labels"]))
+            guards[name] = Guard(
+                [float(value) for value in told["samples"]], told["better"], list(told["labels"])
+            )
         return Result(guards=guards, **{name: stored[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is no whole result of offload bench ({error!r}): measure again") from None
+        raise UserError(
+            f"{path} is no whole result of offload bench ({error!r}): measure again"
+        ) from None
 
 
 def partial_path(path: Path) -> Path:
-    """Where `path` is written to until it is whole; it keeps its suffix, by which libraries tell formats."""
+    """Where `path` is written to until it is whole; it keeps its suffix, by which libraries tell
+    formats.
+    """
     return path.with_name(f".writing-{path.name}")
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A place to write to, which becomes `path` if the block ends well; folders are made. Raises `OSError`."""
+    """A place to write to, which becomes `path` if the block ends well; folders are made. Raises
+    `OSError`.
+    """
     path = path.resolve()  # a link stays one, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # a pipe or a device takes what is written, and is not to be replaced
+    # a pipe or a device takes what is written, and is not to be replaced
+    if path.exists() and not path.is_file():
         yield path
         return
     partial = partial_path(path)

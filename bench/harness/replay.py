@@ -1,8 +1,9 @@
 """How many experts each way of keeping them would have to read for the same passes.
 
-`ours` is the product's own bookkeeping. `recent` drops what was used longest ago. `optimal` knows the future: it drops
-what is needed last, or reads past the pool what is needed later still (Belady), and nothing can miss less. `expected`
-is the planner's formula: the most popular are kept for ever, and a pass needs of the others what its rows draw.
+`ours` is the product's own bookkeeping. `recent` drops what was used longest ago. `optimal` knows
+the future: it drops what is needed last, or reads past the pool what is needed later still
+(Belady), and nothing can miss less. `expected` is the planner's formula: the most popular are kept
+for ever, and a pass needs of the others what its rows draw.
 """
 
 from collections import OrderedDict, defaultdict
@@ -16,7 +17,8 @@ from offload.streaming.expert_cache import ExpertCache
 
 def ours(passes: Iterable[Pass], num_blocks: int, num_slots: int) -> int:
     """Misses of `ExpertCache`."""
-    cache, misses = ExpertCache(num_blocks, num_slots), 0
+    cache = ExpertCache(num_blocks, num_slots)
+    misses = 0
     for one in passes:
         cache.begin_pass(one.num_rows)
         for blocks, rows in zip(one.blocks, one.rows, strict=True):
@@ -26,8 +28,12 @@ def ours(passes: Iterable[Pass], num_blocks: int, num_slots: int) -> int:
 
 
 def serve(cache: ExpertCache, blocks: Sequence[int]) -> int:
-    """One layer of a pass: hits are held first, and released where a miss finds no slot; returns how many miss."""
-    hits, missing, waiting = list[int](), list[int](), list[int]()
+    """One layer of a pass: hits are held first, and released where a miss finds no slot; returns
+    how many miss.
+    """
+    hits = list[int]()
+    missing = list[int]()
+    waiting = list[int]()
     for block in blocks:
         (missing if cache.hold(block) is None else hits).append(block)
     for block in missing:
@@ -41,7 +47,8 @@ def serve(cache: ExpertCache, blocks: Sequence[int]) -> int:
 
 def recent(passes: Iterable[Pass], num_slots: int) -> int:
     """Misses where what was used longest ago gives way; hits of a layer come before its misses."""
-    kept, misses = OrderedDict[int, None](), 0
+    kept = OrderedDict[int, None]()
+    misses = 0
     for one in passes:
         for blocks in one.blocks:
             missing = [block for block in blocks.tolist() if block not in kept]
@@ -61,7 +68,9 @@ def optimal(passes: Iterable[Pass], num_slots: int) -> int:
     for moment in range(len(moments) - 1, -1, -1):
         for block in moments[moment]:
             coming[block].append(moment)
-    kept, misses, never = dict[int, int](), 0, len(moments)
+    kept = dict[int, int]()
+    misses = 0
+    never = len(moments)
     for blocks in moments:
         misses += sum(block not in kept for block in blocks)
         for block in blocks:
@@ -76,7 +85,8 @@ def optimal(passes: Iterable[Pass], num_slots: int) -> int:
 
 def expected(passes: Sequence[Pass], num_blocks: int, num_slots: int, num_rows: int) -> float:
     """Misses by popularity alone, which is counted over all passes."""
-    uses_B, all_rows = np.zeros(num_blocks), 0
+    uses_B = np.zeros(num_blocks)
+    all_rows = 0
     for one in passes:
         all_rows += num_rows
         for blocks, rows in zip(one.blocks, one.rows, strict=True):

@@ -1,7 +1,9 @@
-"""Which experts each token of a text is routed to, and the passes that decoding such a text would be made of.
+"""Which experts each token of a text is routed to, and the passes that decoding such a text would
+be made of.
 
-Either recorded while a model reads texts, or made up: experts have a popularity that changes with the subject, tokens
-nearby resemble each other, and the first layer knows no popularity, as is seen in trained models.
+Either recorded while a model reads texts, or made up: experts have a popularity that changes with
+the subject, tokens nearby resemble each other, and the first layer knows no popularity, as is seen
+in trained models.
 """
 
 import random
@@ -36,7 +38,9 @@ class Pass(NamedTuple):
 
 
 class MadeUp(NamedTuple):
-    """How routing is made up; the strengths are those of normal numbers that are added to a token's own."""
+    """How routing is made up; the strengths are those of normal numbers that are added to a token's
+    own.
+    """
 
     num_layers: int = 12
     num_experts: int = 128
@@ -55,7 +59,9 @@ def made_up(how: MadeUp, seed: int = 0) -> Routing:
     shape = (how.num_layers, how.num_experts)
     strength_L1 = np.ones((how.num_layers, 1))
     strength_L1[0] = 0.0
-    lasting, near, chosen = how.popularity * rng.normal(size=shape), rng.normal(size=shape), []
+    lasting = how.popularity * rng.normal(size=shape)
+    near = rng.normal(size=shape)
+    chosen = []
     for _ in range(how.num_texts):
         popular = strength_L1 * (lasting + how.subject * rng.normal(size=shape))
         for _ in range(how.num_tokens):
@@ -87,15 +93,22 @@ def recorded(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> Routing:
             hook.remove()
     sizes = [len(text) for text in texts]
     chosen_TLK = np.stack([np.concatenate(seen[module]) for module in modules], axis=1)
-    return Routing(chosen_TLK, int(modules[0].num_experts), tuple(np.cumsum([0, *sizes[:-1]]).tolist()))
+    return Routing(
+        chosen_TLK, int(modules[0].num_experts), tuple(np.cumsum([0, *sizes[:-1]]).tolist())
+    )
 
 
-def passes(routing: Routing, num_rows: int, seed: int = 0, *, prompt_tokens: int = 0) -> Iterator[Pass]:
-    """Decoding of every text with `num_rows` rows a pass: the accepted ones go on with the text, others are rejected.
+def passes(
+    routing: Routing, num_rows: int, seed: int = 0, *, prompt_tokens: int = 0
+) -> Iterator[Pass]:
+    """Decoding of every text with `num_rows` rows a pass: the accepted ones go on with the text,
+    others are rejected.
 
-    A rejected row is routed like any other token of its text. The first `prompt_tokens` of a text are one pass.
+    A rejected row is routed like any other token of its text. The first `prompt_tokens` of a text
+    are one pass.
     """
-    rng, num_all = random.Random(seed), len(routing.chosen_TLK)
+    rng = random.Random(seed)
+    num_all = len(routing.chosen_TLK)
     for start, end in zip(routing.starts, (*routing.starts[1:], num_all), strict=True):
         token = start
         if prompt_tokens:

@@ -1,6 +1,7 @@
 """Rows of measurements in one file: a line of JSON each, on disk before the next one is measured.
 
-Several processes may append. Invariant: whatever a process is killed at, all rows before are read again.
+Several processes may append. Invariant: whatever a process is killed at, all rows before are read
+again.
 """
 
 import json
@@ -18,7 +19,8 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(file).st_size
-        is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # whoever wrote last was killed within a line
+        # whoever wrote last was killed within a line
+        is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         os.write(file, ("\n" * is_torn + json.dumps(row, default=str) + "\n").encode())
         os.fsync(file)
     finally:

@@ -1,6 +1,8 @@
-"""Where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes, steps, poisoned slots.
+"""Where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes,
+steps, poisoned slots.
 
-Invariant: what a pass emits is the target's own greedy token, so every pass that is timed can be proved.
+Invariant: what a pass emits is the target's own greedy token, so every pass that is timed can be
+proved.
 """
 
 import time
@@ -12,16 +14,15 @@ import torch
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.timeline import Timeline
-from offload.calibration.quick import draft_curve
-from offload.config import Sampling
+from offload.calibration.startup import draft_curve
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.planning.cost_model import Curve
-from offload.sampling.logits import Rows
-from offload.sampling.sampler import Sampler
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, Shape, best_first, chain
-from offload.verification.walk import Acceptance
+from offload.sampling.sampler import Rows, Sampler
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, best_first, chain
+from offload.trees.verification import Acceptance
+from offload.units import Sampling
 
 _DEPTH = 24
 _BURSTS = (1, 2, 4, 8, 16, 24)  # tokens that a sweep may yield
@@ -45,11 +46,15 @@ class PassRunner:
 
     def run(self, num_rows: int) -> Pass:
         """One forward of a tree with so many nodes; the first one takes the prompt in as well."""
-        target, stream = self._decoder.target, self._decoder.target.stream
-        tokens, cache = self._text.tokens, self._text.caches.target
+        target = self._decoder.target
+        stream = self._decoder.target.stream
+        tokens = self._text.tokens
+        cache = self._text.caches.target
         shape = best_first(DEFAULT_ACCEPTANCE, num_rows, _DEPTH) if num_rows > 1 else chain(0)
         node_N = torch.cat([torch.tensor(tokens[-1:]), torch.arange(num_rows - 1) % 1000 + 3])
-        tree, stalled_s, moved_bytes = TokenTree(shape, node_N), stream.stall_s, stream.bytes_read
+        tree = TokenTree(shape, node_N)
+        stalled_s = stream.stall_s
+        moved_bytes = stream.bytes_read
         started = time.perf_counter()
         scores = target.score(tree, tokens, cache)
         host_s = time.perf_counter() - started
@@ -58,7 +63,9 @@ class PassRunner:
         token = int(scores.whole()[0].argmax())
         target.commit([0], tokens, cache)
         tokens.append(token)
-        return Pass(num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes, host_s)
+        return Pass(
+            num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes, host_s
+        )
 
     def written(self) -> Written:
         text = self._text
@@ -67,7 +74,8 @@ class PassRunner:
 
 def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Curve:
     """Seconds of a draft pass against its rows; the widths that a run records are recorded before."""
-    drafter, text = decoder.drafter, decoder.begin(prompt_ids, Sampling())
+    drafter = decoder.drafter
+    text = decoder.begin(prompt_ids, Sampling())
     assert isinstance(drafter, ModelDrafter), "there is a draft"
     for width in _BURSTS:
         text.caches.clear()
@@ -78,8 +86,11 @@ def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -
 def step_times(
     decoder: Decoder, prompt_ids: Sequence[int], shape: Shape, num_steps: int
 ) -> tuple[list[float], Written]:
-    """Seconds of greedy steps with one tree; the first takes the prompt in and the second finds full slots."""
-    seconds, text = list[float](), decoder.begin(prompt_ids, Sampling(), shape=shape)
+    """Seconds of greedy steps with one tree; the first takes the prompt in and the second finds
+    full slots.
+    """
+    seconds = list[float]()
+    text = decoder.begin(prompt_ids, Sampling(), shape=shape)
     for index in range(num_steps + 2):
         started = time.perf_counter()
         decoder.step(text)
@@ -95,43 +106,58 @@ class Step(NamedTuple):
     num_tokens: int
 
 
-def dictated(decoder: Decoder, prompt_ids: Sequence[int], then_ids: Sequence[int], shape: Shape) -> Iterator[Step]:
-    """Steps of a target that is told what to write: it scores every tree, and what it prefers is not heeded.
+def dictated(
+    decoder: Decoder, prompt_ids: Sequence[int], then_ids: Sequence[int], shape: Shape
+) -> Iterator[Step]:
+    """Steps of a target that is told what to write: it scores every tree, and what it prefers is
+    not heeded.
 
-    None of them can reach the end of what is known: each is whole then, and their mean is not biased (Wald).
+    None of them can reach the end of what is known: each is whole then, and their mean is not
+    biased (Wald).
     """
-    told, rule = [*prompt_ids, *then_ids], decoder.rule
+    told = [*prompt_ids, *then_ids]
+    rule = decoder.rule
 
-    def verify(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
+    def verify(
+        tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
+    ) -> Acceptance:
         rule.verify(tree, logits_NV, sampler, root_position)  # for its time
-        nodes, then = [0], told[root_position + 1 :]
+        nodes = [0]
+        then = told[root_position + 1 :]
         while (child := tree.child(nodes[-1], then[len(nodes) - 1])) is not None:
             nodes.append(child)
         return Acceptance(nodes, then[: len(nodes)])
 
     text = decoder.begin(prompt_ids, Sampling(), rule=replace(rule, verify=verify), shape=shape)
     while len(text.tokens) + shape.depth < len(told):
-        is_first, started = not text.new_ids, time.perf_counter()
+        is_first = not text.new_ids
+        started = time.perf_counter()
         num_tokens = len(decoder.step(text))
         if not is_first:
             yield Step(time.perf_counter() - started, num_tokens)
 
 
-def record_steps(decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int) -> tuple[Timeline, list[int]]:
-    """Greedy steps behind a prompt; returns their events and all new tokens, which the caller has to prove.
+def record_steps(
+    decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int
+) -> tuple[Timeline, list[int]]:
+    """Greedy steps behind a prompt; returns their events and all new tokens, which the caller has
+    to prove.
 
     The step that takes the prompt in is run but not recorded.
     """
-    stream, timeline = decoder.target.stream, Timeline()
+    stream = decoder.target.stream
+    timeline = Timeline()
     shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
     text = decoder.begin(prompt_ids, Sampling(), shape=shape)
     decoder.step(text)
     stream.record = timeline.add
     try:
         for _ in range(num_steps):
-            stats, started = text.set_shape(shape), time.perf_counter()
+            stats = text.set_shape(shape)
+            started = time.perf_counter()
             decoder.step(text)
-            drafted, swept = started + stats.draft_s, started + stats.draft_s + stats.sweep_s
+            drafted = started + stats.draft_s
+            swept = started + stats.draft_s + stats.sweep_s
             timeline.add("draft", -1, started, drafted)
             timeline.add("sweep", -1, drafted, swept)
             timeline.add("verify", -1, swept, swept + stats.verify_s)
@@ -140,11 +166,18 @@ def record_steps(decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_ste
     return timeline, text.new_ids
 
 
-def repeated_scores(decoder: Decoder, num_rows: int, num_sweeps: int, held_bytes: Callable[[], int]) -> tuple[int, int]:
-    """Sweeps with NaN in every slot that is free: how many repeat the first scores, and the bytes that are lost."""
-    target, topology = decoder.target, best_first(DEFAULT_ACCEPTANCE, num_rows, 12)
-    tree, num_same = TokenTree(topology, torch.arange(num_rows) + 3), 0
-    tokens, cache = [5, 6, 7], decoder.begin([5, 6, 7], Sampling()).caches.target
+def repeated_scores(
+    decoder: Decoder, num_rows: int, num_sweeps: int, held_bytes: Callable[[], int]
+) -> tuple[int, int]:
+    """Sweeps with NaN in every slot that is free: how many repeat the first scores, and the bytes
+    that are lost.
+    """
+    target = decoder.target
+    topology = best_first(DEFAULT_ACCEPTANCE, num_rows, 12)
+    tree = TokenTree(topology, torch.arange(num_rows) + 3)
+    num_same = 0
+    tokens = [5, 6, 7]
+    cache = decoder.begin([5, 6, 7], Sampling()).caches.target
     target.stream.poison_released = True
     try:
         wanted = target.score(tree, tokens, cache).whole()

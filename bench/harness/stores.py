@@ -1,4 +1,5 @@
-"""Datastores for measuring: the standard library but for what prompts are cut from, and a large one of permuted text.
+"""Datastores for measuring: the standard library but for what prompts are cut from, and a large one
+of permuted text.
 
 Invariant: no file that `prompts` draws on is in either.
 """
@@ -12,14 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from offload.bench.harness.prompts import held_out_files, read_source
+from offload.checkpoint.files import cache_folder
 from offload.cli.console import Console
 from offload.cli.datastore_run import load_coder
 from offload.cli.demo import PAIR
 from offload.datastore.build import build
-from offload.planning.profile import cache_folder
 
 _RAM_BYTES = 3 << 30
-_PERMUTED_TOKENS, _BLOCK_TOKENS = 100_000_000, 64
+_PERMUTED_TOKENS = 100_000_000
+_BLOCK_TOKENS = 64
 
 
 def library_store(screen: Console) -> Path:
@@ -30,16 +32,25 @@ def library_store(screen: Console) -> Path:
     if not path.exists():
         cache_folder().mkdir(parents=True, exist_ok=True)
         screen.wait("making a store of the standard library")
-        build(path, map(read_source, files), load_coder(str(PAIR / "target"))[0], _RAM_BYTES, screen.wait)
+        build(
+            path,
+            map(read_source, files),
+            load_coder(str(PAIR / "target"))[0],
+            _RAM_BYTES,
+            screen.wait,
+        )
     return path
 
 
 def permuted_store(path: Path, screen: Console) -> str:
-    """Make a store of 100 M tokens: every file again and again, its blocks of tokens in another order each time.
+    """Make a store of 100 M tokens: every file again and again, its blocks of tokens in another
+    order each time.
 
     Returns how it was made. Raises `UserError`.
     """
-    coder, files, rng = load_coder(str(PAIR / "target"))[0], _files(), np.random.default_rng(0)
+    coder = load_coder(str(PAIR / "target"))[0]
+    files = _files()
+    rng = np.random.default_rng(0)
     ids = [np.array(one) for one in coder.encode([read_source(path) for path in files]) if len(one)]
     num_rounds = -(-_PERMUTED_TOKENS // sum(map(len, ids)))
 
@@ -48,11 +59,17 @@ def permuted_store(path: Path, screen: Console) -> str:
             blocks = [one[lo : lo + _BLOCK_TOKENS] for lo in range(0, len(one), _BLOCK_TOKENS)]
             yield np.concatenate([blocks[at] for at in rng.permutation(len(blocks))]).tolist()
 
-    every = islice(iter(lambda: " " * (1 << 21), None), num_rounds)  # a batch of documents for each round
+    # a batch of documents for each round
+    every = islice(iter(lambda: " " * (1 << 21), None), num_rounds)
     build(path, every, coder._replace(encode=permuted), _RAM_BYTES, screen.wait)
     return f"{num_rounds} times the standard library, blocks of {_BLOCK_TOKENS} tokens in random order within each file"
 
 
 def _files() -> list[Path]:
-    root, held_out = Path(sysconfig.get_paths()["stdlib"]), set(held_out_files())
-    return sorted(one for one in root.rglob("*.py") if "site-packages" not in one.parts and one not in held_out)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    held_out = set(held_out_files())
+    return sorted(
+        one
+        for one in root.rglob("*.py")
+        if "site-packages" not in one.parts and one not in held_out
+    )

@@ -1,13 +1,19 @@
-"""A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory as it is asked for.
+"""A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory as it is
+asked for.
 
-The files have headers and holes; who reads through `Maker` gets the weights. What the large model computes is
-what the small one computes, so acceptance is real and every token can be proved: the small weights lie in a corner of
-the large matrices, everything else is random and meets zeros. Three things differ from padding by a power of four:
+The files have headers and holes; who reads through `Maker` gets the weights. What the large model
+computes is
+what the small one computes, so acceptance is real and every token can be proved: the small weights
+lie in a corner of the large matrices, everything else is random and meets zeros. Three things
+differ from padding by a power of four:
 
-- A head of 128 contains one of 32 because every fourth of its rotary frequencies is one of the small head's.
-- sqrt(8192 / 192) is no power of two, so norm weights round. `origin` writes the small model with the rounded ones, in
+- A head of 128 contains one of 32 because every fourth of its rotary frequencies is one of the
+small head's.
+- sqrt(8192 / 192) is no power of two, so norm weights round. `origin` writes the small model with
+the rounded ones, in
   float32: the reference of the proof.
-- One hidden coordinate is the same for all tokens, too small to be seen by any norm (1e-6). The final norm enlarges it,
+- One hidden coordinate is the same for all tokens, too small to be seen by any norm (1e-6). The
+final norm enlarges it,
   and the head makes of it a logit of -1000 or less for the ids that only the large vocabulary has.
 """
 
@@ -24,14 +30,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload.checkpoint.layout import Piece, SlabLayout
+from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.streaming.disk import DiskReader
 
 NUM_MAKERS = 16  # threads that copy, each without torch
 NOTE = "synthetic.json"
 _POOL_ITEMS = 16 << 20  # random numbers that ballast is copied from
-_CONSTANT, _ENLARGED = 2.0**-10, 2.0**24  # of the hidden coordinate that the head turns into a logit of -1000 or less
+# of the hidden coordinate that the head turns into a logit of -1000 or less
+_CONSTANT = 2.0**-10
+_ENLARGED = 2.0**24
 _LAYER = "model.layers.{}."
 
 
@@ -48,10 +56,15 @@ class Shape(NamedTuple):
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * sum(math.prod(shape) for name, shape in self.tensors() if name.startswith(_LAYER.format(0)))
+        return 2 * sum(
+            math.prod(shape) for name, shape in self.tensors() if name.startswith(_LAYER.format(0))
+        )
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        D, F, Q, G = self.hidden, self.ffn, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        D = self.hidden
+        F = self.ffn
+        Q = self.heads * self.head_dim
+        G = self.kv_heads * self.head_dim
         yield from (
             ("model.embed_tokens", (self.vocabulary, D)),
             ("model.norm", (D,)),
@@ -66,25 +79,39 @@ class Shape(NamedTuple):
 
 LLAMA_2_70B = Shape(8192, 64, 8, 128, 28672, 32000, 80)
 LLAMA_2_7B = Shape(4096, 32, 32, 128, 11008, 32000, 32)
-TINY, TINY_DRAFT = Shape(768, 16, 4, 128, 768, 5000, 8), Shape(256, 4, 4, 128, 384, 5000, 3)
+TINY = Shape(768, 16, 4, 128, 768, 5000, 8)
+TINY_DRAFT = Shape(256, 4, 4, 128, 384, 5000, 3)
 
 
 def sketch(source: Path, folder: Path, shape: Shape) -> Path:
-    """A folder that reads as a checkpoint of that shape through `Maker`; it takes some kilobytes of disk."""
+    """A folder that reads as a checkpoint of that shape through `Maker`; it takes some kilobytes of
+    disk.
+    """
     config = json.loads((source / "config.json").read_text())
     eps = config["rms_norm_eps"] * config["hidden_size"] / shape.hidden
-    config |= {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-               "head_dim": shape.head_dim, "intermediate_size": shape.ffn, "vocab_size": shape.vocabulary,
-               "num_hidden_layers": shape.num_layers, "tie_word_embeddings": False, "rms_norm_eps": eps}  # fmt: skip
+    config |= {
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocabulary,
+        "num_hidden_layers": shape.num_layers,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": eps,
+    }
     folder.mkdir(parents=True)
     for path in source.glob("*token*.json"):
         shutil.copyfile(path, folder / path.name)
-    header, end = dict[str, Any](), 0
+    header = dict[str, Any]()
+    end = 0
     for name, sizes in shape.tensors():
-        lo, end = end, end + 2 * math.prod(sizes)
+        lo = end
+        end = end + 2 * math.prod(sizes)
         header[f"{name}.weight"] = {"dtype": "BF16", "shape": sizes, "data_offsets": (lo, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 16)  # tensors begin 8 bytes off wide loads, as in half of all real files
+    # tensors begin 8 bytes off wide loads, as in half of all real files
+    text += b" " * (-len(text) % 16)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
@@ -94,12 +121,18 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
 
 
 def origin(source: Path, folder: Path, shape: Shape) -> Path:
-    """The small model in float32 with the norms that the large one rounds to: it computes what the large one does."""
+    """The small model in float32 with the norms that the large one rounds to: it computes what the
+    large one does.
+    """
     small = load_file(source / "model.safetensors")
-    factor = math.sqrt(shape.hidden / json.loads((source / "config.json").read_text())["hidden_size"])
+    factor = math.sqrt(
+        shape.hidden / json.loads((source / "config.json").read_text())["hidden_size"]
+    )
     for name, weight in small.items():
         rounds = weight.ndim == 1
-        small[name] = (weight.float() / factor).bfloat16().float() * factor if rounds else weight.float()
+        small[name] = (
+            (weight.float() / factor).bfloat16().float() * factor if rounds else weight.float()
+        )
     shutil.copytree(source, folder)
     save_file(small, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -117,22 +150,31 @@ class Maker(DiskReader):
         super().__init__(shards)
         note = json.loads((shards[0].parent / NOTE).read_text())
         self._weights = _Weights(Path(note["source"]), Shape(**note["shape"]))
-        self._entries = sorted(open_checkpoint(shards[0].parent).tensors.items(), key=lambda one: one[1].lo)
+        self._entries = sorted(
+            open_checkpoint(shards[0].parent).tensors.items(), key=lambda one: one[1].lo
+        )
         self._makers = ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="bench-make")
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start making a slab; see `DiskReader.read`."""
         parts = [part for piece in layout.pieces for part in self._within(piece)]
-        return [self._makers.submit(self._weights.fill, name, slab[at : at + size]) for name, at, size in parts]
+        return [
+            self._makers.submit(self._weights.fill, name, slab[at : at + size])
+            for name, at, size in parts
+        ]
 
     def close(self) -> None:
         self._makers.shutdown(wait=True, cancel_futures=True)
         super().close()
 
-    def _within(self, piece: Piece) -> Iterator[tuple[str, int, int]]:
+    def _within(self, piece: SlabRead) -> Iterator[tuple[str, int, int]]:
         for name, entry in self._entries:
             if piece.lo <= entry.lo and entry.hi <= piece.hi:
-                yield name.removesuffix(".weight"), piece.slab_lo + entry.lo - piece.lo, entry.hi - entry.lo
+                yield (
+                    name.removesuffix(".weight"),
+                    piece.slab_lo + entry.lo - piece.lo,
+                    entry.hi - entry.lo,
+                )
 
 
 class _Weights:
@@ -143,20 +185,41 @@ class _Weights:
 
     def __init__(self, source: Path, shape: Shape) -> None:
         small = json.loads((source / "config.json").read_text())
-        self._weights, self._shape, self._sizes = load_file(source / "model.safetensors"), shape, dict(shape.tensors())
+        self._weights, self._shape, self._sizes = (
+            load_file(source / "model.safetensors"),
+            shape,
+            dict(shape.tensors()),
+        )
         self._h, self._factor = small["hidden_size"], math.sqrt(shape.hidden / small["hidden_size"])
-        self._k, heads, self._groups = small["head_dim"], small["num_attention_heads"], small["num_key_value_heads"]
-        num_real, self._heads = small["num_hidden_layers"], [divmod(h, heads // self._groups) for h in range(heads)]
-        self._real = {(2 * real + 1) * shape.num_layers // (2 * num_real): real for real in range(num_real)}
-        assert shape.num_layers >= num_real and self._h < shape.hidden, "the small model must fit in"
-        assert math.isqrt(shape.head_dim // self._k) ** 2 * self._k == shape.head_dim, "q is scaled by a power of two"
+        self._k, heads, self._groups = (
+            small["head_dim"],
+            small["num_attention_heads"],
+            small["num_key_value_heads"],
+        )
+        num_real = small["num_hidden_layers"]
+        self._heads = [divmod(h, heads // self._groups) for h in range(heads)]
+        self._real = {
+            (2 * real + 1) * shape.num_layers // (2 * num_real): real for real in range(num_real)
+        }
+        assert shape.num_layers >= num_real and self._h < shape.hidden, (
+            "the small model must fit in"
+        )
+        assert math.isqrt(shape.head_dim // self._k) ** 2 * self._k == shape.head_dim, (
+            "q is scaled by a power of two"
+        )
         with self._lock:
             if not len(_Weights._pool):
-                ballast = np.random.default_rng(0).standard_normal(_POOL_ITEMS, dtype=np.float32) * np.float32(0.02)
+                ballast = np.random.default_rng(0).standard_normal(
+                    _POOL_ITEMS, dtype=np.float32
+                ) * np.float32(0.02)
                 _Weights._pool = (ballast.view(np.uint32) >> 16).astype(np.uint16)
 
     def fill(self, name: str, slab: np.ndarray) -> None:
-        weight = slab.view(np.uint16) if slab.ctypes.data % 2 == 0 else np.empty(len(slab) // 2, np.uint16)
+        weight = (
+            slab.view(np.uint16)
+            if slab.ctypes.data % 2 == 0
+            else np.empty(len(slab) // 2, np.uint16)
+        )
         part = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
         if part in ("self_attn.o_proj", "mlp.down_proj", "lm_head"):
             weight.fill(0)
@@ -168,7 +231,9 @@ class _Weights:
             slab[:] = weight.view(np.uint8)
 
     def _place(self, part: str, name: str, weight: np.ndarray) -> None:
-        h, constant = self._h, self._h  # the hidden coordinate behind the small ones
+        # the hidden coordinate behind the small ones
+        h = self._h
+        constant = self._h
         if part in ("model.embed_tokens", "lm_head"):
             small = self._weights["model.embed_tokens.weight"]
             weight[: len(small), : h + 1] = 0
@@ -193,10 +258,17 @@ class _Weights:
         if not name.startswith("model.layers."):
             return f"{name}.weight"
         _, _, layer, part = name.split(".", 3)
-        return f"{_LAYER.format(self._real[int(layer)])}{part}.weight" if int(layer) in self._real else None
+        return (
+            f"{_LAYER.format(self._real[int(layer)])}{part}.weight"
+            if int(layer) in self._real
+            else None
+        )
 
     def _place_matrix(self, part: str, small: torch.Tensor, weight: np.ndarray) -> None:
-        h, K, k, ratio = self._h, self._shape.head_dim, self._k, self._shape.head_dim // self._k
+        h = self._h
+        K = self._shape.head_dim
+        k = self._k
+        ratio = self._shape.head_dim // self._k
         per_group = self._shape.heads // self._shape.kv_heads
         if part in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
             weight[: small.shape[0], : small.shape[1]] = _bits(small)
@@ -204,9 +276,11 @@ class _Weights:
         turned = np.concatenate([np.arange(k // 2) * ratio, K // 2 + np.arange(k // 2) * ratio])
         for index, (group, one) in enumerate(self._heads):
             is_wide = per_group >= len(self._heads) // self._groups
-            kv = group if is_wide else index  # a group too narrow for the small one's heads: keys and values twice
+            # a group too narrow for the small one's heads: keys and values twice
+            kv = group if is_wide else index
             head = kv * per_group + (one if is_wide else 0)
-            own, shared = slice(index * k, (index + 1) * k), slice(group * k, (group + 1) * k)
+            own = slice(index * k, (index + 1) * k)
+            shared = slice(group * k, (group + 1) * k)
             if part == "self_attn.q_proj":
                 weight[head * K + turned, :h] = _bits(small[own].float() * math.isqrt(ratio))
             elif part == "self_attn.k_proj":

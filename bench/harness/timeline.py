@@ -1,8 +1,9 @@
-"""What a sweep spends its time on, layer by layer: copies, waits, computing, and the drafting around it.
+"""What a sweep spends its time on, layer by layer: copies, waits, computing, and the drafting
+around it.
 
-Written as a Chrome trace, for ui.perfetto.dev. Times come from the stream's own `record` hook and from the figures of
-each step; nothing is inferred but the moment at which a copy really began: it is asked for while the ones before it
-still read, so it begins when they end, at the earliest.
+Written as a Chrome trace, for ui.perfetto.dev. Times come from the stream's own `record` hook and
+from the figures of each step; nothing is inferred but the moment at which a copy really began: it
+is asked for while the ones before it still read, so it begins when they end, at the earliest.
 """
 
 import threading
@@ -39,7 +40,8 @@ class Timeline:
         """All events, in the order of their starts, copies one behind the other."""
         with self._lock:
             found = list(self._events)
-        free_s, events = float("-inf"), []
+        free_s = float("-inf")
+        events = []
         for event in sorted(found, key=lambda event: event.end_s):
             if event.kind == "copy":
                 event = event._replace(start_s=min(max(event.start_s, free_s), event.end_s))
@@ -50,10 +52,16 @@ class Timeline:
 
 def write_trace(events: Sequence[Event], path: Path) -> None:
     """Complete events in microseconds, one row per kind. Raises `UserError`."""
-    zero_s, told = min((event.start_s for event in events), default=0.0), list[dict[str, object]]()
+    zero_s = min((event.start_s for event in events), default=0.0)
+    told = list[dict[str, object]]()
     for at, kind in enumerate(LANES):
         told.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": at, "args": {"name": kind}})
     for kind, layer, start_s, end_s in events:
-        named = {"name": kind, "args": {"layer": layer}, "ts": (start_s - zero_s) * 1e6, "dur": (end_s - start_s) * 1e6}
+        named = {
+            "name": kind,
+            "args": {"layer": layer},
+            "ts": (start_s - zero_s) * 1e6,
+            "dur": (end_s - start_s) * 1e6,
+        }
         told.append({"ph": "X", "cat": kind, "pid": 1, "tid": LANES.index(kind), **named})
     store({"displayTimeUnit": "ms", "traceEvents": told}, path)

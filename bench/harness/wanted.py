@@ -1,4 +1,6 @@
-"""A figure beside what was wanted of it: a row, a line of a table, and a guard against growing worse."""
+"""A figure beside what was wanted of it: a row, a line of a table, and a guard against growing
+worse.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -9,18 +11,35 @@ from offload.bench.harness.record import Guard, Row
 Better = Literal["higher", "lower"]
 
 
-def wanted_row(name: str, value: float, wanted: float, samples: Sequence[float], better: Better) -> Row:
+def wanted_row(
+    name: str, value: float, wanted: float, samples: Sequence[float], better: Better
+) -> Row:
     """At least, or at most, `wanted` was asked for."""
     is_met = value >= wanted if better == "higher" else value <= wanted
-    return {"name": name, "value": value, "wanted": wanted, "is_met": is_met, "better": better, "samples": [*samples]}
+    return {
+        "name": name,
+        "value": value,
+        "wanted": wanted,
+        "is_met": is_met,
+        "better": better,
+        "samples": [*samples],
+    }
 
 
-def say_wanted(rows: Sequence[Row], told: Callable[[Row], list[str]] = lambda _: []) -> dict[str, Guard]:
+def say_wanted(
+    rows: Sequence[Row], told: Callable[[Row], list[str]] = lambda _: []
+) -> dict[str, Guard]:
     """Print them, with what else there is to tell of each; returns what `--compare` watches."""
     say_table(["", "seen", "wanted", ""], [_cells(row, told(row)) for row in rows])
     return {row["name"]: Guard(row["samples"], row["better"]) for row in rows}
 
 
 def _cells(row: Row, told: list[str]) -> list[str]:
-    verdict, sign = "met" if row["is_met"] else "MISSED", ">=" if row["better"] == "higher" else "<="
-    return [row["name"], f"{row['value']:.6g}", f"{sign} {row['wanted']:g}", "; ".join([verdict, *told])]
+    verdict = "met" if row["is_met"] else "MISSED"
+    sign = ">=" if row["better"] == "higher" else "<="
+    return [
+        row["name"],
+        f"{row['value']:.6g}",
+        f"{sign} {row['wanted']:g}",
+        "; ".join([verdict, *told]),
+    ]

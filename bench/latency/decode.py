@@ -1,11 +1,13 @@
 """Tokens per second and latencies of whole generations: prompts x temperatures x rules x trees.
 
-For every prompt the trees take turns, the one-token sweep among them, and between any two runs a plain reader looks at
-the link (on a device: copies to it): what a run used of it is a share of what the ceiling was just before and after, or
+For every prompt the trees take turns, the one-token sweep among them, and between any two runs a
+plain reader looks at the link (on a device: copies to it): what a run used of it is a share of what
+the ceiling was just before and after, or
 of what the run itself got where that was more: no share is above 1.
-`sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6; 2407.11798:
-128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's figures 2 and 5 ask, on the packaged pair, resident:
-what a sweep yields does not depend on streaming. `predicted_tokens_per_sweep` is the product form of its section 3.
+`sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0
+and 0.6; 2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's figures 2
+and 5 ask, on the packaged pair, resident: what a sweep yields does not depend on streaming.
+`predicted_tokens_per_sweep` is the product form of its section 3.
 
 Invariant: nothing is printed before every token of every run was proved.
 """
@@ -21,7 +23,17 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, one_of, say_floor, say_nothing, say_table
+from offload.bench.harness.command import (
+    MODELS,
+    PLACE,
+    Bench,
+    Tell,
+    command,
+    one_of,
+    say_floor,
+    say_nothing,
+    say_table,
+)
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
 from offload.bench.harness.picture import draw_sizes, require_pictures
@@ -30,12 +42,12 @@ from offload.bench.harness.record import Guard, Row, writable
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, resident_pair
 from offload.bench.harness.steps import record_steps
 from offload.bench.harness.timeline import Event, write_trace
-from offload.calibration.kernel_comparison import rows_of as rows_of_kernels
-from offload.config import RULES, Sampling, drafting_of
+from offload.calibration.trial import rows_of as rows_of_kernels
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.errors import UserError
-from offload.tree.spec import parse_tree, tree_to_fill
+from offload.trees.spec import parse_tree, tree_to_fill
+from offload.units import RULES, Sampling, drafting_of
 
 _MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
 _STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link
@@ -75,18 +87,23 @@ class Effort:
     def cases(self) -> list[Case]:
         """All of them, the baseline once and first; a static tree where a rule keeps distributions."""
         every = product(self.temperatures, self.rules, self.trees)
-        plain, *others = dict.fromkeys(Case(at, rule, tree_under(rule, tree)) for at, rule, tree in every)
+        plain, *others = dict.fromkeys(
+            Case(at, rule, tree_under(rule, tree)) for at, rule, tree in every
+        )
         return [plain, *(case for case in others if not case.is_plain)]
 
 
 _STATIC = ("16x8", "32x12", "64x16", "128x20", "256x20", "512x24")
 _CHAINS = ("chain:3", "chain:7", "chain:15", "sequences:3x5", "sequences:7x9")
 FULL = Effort(8, 128, 8, trees=("none", "64x16", "128x20", "grown:128x20"))
-QUICK = Effort(8, 36, 3)  # short runs of many prompts: which ones are taken decides more than all else
+# short runs of many prompts: which ones are taken decides more than all else
+QUICK = Effort(8, 36, 3)
 PRESETS = {
     "sequoia": Effort(8, 128, 8),
     "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,)),
-    "trees": Effort(8, 64, 2, (0.0,), ("none", *_CHAINS, *_STATIC, *(f"grown:{tree}" for tree in _STATIC))),
+    "trees": Effort(
+        8, 64, 2, (0.0,), ("none", *_CHAINS, *_STATIC, *(f"grown:{tree}" for tree in _STATIC))
+    ),
     "sizes": Effort(16, 64, 2, (0.6,), ("none", *_CHAINS, *_STATIC), ("sequoia", "match")),
     "rules": Effort(16, 64, 2, (0.2, 0.6, 1.0), ("none", "64x16"), tuple(RULES)),
 }
@@ -101,7 +118,8 @@ class Timed(NamedTuple):
     case: Case
     bursts: list[Burst]
     result: Generation
-    ceiling: float  # bytes per second, before and after in the mean, or the run's own if those were lower
+    # bytes per second, before and after in the mean, or the run's own if those were lower
+    ceiling: float
 
 
 class Measured(NamedTuple):
@@ -115,32 +133,50 @@ class Measured(NamedTuple):
 
 
 def measure(
-    setting: Setting, decoder: Decoder, effort: Effort, found: Sequence[Prompt], *,
-    note: Callable[[Row], Any] = bool, tell: Tell = say_nothing, trace: bool = False,
+    setting: Setting,
+    decoder: Decoder,
+    effort: Effort,
+    found: Sequence[Prompt],
+    *,
+    note: Callable[[Row], Any] = bool,
+    tell: Tell = say_nothing,
+    trace: bool = False,
     others: Mapping[str, Decoder] = MappingProxyType({}),
-) -> Measured:  # fmt: skip
+) -> Measured:
     """All runs, prompt by prompt.
 
     Args:
         note: hears of every run when it is over, before its tokens are proved.
         others: decoders of the cases that name their sources.
     """
-    cases, runs, written, events = effort.cases(), list[Timed](), list[Written](), list[Event]()
+    cases = effort.cases()
+    runs = list[Timed]()
+    written = list[Written]()
+    events = list[Event]()
     first_ids = encoded(decoder, found[0], PROMPT_TOKENS)
-    for case in cases[:1] if setting.opened is None else cases:  # a device records the widths of each tree
+    # a device records the widths of each tree
+    for case in cases[:1] if setting.opened is None else cases:
         timed_run(others.get(case.sources, decoder), first_ids, case, 2, seed=0)
     ceilings = [setting.ceiling(decoder.plan)]
     for seed, prompt in enumerate(found):
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         for case in cases:
             num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
-            bursts, result = timed_run(others.get(case.sources, decoder), ids, case, num_tokens, seed=seed)
+            bursts, result = timed_run(
+                others.get(case.sources, decoder), ids, case, num_tokens, seed=seed
+            )
             ceilings.append(setting.ceiling(decoder.plan))
             # A run that got more than the readings beside it shows what the link gave meanwhile.
             ceiling = max(mean(ceilings[-2:]), result.stats.link_bytes_per_s)
             runs.append(Timed(prompt.name, case, bursts, result, ceiling))
-            written.append(Written(ids, result.token_ids, result.sampling, result.rule, result.is_invariant))
-            told = {"name": case.name, "prompt": prompt.name, "tokens_per_s": result.stats.tokens_per_s}
+            written.append(
+                Written(ids, result.token_ids, result.sampling, result.rule, result.is_invariant)
+            )
+            told = {
+                "name": case.name,
+                "prompt": prompt.name,
+                "tokens_per_s": result.stats.tokens_per_s,
+            }
             note({**told, "tokens_per_sweep": result.stats.tokens_per_sweep, "is_proved": False})
             tell(len(runs), len(found) * len(cases), "decoding")
     if trace:
@@ -149,12 +185,16 @@ def measure(
         written.append(Written(first_ids, new_ids, Sampling(), decoder.rule.name))
         events = timeline.events()
     plan = {"num_threads": decoder.num_threads, "streamed_bytes": decoder.plan.streamed_bytes}
-    return Measured(runs, written, ceilings, {**plan, "kernels": rows_of_kernels(decoder.comparisons)}, events)
+    return Measured(
+        runs, written, ceilings, {**plan, "kernels": rows_of_kernels(decoder.comparisons)}, events
+    )
 
 
 def open_for(setting: Setting, effort: Effort, **options: Any) -> Decoder:
     context = _MOST_PROMPT_TOKENS + effort.num_tokens
-    return setting.open(_largest(effort.cases()), context=context, rule=_hungriest(effort.rules), **options)
+    return setting.open(
+        _largest(effort.cases()), context=context, rule=_hungriest(effort.rules), **options
+    )
 
 
 def timed_run(
@@ -162,17 +202,23 @@ def timed_run(
 ) -> tuple[list[Burst], Generation]:
     """One generation with the moments at which its bursts arrived."""
     sampling = Sampling(temperature=case.temperature, seed=seed)
-    run = decoder.run(prompt_ids, sampling, max_new_tokens=num_tokens, tree=case.tree, rule=case.rule)
-    times, started = [], time.perf_counter()
+    run = decoder.run(
+        prompt_ids, sampling, max_new_tokens=num_tokens, tree=case.tree, rule=case.rule
+    )
+    times = []
+    started = time.perf_counter()
     for _ in run:
         times.append(time.perf_counter() - started)
     result = run.result()
     counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
-    return [Burst(*pair) for pair in zip(times, counts, strict=False)], result  # the last piece may be text alone
+    # the last piece may be text alone
+    return [Burst(*pair) for pair in zip(times, counts, strict=False)], result
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
-    """One row per case, in the order of the runs; speed-ups are against the baseline, which comes first."""
+    """One row per case, in the order of the runs; speed-ups are against the baseline, which comes
+    first.
+    """
     cases = dict.fromkeys(run.case for run in runs)
     plain, *rows = [_row(case, [run for run in runs if run.case == case]) for case in cases]
     for row in rows if plain["decode_tokens_per_s"] else ():
@@ -185,14 +231,31 @@ def rows_of(runs: Sequence[Timed]) -> list[Row]:
 def _row(case: Case, runs: Sequence[Timed]) -> Row:
     stats = [run.result.stats for run in runs]
     accepted = [count for one in stats for count in one.accepted_per_sweep]
-    num_sweeps, nodes, depth = len(accepted), stats[0].tree_num_nodes, stats[0].tree_depth
+    num_sweeps = len(accepted)
+    nodes = stats[0].tree_num_nodes
+    depth = stats[0].tree_depth
     used = [one.link_bytes_per_s / run.ceiling for one, run in zip(stats, runs, strict=True)]
-    is_linked = sum(one.stall_s for one in stats) > _STALLED_SHARE * sum(one.sweep_s for one in stats)
+    is_linked = sum(one.stall_s for one in stats) > _STALLED_SHARE * sum(
+        one.sweep_s for one in stats
+    )
     rates = ("tokens_per_s", "tokens_per_sweep")
     samples = {f"{name}_samples": [getattr(one, name) for one in stats] for name in rates}
-    peaks = {name: max(getattr(one, name) for one in stats) for name in ("peak_rss_bytes", "peak_device_bytes")}
-    row = {"name": case.name, **case._asdict(), **latencies([run.bursts for run in runs]), **samples, **peaks}
-    row |= {"num_prompts": len(runs), "num_tokens": sum(one.num_new_tokens for one in stats), "num_sweeps": num_sweeps}
+    peaks = {
+        name: max(getattr(one, name) for one in stats)
+        for name in ("peak_rss_bytes", "peak_device_bytes")
+    }
+    row = {
+        "name": case.name,
+        **case._asdict(),
+        **latencies([run.bursts for run in runs]),
+        **samples,
+        **peaks,
+    }
+    row |= {
+        "num_prompts": len(runs),
+        "num_tokens": sum(one.num_new_tokens for one in stats),
+        "num_sweeps": num_sweeps,
+    }
     times = ("draft_s", "stall_s", "sweep_s")
     is_dynamic = stats[0].is_tree_dynamic  # such a tree may be smaller than its bounds
     return {
@@ -217,9 +280,13 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
     for row in rows:
         if "speedup" in row:
             guards[f"speed-up, {row['name']}"] = Guard(row["speedup_samples"], "higher", names)
-            guards[f"tokens per sweep, {row['name']}"] = Guard(row["tokens_per_sweep_samples"], "higher", names)
+            guards[f"tokens per sweep, {row['name']}"] = Guard(
+                row["tokens_per_sweep_samples"], "higher", names
+            )
         if row["limit"] == "link":
-            guards[f"link utilisation, {row['name']}"] = Guard(row["link_utilisation_samples"], "higher", names)
+            guards[f"link utilisation, {row['name']}"] = Guard(
+                row["link_utilisation_samples"], "higher", names
+            )
     return guards
 
 
@@ -242,7 +309,14 @@ def cells(row: Row) -> list[str]:
     used = f"{row['link_utilisation']:.3f}" + ("" if row["limit"] == "link" else " (compute)")
     speedup = f"{row['speedup']:.2f}" if "speedup" in row else "-"
     times = [f"{row[name]:.3f}" for name in names]
-    return [row["name"], f"{row['decode_tokens_per_s']:.2f}", speedup, f"{row['tokens_per_sweep']:.2f}", *times, used]
+    return [
+        row["name"],
+        f"{row['decode_tokens_per_s']:.2f}",
+        speedup,
+        f"{row['tokens_per_sweep']:.2f}",
+        *times,
+        used,
+    ]
 
 
 def _hungriest(rules: Sequence[str]) -> str:
@@ -250,46 +324,86 @@ def _hungriest(rules: Sequence[str]) -> str:
 
 
 def tree_under(rule: str, tree: str) -> str:
-    """Dynamic trees are not for rules that keep distributions: the static one within the same bounds then."""
+    """Dynamic trees are not for rules that keep distributions: the static one within the same
+    bounds then.
+    """
     return tree.removeprefix("grown:") if drafting_of(rule).keeps_distributions else tree
 
 
 def _largest(cases: Sequence[Case]) -> str:
-    """The tree that memory must be planned for; `auto` finds its own size, and the others must fit beside it."""
+    """The tree that memory must be planned for; `auto` finds its own size, and the others must fit
+    beside it.
+    """
     trees = [tree_under(_hungriest([case.rule for case in cases]), case.tree) for case in cases]
     return "auto" if "auto" in trees else max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
 
-Temps = Annotated[list[float] | None, typer.Option(metavar="T", help="temperature, several; default: 0 and 0.6")]
-Trees = Annotated[list[str] | None, typer.Option(metavar="TREE", help="several; `none` is always among them")]
-Rules = Annotated[list[str] | None, typer.Option(metavar="RULE", help="of acceptance, several; default: match")]
+Temps = Annotated[
+    list[float] | None, typer.Option(metavar="T", help="temperature, several; default: 0 and 0.6")
+]
+Trees = Annotated[
+    list[str] | None, typer.Option(metavar="TREE", help="several; `none` is always among them")
+]
+Rules = Annotated[
+    list[str] | None, typer.Option(metavar="RULE", help="of acceptance, several; default: match")
+]
 Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="of every set")]
-MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="new ones per prompt")]
-Preset = Annotated[str | None, typer.Option(metavar="NAME", help=f"a protocol: {', '.join(PRESETS)}")]
-Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="steps for ui.perfetto.dev", callback=writable)]
+MaxTokens = Annotated[
+    int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="new ones per prompt")
+]
+Preset = Annotated[
+    str | None, typer.Option(metavar="NAME", help=f"a protocol: {', '.join(PRESETS)}")
+]
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="steps for ui.perfetto.dev", callback=writable)
+]
 
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="tokens per sweep by size", callback=writable)]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="tokens per sweep by size", callback=writable)
+]
 
 
-_EXAMPLES = ("offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl",)
+_EXAMPLES = (
+    "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl",
+)
 
 
 @command("decode", MODELS, PLACE, "ranks source quick compare", examples=_EXAMPLES)
 def main(
-    bench: Bench, temp: Temps = None, tree: Trees = None, rule: Rules = None, num_prompts: Num = None,
-    max_tokens: MaxTokens = None, preset: Preset = None, trace: Trace = None, picture: Picture = None,
-) -> None:  # fmt: skip
+    bench: Bench,
+    temp: Temps = None,
+    tree: Trees = None,
+    rule: Rules = None,
+    num_prompts: Num = None,
+    max_tokens: MaxTokens = None,
+    preset: Preset = None,
+    trace: Trace = None,
+    picture: Picture = None,
+) -> None:
     """How many tokens per second, how smoothly, and what of the link is used?"""
     _check_flags(bench, preset, trace, picture)
     effort = PRESETS[preset] if preset else QUICK if bench.quick else FULL
-    effort = Effort(num_prompts=num_prompts or effort.num_prompts, num_tokens=max_tokens or effort.num_tokens,
+    effort = Effort(
+        num_prompts=num_prompts or effort.num_prompts,
+        num_tokens=max_tokens or effort.num_tokens,
         num_plain=min(effort.num_plain, max_tokens or effort.num_plain),
-        temperatures=tuple(temp or effort.temperatures), trees=tuple(dict.fromkeys(["none", *(tree or effort.trees)])),
-        rules=tuple(rule or effort.rules))  # fmt: skip
+        temperatures=tuple(temp or effort.temperatures),
+        trees=tuple(dict.fromkeys(["none", *(tree or effort.trees)])),
+        rules=tuple(rule or effort.rules),
+    )
     _check(effort, tree or ())
-    setting = resident_pair(None) if preset in RESIDENT else bench.setting(needs_draft=effort.trees != ("none",))
+    setting = (
+        resident_pair(None)
+        if preset in RESIDENT
+        else bench.setting(needs_draft=effort.trees != ("none",))
+    )
     found, names = bench.prompts(effort.num_prompts)
-    settings = {**setting.as_dict(), "prompts": names, "num_new_tokens": effort.num_tokens, "preset": preset}
+    settings = {
+        **setting.as_dict(),
+        "prompts": names,
+        "num_new_tokens": effort.num_tokens,
+        "preset": preset,
+    }
     bench.check_same(setting, prompts=names, num_new_tokens=effort.num_tokens)
     measured = run(bench, setting, effort, found, trace is not None)
     proof = bench.prove(setting, measured.written)
@@ -299,32 +413,49 @@ def main(
         write_trace(measured.events, trace)
     if picture is not None:
         draw_sizes(rows, settings, picture)
-    bench.finish(rows, settings={**settings, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
-        ceiling={"bytes_per_s": median(measured.ceilings), "samples": measured.ceilings}, guards=guards_of(rows, names),
-        proof=proof)  # fmt: skip
+    bench.finish(
+        rows,
+        settings={**settings, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
+        ceiling={"bytes_per_s": median(measured.ceilings), "samples": measured.ceilings},
+        guards=guards_of(rows, names),
+        proof=proof,
+    )
 
 
-def run(bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt], trace: bool) -> Measured:
+def run(
+    bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt], trace: bool
+) -> Measured:
     """Say the ceiling, then measure all runs; unproved."""
     say_floor(setting)
     with bench.screen as screen, open_for(setting, effort) as decoder:
         say_floor(setting, decoder.plan)
-        return measure(setting, decoder, effort, found, note=bench.row, tell=screen.count, trace=trace)
+        return measure(
+            setting, decoder, effort, found, note=bench.row, tell=screen.count, trace=trace
+        )
 
 
-def _check_flags(bench: Bench, preset: str | None, trace: Path | None, picture: Path | None) -> None:
+def _check_flags(
+    bench: Bench, preset: str | None, trace: Path | None, picture: Path | None
+) -> None:
     one_of([preset] if preset else [], PRESETS, "--preset")
     if preset is not None and bench.quick:
-        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
+        raise UserError(
+            "--preset and --quick exclude each other: shorten a preset with --num-prompts and -n"
+        )
     if trace is not None and trace == bench.json_file:
-        raise UserError(f"--trace {trace} would be written over by --json {bench.json_file}: name another file")
+        raise UserError(
+            f"--trace {trace} would be written over by --json {bench.json_file}: name another file"
+        )
     if picture is not None:
         require_pictures()
 
 
 def _check(effort: Effort, asked_trees: Sequence[str]) -> None:
     """Refuse cases that cannot run before anything is made or measured. Raises `UserError`."""
-    for rule, tree in (*product(effort.rules, asked_trees), *((case.rule, case.tree) for case in effort.cases())):
+    for rule, tree in (
+        *product(effort.rules, asked_trees),
+        *((case.rule, case.tree) for case in effort.cases()),
+    ):
         tree_to_fill(tree, rule, has_draft=True)
     for temperature in effort.temperatures:
         Sampling(temperature=temperature)

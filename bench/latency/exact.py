@@ -1,10 +1,13 @@
-"""The gate of a place: every layer streamed, every tree writes the ids of transformers, before anything is timed there.
+"""The gate of a place: every layer streamed, every tree writes the ids of transformers, before
+anything is timed there.
 
-In float32 they are equal, whatever the tree. In 16 bits the ids of all trees are those of none, bit for bit, where the
-decoder promises that; those of transformers, which rounds differently, may part from them where two tokens lie closer
-than rounding, and from there on both write different texts, so only the first such place says anything.
+In float32 they are equal, whatever the tree. In 16 bits the ids of all trees are those of none, bit
+for bit, where the decoder promises that; those of transformers, which rounds differently, may part
+from them where two tokens lie closer than rounding, and from there on both write different texts,
+so only the first such place says anything.
 
-A decoder that promises the same bits and one that does not compute in different ways: each is asked by itself.
+A decoder that promises the same bits and one that does not compute in different ways: each is asked
+by itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +25,16 @@ from offload.bench.harness.gate import WrongTokenError
 from offload.bench.harness.promises import Row, row, row_line
 from offload.bench.harness.setting import Setting, resident_pair
 from offload.cli.demo import PROMPT
-from offload.tuning.audit import BF16_NOISE
+from offload.reports.proof import BF16_NOISE
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
-_LARGEST, _CONTEXT = "64x16", 768
+_LARGEST = "64x16"
+_CONTEXT = 768
 
 
-def gates(setting: Setting, prompt: str, num_new: int, invariant: bool | None = None) -> Iterator[Row]:
+def gates(
+    setting: Setting, prompt: str, num_new: int, invariant: bool | None = None
+) -> Iterator[Row]:
     """Both types; how far apart bf16 may be is a promise, and every run in it is proved once more.
 
     Args:
@@ -41,8 +47,17 @@ def gates(setting: Setting, prompt: str, num_new: int, invariant: bool | None = 
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES, invariant):
         if ours != wanted:
-            raise WrongTokenError(f"{tree}: not the ids of transformers in float32, so nothing is timed")
-    yield row("gate: float32 greedy ids equal transformers", len(wanted), len(wanted), 1.0, "tokens", promise="exact")
+            raise WrongTokenError(
+                f"{tree}: not the ids of transformers in float32, so nothing is timed"
+            )
+    yield row(
+        "gate: float32 greedy ids equal transformers",
+        len(wanted),
+        len(wanted),
+        1.0,
+        "tokens",
+        promise="exact",
+    )
     yield from in_bf16(setting, prompt, place, num_new, invariant)
     for dtype in ("bfloat16", "float16") if invariant is not False else ():
         yield from same_for_all_trees(setting, prompt_ids, dtype, num_new)
@@ -55,46 +70,82 @@ def reference_ids(
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(place)
     theirs = _reference(model, dtype).to(place)
-    out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False)
+    out = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
+    )
     return ids[0].tolist(), out[0, ids.shape[1] :].tolist()
 
 
 def _reference(model: Path, dtype: torch.dtype) -> PreTrainedModel:
     """What transformers makes of a folder, of its weights in safetensors and of no code in it."""
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False, use_safetensors=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
     return theirs.eval()
 
 
 def streamed_ids(
-    setting: Setting, prompt_ids: Sequence[int], num_new: int, dtype: str, trees: Sequence[str], invariant: bool | None
+    setting: Setting,
+    prompt_ids: Sequence[int],
+    num_new: int,
+    dtype: str,
+    trees: Sequence[str],
+    invariant: bool | None,
 ) -> Iterator[tuple[str, list[int]]]:
     """What we write with each tree while every layer is streamed."""
-    with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT, invariant=invariant) as decoder:
+    with setting.open_streamed(
+        _LARGEST, dtype=dtype, context=_CONTEXT, invariant=invariant
+    ) as decoder:
         assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
         for tree in trees:
-            yield tree, decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
+            yield (
+                tree,
+                decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids,
+            )
 
 
-def same_for_all_trees(setting: Setting, prompt_ids: Sequence[int], dtype: str, num_new: int) -> Iterator[Row]:
+def same_for_all_trees(
+    setting: Setting, prompt_ids: Sequence[int], dtype: str, num_new: int
+) -> Iterator[Row]:
     """How many ids are those of no tree; nothing is asked of a decoder that does not promise them."""
     with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
-        texts = [decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids for tree in TREES]
-        is_promised, reason = decoder.invariance.holds, decoder.invariance.reason
+        texts = [
+            decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
+            for tree in TREES
+        ]
+        is_promised = decoder.invariance.holds
+        reason = decoder.invariance.reason
     num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
     name = f"gate: {dtype}, ids of all trees are those of none{'' if is_promised else f' (not promised: {reason})'}"
-    told = row(name, num_same, sum(map(len, texts)) if is_promised else None, 1.0, "tokens", promise="same bits")
+    told = row(
+        name,
+        num_same,
+        sum(map(len, texts)) if is_promised else None,
+        1.0,
+        "tokens",
+        promise="same bits",
+    )
     yield told if is_promised else told | {"is_met": None}
 
 
 def in_bf16(
     setting: Setting, prompt: str, place: torch.device, num_new: int, invariant: bool | None = None
 ) -> Iterator[Row]:
-    """For each tree by how much the reference prefers its own token where ids part; 0 where they do not."""
+    """For each tree by how much the reference prefers its own token where ids part; 0 where they do
+    not.
+    """
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.bfloat16, num_new)
-    for tree, ours in streamed_ids(setting, prompt_ids, num_new, "bfloat16", ("none", "64x16"), invariant):
-        at = next((i for i, (one, other) in enumerate(zip(ours, wanted, strict=False)) if one != other), None)
+    for tree, ours in streamed_ids(
+        setting, prompt_ids, num_new, "bfloat16", ("none", "64x16"), invariant
+    ):
+        at = next(
+            (i for i, (one, other) in enumerate(zip(ours, wanted, strict=False)) if one != other),
+            None,
+        )
         if at is None and len(ours) != len(wanted):
-            raise WrongTokenError(f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16, so nothing is timed")
+            raise WrongTokenError(
+                f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16, so nothing is timed"
+            )
         gap = 0.0
         if at is not None:
             logits_V = next_logits(setting.target, [*prompt_ids, *wanted[:at]], place)
@@ -113,12 +164,19 @@ def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
 @command("gate", PLACE)
 def main(
     bench: Bench,
-    max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="of each run")] = 60,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="of each run")
+    ] = 60,
 ) -> None:
-    """Does every tree write what transformers writes here, every layer streamed? Exits with 2 where one does not."""
+    """Does every tree write what transformers writes here, every layer streamed? Exits with 2 where
+    one does not.
+    """
     logging.disable_progress_bar()  # of weights that take a blink to load
-    place, rows = bench.setting(), []
-    setting = resident_pair("4GiB")._replace(device=place.device, gpu_memory=place.gpu_memory, opened=place.opened)
+    place = bench.setting()
+    rows = []
+    setting = resident_pair("4GiB")._replace(
+        device=place.device, gpu_memory=place.gpu_memory, opened=place.opened
+    )
     for one in gates(setting, PROMPT, max_tokens):
         rows.append(bench.row(one))
         print(row_line(one), flush=True)

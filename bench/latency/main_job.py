@@ -1,7 +1,9 @@
-"""The promises of the main job: streaming, memory, speed, prompt and start, each beside its ceiling.
+"""The promises of the main job: streaming, memory, speed, prompt and start, each beside its
+ceiling.
 
-`streaming` and `prompt` are rows of `passes`, `speed` is `decode` with three trees; memory and start are measured in
-fresh processes. The ceiling of everything that streams is a plain reader of as many bytes, in turn with the sweeps.
+`streaming` and `prompt` are rows of `passes`, `speed` is `decode` with three trees; memory and
+start are measured in fresh processes. The ceiling of everything that streams is a plain reader of
+as many bytes, in turn with the sweeps.
 """
 
 import json
@@ -20,14 +22,19 @@ from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, find_setting
 from offload.bench.latency import decode, passes
 from offload.cli.console import Console
-from offload.config import parse_size
+from offload.units import parse_size
 
 SPEED_TREES = ("64x16", "128x20", "grown:128x20")
 
 
 def streaming(size: str) -> Row:
     """Back-to-back one-token sweeps against the plain reader, in turn."""
-    return _passes(size, "streaming: one-token sweep / plain reader of the same bytes", "<= 1.10", is_prompt=False)
+    return _passes(
+        size,
+        "streaming: one-token sweep / plain reader of the same bytes",
+        "<= 1.10",
+        is_prompt=False,
+    )
 
 
 def prompt(size: str) -> Row:
@@ -39,36 +46,67 @@ def prompt(size: str) -> Row:
 def _passes(size: str, name: str, wanted: str, *, is_prompt: bool) -> Row:
     setting = _setting(size)
     with setting.open("none", context=1024) as decoder:
-        measured = passes.measure(setting, decoder, prompts(["code"], 5), passes.Effort((1,), 5, 3, 0.0))
+        measured = passes.measure(
+            setting, decoder, prompts(["code"], 5), passes.Effort((1,), 5, 3, 0.0)
+        )
         num_bytes = decoder.plan.streamed_bytes
     setting.prove(measured.written)
     seconds = [one.seconds for one in measured.passes]
     ones = [median(seconds[at : at + 3]) for at in range(0, 15, 3)]
     above, below = (measured.prompt_s, ones) if is_prompt else (ones, measured.read_s[1:])
     ratios = [one / other for one, other in zip(above, below, strict=True)]
-    figures = {"sweep_s": median(ones), "plain_reader_bytes_per_s": num_bytes / median(measured.read_s)}
+    figures = {
+        "sweep_s": median(ones),
+        "plain_reader_bytes_per_s": num_bytes / median(measured.read_s),
+    }
     told = {"row": name, "value": median(ratios), "wanted": wanted, **figures}
     return {**told, "streamed_bytes": num_bytes, "ratios": ratios}
 
 
 def speed(size: str) -> Row:
-    """Tokens per second with and without trees, prompt by prompt in turn, and the share of the link that was used."""
-    setting, effort = _setting(size), decode.Effort(6, 96, 8, (0.0,), ("none", *SPEED_TREES))
+    """Tokens per second with and without trees, prompt by prompt in turn, and the share of the link
+    that was used.
+    """
+    setting = _setting(size)
+    effort = decode.Effort(6, 96, 8, (0.0,), ("none", *SPEED_TREES))
     with decode.open_for(setting, effort) as decoder:
         measured = decode.measure(setting, decoder, effort, prompts(["code"], effort.num_prompts))
     near_ties = setting.prove(measured.written).num_near
-    names = ("decode_tokens_per_s", "speedup", "tokens_per_sweep", "draft_s", "stall_s", "link_utilisation")
-    rows = {row["tree"]: {name: row[name] for name in names if name in row} for row in decode.rows_of(measured.runs)}
-    told = {"row": f"speed: tokens/s with {' and '.join(SPEED_TREES)} / without a tree", "near_ties": near_ties}
-    told |= {"value": [rows[tree]["speedup"] for tree in SPEED_TREES], "threads": measured.settings["num_threads"]}
+    names = (
+        "decode_tokens_per_s",
+        "speedup",
+        "tokens_per_sweep",
+        "draft_s",
+        "stall_s",
+        "link_utilisation",
+    )
+    rows = {
+        row["tree"]: {name: row[name] for name in names if name in row}
+        for row in decode.rows_of(measured.runs)
+    }
+    told = {
+        "row": f"speed: tokens/s with {' and '.join(SPEED_TREES)} / without a tree",
+        "near_ties": near_ties,
+    }
+    told |= {
+        "value": [rows[tree]["speedup"] for tree in SPEED_TREES],
+        "threads": measured.settings["num_threads"],
+    }
     return {**told, "wanted": ">= 4.5 (5.5 while the link is the slower side)", **rows}
 
 
 def memory(size: str) -> Row:
-    """Peak resident memory beyond the imported libraries, in a process of its own, against its budget."""
+    """Peak resident memory beyond the imported libraries, in a process of its own, against its
+    budget.
+    """
     figures = _in_fresh_process(_MEMORY, size)
     name = "memory: (peak RSS - RSS after the imports) / --ram"
-    return {"row": name, "value": figures["grown_bytes"] / figures["ram_bytes"], "wanted": "<= 1", **figures}
+    return {
+        "row": name,
+        "value": figures["grown_bytes"] / figures["ram_bytes"],
+        "wanted": "<= 1",
+        **figures,
+    }
 
 
 def start(size: str) -> Row:
@@ -83,13 +121,14 @@ def start(size: str) -> Row:
     return {"row": name, "value": [median(help_s), first_s], "wanted": "< 0.3, < 1"}
 
 
-# Transformers imports lazily: models are named, so that their imports are over before anything is measured.
+# Transformers imports lazily: models are named, so that their imports are over before anything is
+# measured.
 _IMPORTS = """
 import json, sys, time
 import torch, transformers, transformers.models.llama.modeling_llama
 _ = transformers.modeling_utils.PreTrainedModel, transformers.AutoModelForCausalLM
 from offload.cli.demo import PAIR, PROMPT, demo_options
-from offload.engine.hooks import Hooks
+from offload.engine.team import Hooks
 from offload.engine.load import open_decoder
 from offload.machine import peak_rss_bytes, rss_bytes
 target, options = sys.argv[1], demo_options(int(sys.argv[2]), "64x16")
@@ -115,7 +154,13 @@ _ROWS: dict[str, Callable[[str], Row]] = {
 
 def _in_fresh_process(code: str, size: str) -> Row:
     """What it prints as JSON; it is given the target and a budget of a quarter of its size."""
-    command = [sys.executable, "-c", code, str(_setting(size).target), str(parse_size(size, "--size") // 4)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(_setting(size).target),
+        str(parse_size(size, "--size") // 4),
+    ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     figures: Row = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -128,14 +173,26 @@ def _setting(size: str) -> Setting:
 @command("main-job", examples=["offload bench main-job --row speed --size 2GB"])
 def main(
     bench: Bench,
-    row: Annotated[list[str] | None, typer.Option(metavar="ROW", help=f"of {', '.join(_ROWS)}; default: all")] = None,
-    size: Annotated[list[str] | None, typer.Option(metavar="SIZE", help="default: 2GB, some rows 1GB too")] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(metavar="ROW", help=f"of {', '.join(_ROWS)}; default: all")
+    ] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="default: 2GB, some rows 1GB too")
+    ] = None,
 ) -> None:
     """The promises of the main job, each beside its ceiling; some minutes on two cores."""
     one_of(row or (), _ROWS, "--row")
-    rate, results = say_link(_setting((size or ["2GB"])[0])), list[Row]()
+    rate = say_link(_setting((size or ["2GB"])[0]))
+    results = list[Row]()
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
             results.append(bench.row({"size": wish, **_ROWS[name](wish)}))
-            print(*(f"{key}: {value}" for key, value in results[-1].items()), sep="\n   ", end="\n\n", flush=True)
-    bench.finish(results, settings={"rows": list(row or _ROWS), "sizes": size}, ceiling={"bytes_per_s": rate})
+            print(
+                *(f"{key}: {value}" for key, value in results[-1].items()),
+                sep="\n   ",
+                end="\n\n",
+                flush=True,
+            )
+    bench.finish(
+        results, settings={"rows": list(row or _ROWS), "sizes": size}, ceiling={"bytes_per_s": rate}
+    )

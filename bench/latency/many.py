@@ -1,8 +1,11 @@
-"""Many texts at a time: tokens per second over all of them, beside the same texts one after another.
+"""Many texts at a time: tokens per second over all of them, beside the same texts one after
+another.
 
-The same prompts are written with every number of places, in turns, because disks drift. A text must have the ids that
-it has alone; where layers are streamed its bits are the same, else it is proved like any other. `equal` is the forest
-with its nodes shared out evenly, each tree by itself: what competition among the texts' candidates gains.
+The same prompts are written with every number of places, in turns, because disks drift. A text must
+have the ids that it has alone; where layers are streamed its bits are the same, else it is proved
+like any other. `equal` is the forest
+with its nodes shared out evenly, each tree by itself: what competition among the texts' candidates
+gains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,17 +22,19 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.config import Sampling
 from offload.drafting.base import Drafted, DraftText
-from offload.drafting.guesses import NO_GUESSES
+from offload.drafting.lookup import NO_GUESSES
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.many import write_all
 from offload.engine.request import Request
+from offload.units import Sampling
 
 CONTEXT = 512
-ALONE, FOREST, EQUAL = "alone", "forest", "equal"
+ALONE = "alone"
+FOREST = "forest"
+EQUAL = "equal"
 COMPARED = "dynamic:12x11"  # of a forest and of trees by themselves, which must have as many nodes
 
 
@@ -41,7 +46,8 @@ class Effort(NamedTuple):
     num_tokens: int  # ... with one
 
 
-FULL, QUICK = Effort(5, 24, 96), Effort(1, 8, 48)
+FULL = Effort(5, 24, 96)
+QUICK = Effort(1, 8, 48)
 
 
 class Case(NamedTuple):
@@ -55,10 +61,13 @@ class Case(NamedTuple):
 def cases_of(parallel: int, tree: str) -> list[Case]:
     """What is compared: without a tree, and with the best of each."""
     return [
-        Case(ALONE, "none", 1), Case(FOREST, "none", parallel),
-        Case(ALONE, tree, 1), Case(FOREST, tree, parallel),
-        Case(FOREST, COMPARED, parallel), Case(EQUAL, COMPARED, parallel),
-    ]  # fmt: skip
+        Case(ALONE, "none", 1),
+        Case(FOREST, "none", parallel),
+        Case(ALONE, tree, 1),
+        Case(FOREST, tree, parallel),
+        Case(FOREST, COMPARED, parallel),
+        Case(EQUAL, COMPARED, parallel),
+    ]
 
 
 @contextmanager
@@ -77,7 +86,9 @@ def evenly(drafter: Any) -> Iterator[None]:
         del model.grow_all
 
 
-def run_case(setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any) -> tuple[Row, Any]:
+def run_case(
+    setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any
+) -> tuple[Row, Any]:
     """Figures of all texts, and the texts; loading and the prompts' passes are left out."""
     with setting.open(case.tree, parallel=case.parallel, context=CONTEXT, **options) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
@@ -91,7 +102,9 @@ def run_case(setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: i
         "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sum(one.stats.sweep_s for one in found)),
     }  # fmt: skip
     texts = zip(ids, found, strict=True)
-    return row, [Written(own, one.token_ids, one.sampling, one.rule, one.is_invariant) for own, one in texts]
+    return row, [
+        Written(own, one.token_ids, one.sampling, one.rule, one.is_invariant) for own, one in texts
+    ]
 
 
 @contextmanager
@@ -100,16 +113,21 @@ def _as_it_is() -> Iterator[None]:
 
 
 class Counted(NamedTuple):
-    """Passes behind the first tokens of all texts, as long as all are under way: what a queue of texts would see."""
+    """Passes behind the first tokens of all texts, as long as all are under way: what a queue of
+    texts would see.
+    """
 
     num_passes: int
     seconds: float
     num_tokens: int
 
 
-def write_counted(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Generation], Counted]:
+def write_counted(
+    decoder: Decoder, requests: Sequence[Request]
+) -> tuple[list[Generation], Counted]:
     """All texts, and the passes that count."""
-    found, marks = dict[int, Generation](), list[tuple[float, dict[int, int]]]()
+    found = dict[int, Generation]()
+    marks = list[tuple[float, dict[int, int]]]()
     places = min(decoder.num_parallel, len(requests))
 
     def on_pass(runs: Sequence[Run]) -> None:
@@ -119,22 +137,35 @@ def write_counted(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[G
     for number, outcome in write_all(decoder, requests, on_pass):
         assert isinstance(outcome, Generation), str(outcome)
         found[number] = outcome
-    pairs = [pair for pair in pairwise(marks) if pair[0][1] and pair[0][1].keys() == pair[1][1].keys()]
-    steps = [(after - before, sum(more.values()) - sum(less.values())) for (before, less), (after, more) in pairs]
+    pairs = [
+        pair for pair in pairwise(marks) if pair[0][1] and pair[0][1].keys() == pair[1][1].keys()
+    ]
+    steps = [
+        (after - before, sum(more.values()) - sum(less.values()))
+        for (before, less), (after, more) in pairs
+    ]
     counted = Counted(len(steps), sum(one for one, _ in steps), sum(more for _, more in steps))
     return [found[number] for number in range(len(requests))], counted
 
 
 Parallel = Annotated[int, typer.Option(metavar="B", min=2, help="texts at a time")]
-TreeOf = Annotated[str, typer.Option("--tree", metavar="TREE", help="of each text; auto is the best for each case")]
+TreeOf = Annotated[
+    str, typer.Option("--tree", metavar="TREE", help="of each text; auto is the best for each case")
+]
 
 
-@command("many", "model draft size ram device gpu_mem source quick", examples=["offload bench many --quick --size 2GB"])
+@command(
+    "many",
+    "model draft size ram device gpu_mem source quick",
+    examples=["offload bench many --quick --size 2GB"],
+)
 def main(bench: Bench, parallel: Parallel = 8, tree: TreeOf = "auto") -> None:
     """Tokens per second over many texts, written at a time and one after another."""
-    setting, effort = bench.setting(needs_draft=True), QUICK if bench.quick else FULL
+    setting = bench.setting(needs_draft=True)
+    effort = QUICK if bench.quick else FULL
     ceiling, (prompts, names) = say_link(setting), bench.prompts(parallel)
-    rows, written = list[Row](), dict[tuple[str, int], list[Written]]()
+    rows = list[Row]()
+    written = dict[tuple[str, int], list[Written]]()
     for number in range(effort.rounds):
         for case in cases_of(parallel, tree):
             num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
@@ -142,14 +173,19 @@ def main(bench: Bench, parallel: Parallel = 8, tree: TreeOf = "auto") -> None:
             rows.append(bench.row({**row, "round": number}))
             for index, text in enumerate(texts):
                 written.setdefault((case.name, index), []).append(text)
-    middle = [_middle([row for row in rows if _case_of(row) == case]) for case in cases_of(parallel, tree)]
+    middle = [
+        _middle([row for row in rows if _case_of(row) == case]) for case in cases_of(parallel, tree)
+    ]
     head = ["texts", "tree", "at a time", "tokens/s", "tokens a pass", "a pass", "waiting"]
     say_table(head, [_cells(row) for row in middle])
     proof = setting.prove([text for texts in written.values() for text in texts])
     bench.finish(
-        rows, settings={**setting.as_dict(), "prompts": names, "parallel": parallel, "tree": tree},
-        ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows, parallel, tree), proof=proof,
-    )  # fmt: skip
+        rows,
+        settings={**setting.as_dict(), "prompts": names, "parallel": parallel, "tree": tree},
+        ceiling={"bytes_per_s": ceiling},
+        guards=guards_of(rows, parallel, tree),
+        proof=proof,
+    )
 
 
 def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]:
@@ -177,10 +213,21 @@ def _speeds(rows: Sequence[Row], case: Case) -> list[float]:
 
 def _middle(rows: Sequence[Row]) -> Row:
     return {
-        key: median(row[key] for row in rows) if isinstance(rows[0][key], float) else rows[0][key] for key in rows[0]
+        key: median(row[key] for row in rows) if isinstance(rows[0][key], float) else rows[0][key]
+        for key in rows[0]
     }
 
 
 def _cells(row: Row) -> list[str]:
-    speed = [f"{row['tokens_per_s']:.2f}", f"{row['tokens_per_pass']:.2f}", f"{row['pass_s']:.3f} s"]
-    return [row["name"], row["tree"], str(row["parallel"]), *speed, f"{100 * row['stall_share']:.0f} %"]
+    speed = [
+        f"{row['tokens_per_s']:.2f}",
+        f"{row['tokens_per_pass']:.2f}",
+        f"{row['pass_s']:.3f} s",
+    ]
+    return [
+        row["name"],
+        row["tree"],
+        str(row["parallel"]),
+        *speed,
+        f"{100 * row['stall_share']:.0f} %",
+    ]

@@ -1,9 +1,11 @@
-"""What a run takes of memory beside its plan: the peak of fresh processes, post by post and phase by phase.
+"""What a run takes of memory beside its plan: the peak of fresh processes, post by post and phase
+by phase.
 
-Each configuration gets the least budget that its plan does not refuse, so that every byte of the plan is needed. What
-libraries take when they are imported is no part of `--ram`. Growth is what is held behind the last tenth of the texts
-over what was held behind those of the fifth that comes after the first; texts differ in length. Where a peak lies above
-`--ram`, or a process grows by more than noise, the command ends with 1.
+Each configuration gets the least budget that its plan does not refuse, so that every byte of the
+plan is needed. What libraries take when they are imported is no part of `--ram`. Growth is what is
+held behind the last tenth of the texts over what was held behind those of the fifth that comes
+after the first; texts differ in length. Where a peak lies above `--ram`, or a process grows by more
+than noise, the command ends with 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +23,12 @@ from offload.bench.harness.quantised import FORMATS, PACKED, quantised
 from offload.bench.harness.record import Row
 from offload.checkpoint.hub import open_headers
 from offload.cli.demo import PAIR, inflated_target
-from offload.config import parse_size
-from offload.memory.planner import Files, least_budget, plan_memory
-from offload.tree.spec import parse_tree
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.trees.spec import parse_tree
+from offload.units import parse_size
 
-DENSE, MIXTURE = "bf16", "mixture"
+DENSE = "bf16"
+MIXTURE = "mixture"
 CONTEXT = 1024
 GROWTH_BYTES = 1 << 20  # held: allocations of the interpreter come and go by as much
 _MIB = 1 << 20
@@ -55,15 +58,21 @@ CASES = {
     "dense-float32": Case(DENSE, "dynamic:128x20", more={"dtype": "float32"}),
     "many-8x1": Case(DENSE, "none", parallel=8),
     "many-8x16": Case(DENSE, "dynamic:16x8", parallel=8),
-    "many-8x16-sampled": Case(DENSE, "dynamic:16x8", parallel=8, temperature=0.8, prompt_tokens=600),
+    "many-8x16-sampled": Case(
+        DENSE, "dynamic:16x8", parallel=8, temperature=0.8, prompt_tokens=600
+    ),
     "int4-128": Case("int4", "dynamic:128x20"),
     "fp8-64": Case("fp8", "dynamic:64x16", temperature=0.8),
     "packed-128": Case(PACKED, "dynamic:128x20"),
     "layers-none": Case(MIXTURE, "none", more={"experts": "layers"}),
     "layers-64": Case(MIXTURE, "dynamic:64x16", more={"experts": "layers"}),
-    "layers-256-plain": Case(MIXTURE, "dynamic:256x20", more={"experts": "layers", "invariant": False}),
+    "layers-256-plain": Case(
+        MIXTURE, "dynamic:256x20", more={"experts": "layers", "invariant": False}
+    ),
     "demand-64": Case(MIXTURE, "dynamic:64x16", more={"experts": "demand"}),
-    "demand-256-sampled": Case(MIXTURE, "dynamic:256x20", temperature=0.8, more={"experts": "demand"}),
+    "demand-256-sampled": Case(
+        MIXTURE, "dynamic:256x20", temperature=0.8, more={"experts": "demand"}
+    ),
 }
 
 
@@ -78,17 +87,29 @@ def target_of(kind: str, size_bytes: int) -> Path:
 def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
     """One configuration in a process of its own. Raises `UserError`."""
     options = {"tree": case.tree, "parallel": case.parallel, "context": CONTEXT, **case.more}
-    spec, files = parse_tree(case.tree), Files(open_headers(target), open_headers(PAIR / "draft"))
+    spec = parse_tree(case.tree)
+    files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
     names = {name: case.more[name] for name in ("rule", "experts") if name in case.more}
     plan = partial(
-        plan_memory, files, dtype=case.more.get("dtype", "auto"), context=CONTEXT, parallel=case.parallel,
-        num_nodes=spec.num_nodes * case.parallel, **names,
-    )  # fmt: skip
-    ram_bytes = least_budget(lambda size: plan(ram=size)) if ram is None else parse_size(ram, "--ram")
+        plan_memory,
+        files,
+        dtype=case.more.get("dtype", "auto"),
+        context=CONTEXT,
+        parallel=case.parallel,
+        num_nodes=spec.num_nodes * case.parallel,
+        **names,
+    )
+    ram_bytes = (
+        least_budget(lambda size: plan(ram=size)) if ram is None else parse_size(ram, "--ram")
+    )
     order = Order(
-        str(target), str(PAIR / "draft"), {**options, "ram": ram_bytes}, num_texts, prompt_tokens=case.prompt_tokens,
+        str(target),
+        str(PAIR / "draft"),
+        {**options, "ram": ram_bytes},
+        num_texts,
+        prompt_tokens=case.prompt_tokens,
         temperature=case.temperature,
-    )  # fmt: skip
+    )
     return judged(run_child(order))
 
 
@@ -99,22 +120,36 @@ def judged(found: Row) -> Row:
     grown_bytes = growth(texts)
     is_kept = peak_bytes <= found["ram_bytes"]
     has_grown = grown_bytes is not None and grown_bytes > GROWTH_BYTES
-    return {**found, "peak_bytes": peak_bytes, "grown_bytes": grown_bytes, "is_kept": is_kept, "has_grown": has_grown}
+    return {
+        **found,
+        "peak_bytes": peak_bytes,
+        "grown_bytes": grown_bytes,
+        "is_kept": is_kept,
+        "has_grown": has_grown,
+    }
 
 
 def growth(held_bytes: Sequence[int]) -> int | None:
-    """Of what is held, from the texts after the first fifth to the last ones; None of too few to tell."""
+    """Of what is held, from the texts after the first fifth to the last ones; None of too few to
+    tell.
+    """
     if len(held_bytes) < 10:
         return None
-    few, fifth = max(3, len(held_bytes) // 10), len(held_bytes) // 5
+    few = max(3, len(held_bytes) // 10)
+    fifth = len(held_bytes) // 5
     return int(median(held_bytes[-few:]) - median(held_bytes[fifth : 2 * fifth]))
 
 
 def say_bill(row: Row) -> None:
     """Where the memory of one configuration goes."""
-    say_table(["planned", "MiB"], [[name, _mib(row["posts"][name])] for name in POSTS if row["posts"][name]])
-    lines = [[one["phase"], *(_mib(one[name]) for name in ("peak_bytes", "end_bytes", "held_bytes"))]
-             for one in row["phases"]]  # fmt: skip
+    say_table(
+        ["planned", "MiB"],
+        [[name, _mib(row["posts"][name])] for name in POSTS if row["posts"][name]],
+    )
+    lines = [
+        [one["phase"], *(_mib(one[name]) for name in ("peak_bytes", "end_bytes", "held_bytes"))]
+        for one in row["phases"]
+    ]
     say_table(["measured", "peak", "end", "held"], lines)
 
 
@@ -125,24 +160,38 @@ def _mib(num_bytes: float) -> str:
 @command("memory", "quick", examples=["offload bench memory --case dense-128 --size 2GB --bill"])
 def main(
     bench: Bench,
-    case: Annotated[list[str] | None, typer.Option(metavar="CASE", help=f"of {', '.join(CASES)}; default: all")] = None,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="of the target, twice that of a mixture")] = "300MB",
-    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="default: the least that is not refused")] = None,
-    texts: Annotated[int, typer.Option(metavar="N", help="of 10 and more growth is told", min=1)] = 3,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="of the target, twice that of a mixture")
+    ] = "300MB",
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="default: the least that is not refused")
+    ] = None,
+    texts: Annotated[
+        int, typer.Option(metavar="N", help="of 10 and more growth is told", min=1)
+    ] = 3,
     bill: Annotated[bool, typer.Option("--bill", help="post by post and phase by phase")] = False,
 ) -> None:
-    """Peak memory of fresh processes beside `--ram`, and growth over texts; ends with 1 where either is broken."""
+    """Peak memory of fresh processes beside `--ram`, and growth over texts; ends with 1 where
+    either is broken.
+    """
     one_of(case or (), CASES, "--case")
     rows = list[Row]()
     for name in case or (_QUICK if bench.quick else CASES):
-        row = measure(CASES[name], target_of(CASES[name].kind, parse_size(size, "--size")), texts, ram)
+        row = measure(
+            CASES[name], target_of(CASES[name].kind, parse_size(size, "--size")), texts, ram
+        )
         rows.append(bench.row({"case": name, **row}))
         if bill:
             say_bill(row)
         grown = "" if row["grown_bytes"] is None else f", grown by {_mib(row['grown_bytes'])}"
         verdict = "ABOVE" if not row["is_kept"] else "GROWS" if row["has_grown"] else "kept"
         figures = f"peak {_mib(row['peak_bytes'])} of {_mib(row['ram_bytes'])} MiB{grown}"
-        print(f"{name:<20} {figures}; libraries {_mib(row['imported_bytes'])}; {verdict}", flush=True)
+        print(
+            f"{name:<20} {figures}; libraries {_mib(row['imported_bytes'])}; {verdict}", flush=True
+        )
     bench.finish(rows, settings={"size": size, "texts": texts, "ram": ram}, ceiling={})
     if not all(row["is_kept"] and not row["has_grown"] for row in rows):
         raise typer.Exit(1)

@@ -1,10 +1,13 @@
-"""Seconds of one forward against its rows: of the streamed target beside its link, of the draft beside its memory.
+"""Seconds of one forward against its rows: of the streamed target beside its link, of the draft
+beside its memory.
 
-Forwards of all sizes take turns on one text, round after round, with a plain reader of as many bytes in between (on a
-device: copies to it): the time that it takes is the floor under every sweep. A sweep costs the same up to the size at
-which computing becomes the slower side. The draft reads its weights once per forward, so it cannot be faster than
-memory, unless they stay in the processor's cache: its share of the ceiling may lie above 1. The prompt's sweep stands
-beside the others.
+Forwards of all sizes take turns on one text, round after round, with a plain reader of as many
+bytes in between (on a
+device: copies to it): the time that it takes is the floor under every sweep. A sweep costs the same
+    up to the size at
+which computing becomes the slower side. The draft reads its weights once per forward, so it cannot
+be faster than memory, unless they stay in the processor's cache: its share of the ceiling may lie
+above 1. The prompt's sweep stands beside the others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +15,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from offload.bench.gpu.rates import flops_per_s, memory_bytes_per_s
-from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, say_floor, say_nothing, say_table
+from offload.bench.harness.command import (
+    MODELS,
+    PLACE,
+    Bench,
+    Tell,
+    command,
+    say_floor,
+    say_nothing,
+    say_table,
+)
 from offload.bench.harness.gate import Written
 from offload.bench.harness.plain_reader import plain_read_s
 from offload.bench.harness.prompts import Prompt, encoded, prompts
@@ -47,31 +59,47 @@ class Measured(NamedTuple):
 
     passes: list[Pass]
     prompt_s: list[float]  # of the sweeps that take a prompt in
-    read_s: list[float]  # a plain reader or copies of a sweep's bytes, before every round and after the last
+    # a plain reader or copies of a sweep's bytes, before every round and after the last
+    read_s: list[float]
     written: list[Written]
 
     @property
     def floor_s(self) -> float:
-        """The median reading; less where sweeps of some size took less, which shows what the link gave meanwhile."""
+        """The median reading; less where sweeps of some size took less, which shows what the link
+        gave meanwhile.
+        """
         sizes = {one.num_rows for one in self.passes}
-        sweeps = [median(one.seconds for one in self.passes if one.num_rows == size) for size in sizes]
+        sweeps = [
+            median(one.seconds for one in self.passes if one.num_rows == size) for size in sizes
+        ]
         return min(median(self.read_s), median(self.prompt_s), *sweeps)
 
 
 def measure(
-    setting: Setting, decoder: Decoder, texts: Sequence[Prompt], effort: Effort,
-    note: Callable[[Row], Any] = bool, tell: Tell = say_nothing,
-) -> Measured:  # fmt: skip
+    setting: Setting,
+    decoder: Decoder,
+    texts: Sequence[Prompt],
+    effort: Effort,
+    note: Callable[[Row], Any] = bool,
+    tell: Tell = say_nothing,
+) -> Measured:
     found = Measured([], [], [_floor_s(setting, decoder)], [])
     for index in range(effort.rounds):
         ids = encoded(decoder, texts[index % len(texts)], PROMPT_TOKENS)
-        PassRunner(decoder, ids[:1]).run(1)  # finds the slots that were filled while the plain reader ran
+        # finds the slots that were filled while the plain reader ran
+        PassRunner(decoder, ids[:1]).run(1)
         runner = PassRunner(decoder, ids)
         found.prompt_s.append(runner.run(1).seconds)
         for size in effort.sizes:
             done = [runner.run(size) for _ in range(effort.passes)]
             found.passes.extend(done)
-            note({"name": f"sweep of {size} rows", "sweep_s": median(one.seconds for one in done), "is_proved": False})
+            note(
+                {
+                    "name": f"sweep of {size} rows",
+                    "sweep_s": median(one.seconds for one in done),
+                    "is_proved": False,
+                }
+            )
         found.written.append(runner.written())
         found.read_s.append(_floor_s(setting, decoder))
         tell(index + 1, effort.rounds, "timing passes")
@@ -90,44 +118,88 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
     floor_s = measured.floor_s
     for size in sorted({one.num_rows for one in measured.passes}):
         of_size = [one for one in measured.passes if one.num_rows == size]
-        sweep_s, stall_s = (median(getattr(one, name) for one in of_size) for name in ("seconds", "stall_s"))
+        sweep_s, stall_s = (
+            median(getattr(one, name) for one in of_size) for name in ("seconds", "stall_s")
+        )
         limit = "link" if streamed_bytes and stall_s > _STALLED_SHARE * sweep_s else "compute"
-        more = {"stall_s": stall_s, "compute_s": sweep_s - stall_s, "bytes_moved": of_size[0].num_bytes, "limit": limit}
+        more = {
+            "stall_s": stall_s,
+            "compute_s": sweep_s - stall_s,
+            "bytes_moved": of_size[0].num_bytes,
+            "limit": limit,
+        }
         yield _row(f"sweep of {size} rows", size, [one.seconds for one in of_size], floor_s) | more
     yield _row("sweep of a prompt", PROMPT_TOKENS, measured.prompt_s, floor_s)
 
 
 def _row(name: str, num_nodes: int, seconds: list[float], floor_s: float) -> Row:
-    told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds), "sweep_s_samples": seconds}
+    told = {
+        "name": name,
+        "num_nodes": num_nodes,
+        "sweep_s": median(seconds),
+        "sweep_s_samples": seconds,
+    }
     return {**told, "link_utilisation": floor_s / median(seconds)}
 
 
-def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Iterator[Row]:
+def draft_rows(
+    setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float
+) -> Iterator[Row]:
     """A forward of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
-    shape, rate = model_shape(open_headers(setting.draft)), memory_bytes_per_s(setting.opened)
+    shape = model_shape(open_headers(setting.draft))
+    rate = memory_bytes_per_s(setting.opened)
     least_s = (sum(shape.layer_bytes) + shape.head_bytes) / rate
     curve = draft_passes(decoder, prompt_ids, budget_s)
     for width, seconds in zip(curve.sizes, curve.seconds, strict=True):
-        yield {"name": f"draft pass of {width} rows", "num_draft_rows": width, "draft_step_s": seconds,
-               "weights_s": least_s, "memory_bytes_per_s": rate, "of_ceiling": least_s / seconds}  # fmt: skip
+        yield {
+            "name": f"draft pass of {width} rows",
+            "num_draft_rows": width,
+            "draft_step_s": seconds,
+            "weights_s": least_s,
+            "memory_bytes_per_s": rate,
+            "of_ceiling": least_s / seconds,
+        }
 
 
 def compute_s(setting: Setting, num_rows: int) -> float:
-    """The least that the products of so many rows take, at the rate of the target's own largest matrix."""
+    """The least that the products of so many rows take, at the rate of the target's own largest
+    matrix.
+    """
     target = open_headers(setting.target)
-    rate = flops_per_s(setting.opened, target.config["intermediate_size"], target.config["hidden_size"])
+    rate = flops_per_s(
+        setting.opened, target.config["intermediate_size"], target.config["hidden_size"]
+    )
     return 2 * model_shape(target).num_weights * num_rows / rate
 
 
 def _cells(row: Row) -> list[str]:
     if "draft_step_s" in row:
-        return [row["name"], f"{row['draft_step_s']:.4f}", "-", "-", f"{row['of_ceiling']:.3f}", "memory"]
+        return [
+            row["name"],
+            f"{row['draft_step_s']:.4f}",
+            "-",
+            "-",
+            f"{row['of_ceiling']:.3f}",
+            "memory",
+        ]
     parts = [f"{row[name]:.3f}" if name in row else "-" for name in ("stall_s", "compute_s")]
-    return [row["name"], f"{row['sweep_s']:.3f}", *parts, f"{row['link_utilisation']:.3f}", row.get("limit", "-")]
+    return [
+        row["name"],
+        f"{row['sweep_s']:.3f}",
+        *parts,
+        f"{row['link_utilisation']:.3f}",
+        row.get("limit", "-"),
+    ]
 
 
-@command("passes", MODELS, PLACE, "source quick compare", examples=["offload bench passes --quick --json passes.json"])
+@command(
+    "passes",
+    MODELS,
+    PLACE,
+    "source quick compare",
+    examples=["offload bench passes --quick --json passes.json"],
+)
 def main(bench: Bench) -> None:
     """How long does a forward of target and draft take for many rows, and is the link busy?"""
     setting = bench.setting()
@@ -135,25 +207,42 @@ def main(bench: Bench) -> None:
     effort = on.get(setting.device, ON_DEVICE)
     sizes = effort.sizes if setting.draft is not None or setting.device != "cpu" else (1,)
     bench.check_same(setting)
-    texts, rows = prompts(["code"], effort.rounds), list[Row]()
+    texts = prompts(["code"], effort.rounds)
+    rows = list[Row]()
     tree = f"{max(sizes)}x24" if max(sizes) > 1 and setting.draft is not None else "none"
     say_floor(setting)
     with bench.screen as screen, setting.open(tree, context=_CONTEXT) as decoder:
-        plan, num_threads = decoder.plan, decoder.num_threads
+        plan = decoder.plan
+        num_threads = decoder.num_threads
         say_floor(setting, plan)
-        measured = measure(setting, decoder, texts, effort._replace(sizes=sizes), bench.row, screen.count)
+        measured = measure(
+            setting, decoder, texts, effort._replace(sizes=sizes), bench.row, screen.count
+        )
         if setting.draft is not None:
-            rows = list(draft_rows(setting, decoder, encoded(decoder, texts[0], 32), effort.draft_s))
+            rows = list(
+                draft_rows(setting, decoder, encoded(decoder, texts[0], 32), effort.draft_s)
+            )
     proof = bench.prove(setting, measured.written)
     rows = [bench.row(row) for row in (*rows_of(measured, plan.streamed_bytes), *rows)]
-    say_table(["forward", "s", "stall s", "compute s", "of the ceiling", "slower side"], map(_cells, rows))
+    say_table(
+        ["forward", "s", "stall s", "compute s", "of the ceiling", "slower side"], map(_cells, rows)
+    )
     floor_s = measured.floor_s
-    print(f"the ceiling takes {floor_s:.3f} s for the {plan.streamed_bytes / 1e9:.3f} GB of a sweep")
+    print(
+        f"the ceiling takes {floor_s:.3f} s for the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
+    )
     timed = {row["name"]: row["sweep_s_samples"] for row in rows if "sweep_s_samples" in row}
     bench.finish(
         rows,
         settings={**setting.as_dict(), **effort._asdict(), "num_threads": num_threads},
-        ceiling={"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s, "samples": measured.read_s},
-        guards={f"{name} / ceiling": Guard([s / floor_s for s in timed[name]], "lower") for name in timed},
+        ceiling={
+            "bytes_per_s": plan.streamed_bytes / floor_s,
+            "sweep_s": floor_s,
+            "samples": measured.read_s,
+        },
+        guards={
+            f"{name} / ceiling": Guard([s / floor_s for s in timed[name]], "lower")
+            for name in timed
+        },
         proof=proof,
     )

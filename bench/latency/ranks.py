@@ -1,9 +1,11 @@
-"""Many ranks on this machine, each with a link of the same speed: what a pass takes beside one rank, and over networks.
+"""Many ranks on this machine, each with a link of the same speed: what a pass takes beside one
+rank, and over networks.
 
-Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it here read as if each
-had its own. Each rank has the least memory that it can do with, so that nearly all layers stream however many there
-are. All clusters are open at once, computing in float32, and take turns text by text. Then two ranks talk over
-networks, emulated as well, and a pass stands beside max(link, drafting + computing + exchange). A short text may run a
+Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it
+here read as if each had its own. Each rank has the least memory that it can do with, so that nearly
+all layers stream however many there are. All clusters are open at once, computing in float32, and
+take turns text by text. Then two ranks talk over networks, emulated as well, and a pass stands
+beside max(link, drafting + computing + exchange). A short text may run a
 little faster than its link: it begins with full slots.
 
 Invariant: nothing is printed before all clusters wrote the same ids, and every one was proved.
@@ -33,22 +35,25 @@ from offload.bench.latency import stages
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import config_sizes
 from offload.cli.demo import PAIR
-from offload.config import parse_size
+from offload.distributed.layout import gathered_widths, share_layers
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.planning.exchange import Gathers, Network
-from offload.ranks.layout import gathered_widths
-from offload.ranks.sharding import share_layers
+from offload.planning.cluster import Gathers, Network
 from offload.stats import RankFigures
-from offload.tree.spec import parse_tree
+from offload.trees.spec import parse_tree
+from offload.units import parse_size
 
-_CONTEXT, _DTYPE, _NONE = 512, "float32", "none"
+_CONTEXT = 512
+_DTYPE = "float32"
+_NONE = "none"
 _STAGED_SIZE = "60MB"  # seven small layers, which compute in little time beside what they sleep
 _HOW = {"threads": 1, "profile": "none", "lookup": False, "device": "cpu", "invariant": False}
 _NETWORKS = {"1 GbE, 1 ms": Network(125e6, 1e-3), "100 Mbit, 1 ms": Network(12.5e6, 1e-3)}
-_WANTED = {(2, True): 0.55, (3, True): 0.40}  # seconds of a pass beside one rank, by (ranks, one token a pass)
+# seconds of a pass beside one rank, by (ranks, one token a pass)
+_WANTED = {(2, True): 0.55, (3, True): 0.40}
 _DISK_MARGIN = 2.0  # of what the disk gives over what all emulated links together take
-_WANTED_TREE, _WANTED_NETWORK = 0.60, 1.10
+_WANTED_TREE = 0.60
+_WANTED_NETWORK = 1.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,18 @@ class Text(NamedTuple):
     def moved(self, read: Callable[[RankFigures], float]) -> list[float]:
         """Of each rank, in one pass."""
         _, first, last = self.answer.figures
-        return [(read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
-                for begun, end in zip(first, last, strict=True)]  # fmt: skip
+        return [
+            (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
+            for begun, end in zip(first, last, strict=True)
+        ]
 
 
-def write_all(clusters: dict[int, Cluster], texts: Sequence[list[int]], effort: Effort, tell: Any) -> list[Text]:
+def write_all(
+    clusters: dict[int, Cluster], texts: Sequence[list[int]], effort: Effort, tell: Any
+) -> list[Text]:
     """Prompt by prompt and tree by tree the clusters take turns."""
-    found, total = list[Text](), len(texts) * 2 * len(clusters)
+    found = list[Text]()
+    total = len(texts) * 2 * len(clusters)
     for seed, ids in enumerate(texts):
         for tree in (_NONE, effort.tree):
             for num_ranks, cluster in clusters.items():
@@ -106,24 +116,31 @@ def write_all(clusters: dict[int, Cluster], texts: Sequence[list[int]], effort: 
 
 def row_of(texts: Sequence[Text], link_bytes_per_s: float, others: Sequence[Text] = ()) -> Row:
     """Of one cluster and tree; `others` are the same texts of one rank, if that is another."""
-    num_ranks, tree = texts[0].num_ranks, texts[0].order.tree
+    num_ranks = texts[0].num_ranks
+    tree = texts[0].order.tree
     bursts = latencies([text.answer.bursts for text in texts])
     ranks = [_rank_row([text.answer.figures for text in texts], rank) for rank in range(num_ranks)]
     samples = [second for text in texts for second in text.pass_s]
-    pass_s, link_s = median(samples), max(rank["pass_bytes"] for rank in ranks) / link_bytes_per_s
+    pass_s = median(samples)
+    link_s = max(rank["pass_bytes"] for rank in ranks) / link_bytes_per_s
     exchange_s = median(max(text.moved(lambda one: one.exchange_s)) for text in texts)
     row = {"name": f"{num_ranks} x shards, {tree}", "num_ranks": num_ranks, "tree": tree, "pass_s": pass_s,
            "pass_s_samples": samples, "link_s": link_s, "tokens_per_s": bursts["decode_tokens_per_s"],
            "ttft_s": bursts["mean_ttft_s"], "itl_s": bursts["mean_itl_s"], "compute_s": compute_s(texts),
            "exchange_s": exchange_s, "ranks": ranks}  # fmt: skip
     if others:
-        ratios = [median(text.pass_s) / median(one.pass_s) for text, one in zip(texts, others, strict=True)]
+        ratios = [
+            median(text.pass_s) / median(one.pass_s)
+            for text, one in zip(texts, others, strict=True)
+        ]
         row |= {"ratio": median(ratios), "ratio_samples": ratios}
     return row
 
 
 def _rank_row(figures: Sequence[list[list[RankFigures]]], rank: int) -> Row:
-    """Done beside planned: bytes read in each pass, bytes sent in exchanges, and the peak of memory, over all texts."""
+    """Done beside planned: bytes read in each pass, bytes sent in exchanges, and the peak of
+    memory, over all texts.
+    """
     read_bytes = sent_bytes = num_passes = num_rows = 0
     for first, _, last in ((moment[rank] for moment in text) for text in figures):
         read_bytes += last.bytes_streamed - first.bytes_streamed
@@ -135,17 +152,25 @@ def _rank_row(figures: Sequence[list[list[RankFigures]]], rank: int) -> Row:
     rows_per_pass = median(_per_pass(text, rank) for text in figures)
     allowed_bytes = last.ram_bytes + last.own_bytes
     return {
-        "rank": rank, "pass_bytes": last.pass_bytes, "num_passes": num_passes, "num_rows": num_rows,
+        "rank": rank,
+        "pass_bytes": last.pass_bytes,
+        "num_passes": num_passes,
+        "num_rows": num_rows,
         "rows_per_pass": rows_per_pass,
-        "bytes_read": read_bytes, "planned_read_bytes": last.pass_bytes * num_passes,
-        "exchanged_bytes": sent_bytes, "planned_exchanged_bytes": last.row_bytes * num_rows,
-        "peak_rss_bytes": last.peak_rss_bytes, "ram_bytes": last.ram_bytes, "allowed_bytes": allowed_bytes,
-    }  # fmt: skip
+        "bytes_read": read_bytes,
+        "planned_read_bytes": last.pass_bytes * num_passes,
+        "exchanged_bytes": sent_bytes,
+        "planned_exchanged_bytes": last.row_bytes * num_rows,
+        "peak_rss_bytes": last.peak_rss_bytes,
+        "ram_bytes": last.ram_bytes,
+        "allowed_bytes": allowed_bytes,
+    }
 
 
 def _per_pass(figures: Sequence[Sequence[RankFigures]], rank: int) -> float:
     """Rows of a pass after the prompt's."""
-    begun, end = figures[1][rank], figures[2][rank]
+    begun = figures[1][rank]
+    end = figures[2][rank]
     return (end.num_rows - begun.num_rows) / max(1, end.num_passes - begun.num_passes)
 
 
@@ -169,23 +194,51 @@ def promises(rows: Sequence[Row]) -> list[Row]:
             name = f"s/pass, {row['name']} / 1 rank"
             found.append(wanted_row(name, row["ratio"], wanted, row["ratio_samples"], "lower"))
     ranks = [rank for row in rows for rank in row["ranks"]]
-    for told, done, planned in (("bytes read", "bytes_read", "planned_read_bytes"),
-                                ("bytes exchanged", "exchanged_bytes", "planned_exchanged_bytes")):  # fmt: skip
+    for told, done, planned in (
+        ("bytes read", "bytes_read", "planned_read_bytes"),
+        ("bytes exchanged", "exchanged_bytes", "planned_exchanged_bytes"),
+    ):
         ratios = [rank[done] / rank[planned] for rank in ranks if rank[planned]]
         off = max((abs(ratio - 1) for ratio in ratios), default=0.0)
         found.append(wanted_row(f"{told} / planned, any rank: most off", off, 0.0, ratios, "lower"))
     held = [rank["peak_rss_bytes"] / rank["allowed_bytes"] for rank in ranks]
-    found.append(wanted_row("peak RSS / (budget + libraries), any rank", max(held), 1.0, held, "lower"))
+    found.append(
+        wanted_row("peak RSS / (budget + libraries), any rank", max(held), 1.0, held, "lower")
+    )
     return found
 
 
-HEAD = ["cluster", "s/pass", "link s", "compute s", "exchange s", "x 1 rank", "tokens/s", "ttft s", "itl s", "peak RSS"]
+HEAD = [
+    "cluster",
+    "s/pass",
+    "link s",
+    "compute s",
+    "exchange s",
+    "x 1 rank",
+    "tokens/s",
+    "ttft s",
+    "itl s",
+    "peak RSS",
+]
 
 
 def cells(row: Row) -> list[str]:
-    names = ("pass_s", "link_s", "compute_s", "exchange_s", "ratio", "tokens_per_s", "ttft_s", "itl_s")
+    names = (
+        "pass_s",
+        "link_s",
+        "compute_s",
+        "exchange_s",
+        "ratio",
+        "tokens_per_s",
+        "ttft_s",
+        "itl_s",
+    )
     held = "/".join(f"{rank['peak_rss_bytes'] / 2**20:.0f}" for rank in row["ranks"])
-    return [row["name"], *(f"{row[name]:.3f}" if name in row else "-" for name in names), f"{held} MiB"]
+    return [
+        row["name"],
+        *(f"{row[name]:.3f}" if name in row else "-" for name in names),
+        f"{held} MiB",
+    ]
 
 
 def open_clusters(
@@ -195,9 +248,13 @@ def open_clusters(
     usual = {"context": _CONTEXT, "dtype": _DTYPE}
     found = dict[int, Cluster]()
     for size in (len(hosts),) if hosts else effort.sizes:
-        budgets = shard_budgets(setting.target, setting.draft, size, parse_tree(effort.tree).num_nodes, **usual)
+        budgets = shard_budgets(
+            setting.target, setting.draft, size, parse_tree(effort.tree).num_nodes, **usual
+        )
         how = {**usual, **_HOW, "tree": effort.tree, "link_limit": int(link_bytes_per_s)}
-        options = [{**how, "ranks": "shards" if size > 1 else None, "ram": budget} for budget in budgets]
+        options = [
+            {**how, "ranks": "shards" if size > 1 else None, "ram": budget} for budget in budgets
+        ]
         found[size] = Cluster(setting.target, setting.draft, options, hosts)
         resources.callback(found[size].close)
     for cluster in found.values():
@@ -215,7 +272,13 @@ class Shown:
     notes: list[str] = field(default_factory=list)
 
 
-def share(bench: Bench, setting: Setting, effort: Effort, link_bytes_per_s: float, texts: Sequence[list[int]]) -> Shown:
+def share(
+    bench: Bench,
+    setting: Setting,
+    effort: Effort,
+    link_bytes_per_s: float,
+    texts: Sequence[list[int]],
+) -> Shown:
     """Clusters of all sizes side by side."""
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting ranks")
@@ -226,14 +289,21 @@ def share(bench: Bench, setting: Setting, effort: Effort, link_bytes_per_s: floa
 
 
 def over_networks(
-    bench: Bench, setting: Setting, effort: Effort, link_bytes_per_s: float, ids: list[int], local: Sequence[Row]
+    bench: Bench,
+    setting: Setting,
+    effort: Effort,
+    link_bytes_per_s: float,
+    ids: list[int],
+    local: Sequence[Row],
 ) -> Shown:
-    """Two ranks on hosts of their own, one text for each network and tree; a note where no hosts can be made.
+    """Two ranks on hosts of their own, one text for each network and tree; a note where no hosts
+    can be made.
 
     Args:
         local: rows of two ranks without a network between them, whose computing is that of these.
     """
-    shown, exchange = Shown(), exchange_of(setting.target, 2)
+    shown = Shown()
+    exchange = exchange_of(setting.target, 2)
     for name, between in _NETWORKS.items():
         try:
             with bench.screen as screen:
@@ -243,34 +313,50 @@ def over_networks(
             return Shown(notes=[f"networks are left out: {error}"])
         for text, sent in texts:
             row = row_of([text], link_bytes_per_s)
-            alone_s = next(one["compute_s"] for one in local if (one["num_ranks"], one["tree"]) == (2, row["tree"]))
-            row |= {**_beside(row, exchange, between, alone_s, sent), "name": f"{row['name']}; {name}"}
+            alone_s = next(
+                one["compute_s"]
+                for one in local
+                if (one["num_ranks"], one["tree"]) == (2, row["tree"])
+            )
+            row |= {
+                **_beside(row, exchange, between, alone_s, sent),
+                "name": f"{row['name']}; {name}",
+            }
             shown.rows.append(row)
             shown.written.append(text.order.written(text.answer.new_ids))
             ratios = [second / row["predicted_s"] for second in text.pass_s]
             told = f"{row['name']}: s/pass / predicted"
             shown.figures.append(wanted_row(told, median(ratios), _WANTED_NETWORK, ratios, "lower"))
             told = f"predicted {row['predicted_s']:.3f} s a pass, the exchange alone {row['predicted_exchange_s']:.3f}"
-            shown.notes.append(f"{row['name']}: {told}; bytes on the wire {row['wire_share']:.3f} of the formula's")
+            shown.notes.append(
+                f"{row['name']}: {told}; bytes on the wire {row['wire_share']:.3f} of the formula's"
+            )
     return shown
 
 
 def _over_network(
     setting: Setting, effort: Effort, link_bytes_per_s: float, ids: list[int], between: Network
 ) -> list[tuple[Text, list[int]]]:
-    """A text without and one with a tree, and what each host has sent for it. Raises `NoNetworkError`."""
+    """A text without and one with a tree, and what each host has sent for it. Raises
+    `NoNetworkError`.
+    """
     found = list[tuple[Text, list[int]]]()
     with ExitStack() as resources:
         hosts, switch = resources.enter_context(network(2, between))
         cluster = open_clusters(setting, effort, link_bytes_per_s, resources, hosts)[2]
         for tree in (_NONE, effort.tree):
-            order, before = effort.order(ids, 0, tree), [*switch.sent_bytes]
+            order = effort.order(ids, 0, tree)
+            before = [*switch.sent_bytes]
             text = Text(2, order, cluster.ask(order))
-            found.append((text, [after - one for after, one in zip(switch.sent_bytes, before, strict=True)]))
+            found.append(
+                (text, [after - one for after, one in zip(switch.sent_bytes, before, strict=True)])
+            )
     return found
 
 
-def in_stages(bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]) -> Shown:
+def in_stages(
+    bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]
+) -> Shown:
     """Ways to run a pipeline, side by side."""
     setting = find_setting(None, None, _STAGED_SIZE, None, bench.screen)
     ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.OTHERS)
@@ -280,65 +366,110 @@ def in_stages(bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence
         found = stages.write_all(clusters, texts, effort.num_staged, screen.count)
         peaks = {way: cluster.peak_rss_bytes() for way, cluster in clusters.items()}
     rows = [stages.row_of([text for text in found if text.way == way], peaks[way]) for way in ways]
-    return Shown(rows, [text.order.written(text.answer.new_ids) for text in found], stages.promises(rows))
+    return Shown(
+        rows, [text.order.written(text.answer.new_ids) for text in found], stages.promises(rows)
+    )
 
 
-def _beside(row: Row, exchange: Gathers, between: Network, alone_s: float, sent: Sequence[int]) -> Row:
-    """What a pass was expected to take over a network, and the network's own count of bytes beside the formula's."""
+def _beside(
+    row: Row, exchange: Gathers, between: Network, alone_s: float, sent: Sequence[int]
+) -> Row:
+    """What a pass was expected to take over a network, and the network's own count of bytes beside
+    the formula's.
+    """
     num_rows = row["ranks"][0]["rows_per_pass"]
     formula_s = exchange.seconds(num_rows, between)
     planned = [rank["planned_exchanged_bytes"] for rank in row["ranks"]]
     return {
-        "predicted_exchange_s": formula_s, "predicted_s": max(row["link_s"], alone_s + formula_s),
-        "wire_bytes": [*sent], "wire_share": max(one / other for one, other in zip(sent, planned, strict=True)),
-    }  # fmt: skip
+        "predicted_exchange_s": formula_s,
+        "predicted_s": max(row["link_s"], alone_s + formula_s),
+        "wire_bytes": [*sent],
+        "wire_share": max(one / other for one, other in zip(sent, planned, strict=True)),
+    }
 
 
 def exchange_of(target: Path, num_ranks: int) -> Gathers:
     """The exchanges of even shares."""
     checkpoint = open_checkpoint(target)
     widths = gathered_widths(share_layers(checkpoint, [1 / num_ranks] * num_ranks))
-    num_layers, width = (config_sizes(checkpoint)[name] for name in ("num_hidden_layers", "hidden_size"))
+    num_layers, width = (
+        config_sizes(checkpoint)[name] for name in ("num_hidden_layers", "hidden_size")
+    )
     return Gathers(widths, num_layers, width, 4)
 
 
 Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target that is shared")]
-Limit = Annotated[str, typer.Option("--link-limit", metavar="RATE", help="of each rank's link, below the disk's share")]
-Slow = Annotated[float, typer.Option("--slow-layer", metavar="S", help="seconds that a layer of a stage takes longer")]
+Limit = Annotated[
+    str,
+    typer.Option(
+        "--link-limit", metavar="RATE", help="of each rank's link, below the disk's share"
+    ),
+]
+Slow = Annotated[
+    float,
+    typer.Option("--slow-layer", metavar="S", help="seconds that a layer of a stage takes longer"),
+]
 Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="texts of every part")]
 _TOLD = f"of {', '.join(PARTS)}, several; default: all, with --quick the first"
 Parts = Annotated[list[str] | None, typer.Option("--part", metavar="PART", help=_TOLD)]
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="runs in flight over time", callback=writable)]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="runs in flight over time", callback=writable)
+]
 
 
-@command("ranks", "quick compare", examples=["offload bench ranks --quick --part stages --picture runs.png"])
+@command(
+    "ranks",
+    "quick compare",
+    examples=["offload bench ranks --quick --part stages --picture runs.png"],
+)
 def main(
-    bench: Bench, part: Parts = None, size: Size = "300MB", link_limit: Limit = "100MB", slow_layer: Slow = 0.03,
-    num_prompts: Num = None, picture: Picture = None,
-) -> None:  # fmt: skip
+    bench: Bench,
+    part: Parts = None,
+    size: Size = "300MB",
+    link_limit: Limit = "100MB",
+    slow_layer: Slow = 0.03,
+    num_prompts: Num = None,
+    picture: Picture = None,
+) -> None:
     """How long does a pass take on several ranks with a link each, over networks, and in stages?"""
     one_of(part or (), PARTS, "--part")
-    parts, effort = part or (PARTS[:1] if bench.quick else PARTS), QUICK if bench.quick else FULL
+    parts = part or (PARTS[:1] if bench.quick else PARTS)
+    effort = QUICK if bench.quick else FULL
     effort = replace(effort, num_prompts=num_prompts or effort.num_prompts)
     if picture is not None:
         require_pictures()
         if "stages" not in parts:
             raise UserError("--picture shows runs of stages: add --part stages")
-    rate, found = parse_size(link_limit, "--link-limit"), prompts([CODE], effort.num_prompts)
+    rate = parse_size(link_limit, "--link-limit")
+    found = prompts([CODE], effort.num_prompts)
     setting = find_setting(None, None, size, None, bench.screen)
-    same = {"prompts": [one.name for one in found], "link_bytes_per_s": rate, "slow_layer_s": slow_layer}
+    same = {
+        "prompts": [one.name for one in found],
+        "link_bytes_per_s": rate,
+        "slow_layer_s": slow_layer,
+    }
     bench.check_same(setting, **same)
     disk_bytes_per_s = say_link(setting)
     require_slower(rate, disk_bytes_per_s, max(effort.sizes))
-    ids, shown = [_encoded(prompt.text) for prompt in found], list[Shown]()
+    ids = [_encoded(prompt.text) for prompt in found]
+    shown = list[Shown]()
     if "shards" in parts or "networks" in parts:
-        shown.append(share(bench, setting, effort if "shards" in parts else replace(effort, sizes=(2,)), rate, ids))
+        shown.append(
+            share(
+                bench,
+                setting,
+                effort if "shards" in parts else replace(effort, sizes=(2,)),
+                rate,
+                ids,
+            )
+        )
     if "networks" in parts:
         shown.append(over_networks(bench, setting, effort, rate, ids[0], shown[0].rows))
     if "stages" in parts:
         shown.append(in_stages(bench, effort, slow_layer, ids))
     proof = bench.prove(setting, [one for each in shown for one in each.written])
-    settings, rows = {**setting.as_dict(), **same, "dtype": _DTYPE}, [row for each in shown for row in each.rows]
+    settings = {**setting.as_dict(), **same, "dtype": _DTYPE}
+    rows = [row for each in shown for row in each.rows]
     staged = [row for row in rows if "way" in row]
     if len(staged) < len(rows):
         say_table(HEAD, [cells(row) for row in rows if "way" not in row])
@@ -350,17 +481,27 @@ def main(
     for note in (note for each in shown for note in each.notes):
         print(note)
     guards = say_wanted([figure for each in shown for figure in each.figures])
-    bench.finish([*map(bench.row, rows)], settings=settings,
-        ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s}, guards=guards, proof=proof)  # fmt: skip
+    bench.finish(
+        [*map(bench.row, rows)],
+        settings=settings,
+        ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s},
+        guards=guards,
+        proof=proof,
+    )
 
 
 def rows_of(texts: Sequence[Text], link_bytes_per_s: float, effort: Effort) -> list[Row]:
     """A row for each tree and number of ranks, one rank first."""
     rows = list[Row]()
     for tree in (_NONE, effort.tree):
-        own = {size: [text for text in texts if (text.num_ranks, text.order.tree) == (size, tree)]
-               for size in effort.sizes}  # fmt: skip
-        rows += [row_of(own[size], link_bytes_per_s, own[1] if size > 1 and 1 in own else ()) for size in effort.sizes]
+        own = {
+            size: [text for text in texts if (text.num_ranks, text.order.tree) == (size, tree)]
+            for size in effort.sizes
+        }
+        rows += [
+            row_of(own[size], link_bytes_per_s, own[1] if size > 1 and 1 in own else ())
+            for size in effort.sizes
+        ]
     return rows
 
 
@@ -369,7 +510,9 @@ def require_slower(link_bytes_per_s: float, disk_bytes_per_s: float, num_ranks: 
     most = disk_bytes_per_s / num_ranks / _DISK_MARGIN
     if link_bytes_per_s > most:
         got = f"{link_bytes_per_s / 1e6:.0f}MB"
-        raise UserError(f"--link-limit must be {most / 1e6:.0f}MB or less on this disk, got {got}: lower it")
+        raise UserError(
+            f"--link-limit must be {most / 1e6:.0f}MB or less on this disk, got {got}: lower it"
+        )
 
 
 def _encoded(text: str) -> list[int]:

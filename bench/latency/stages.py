@@ -1,8 +1,10 @@
-"""A pipeline of stages whose layers stay in memory and are slowed down: the ways to run it, and PipeInfer's ablations.
+"""A pipeline of stages whose layers stay in memory and are slowed down: the ways to run it, and
+PipeInfer's ablations.
 
-Each layer sleeps (`slow_layer_s`), so that stages take their time although this machine has fewer cores than there are
-ranks. All ways are open at once, compute in float32 and take turns text by text. Figures are those of the paper: tokens
-per second without the prompt, time to the first token, time between tokens, memory of each rank.
+Each layer sleeps (`slow_layer_s`), so that stages take their time although this machine has fewer
+cores than there are ranks. All ways are open at once, compute in float32 and take turns text by
+text. Figures are those of the paper: tokens per second without the prompt, time to the first token,
+time between tokens, memory of each rank.
 """
 
 from collections import Counter
@@ -18,9 +20,11 @@ from offload.bench.harness.setting import Setting
 from offload.bench.harness.wanted import wanted_row
 
 BASELINES = ("plain", "sync", "async")
-OTHERS = ("async,rows=16", "async,no-cancel", "async,no-continuous")  # a fixed number of rows, and two ablations
+# a fixed number of rows, and two ablations
+OTHERS = ("async,rows=16", "async,no-cancel", "async,no-continuous")
 NUM_STAGES = 4
-_RAM, _CONTEXT = "800MiB", 512
+_RAM = "800MiB"
+_CONTEXT = 512
 _WANTED = (  # way, figure, beside which, at most or at least
     ("async", "tokens_per_s", "sync", 1.2, "higher"), ("async", "ttft_s", "plain", 1.05, "lower"),
     ("async,no-cancel", "tokens_per_s", "async", 1.0, "lower"),
@@ -35,9 +39,20 @@ class Piped(NamedTuple):
     answer: Answer
 
 
-def open_ways(setting: Setting, ways: Sequence[str], slow_layer_s: float, resources: ExitStack) -> dict[str, Cluster]:
-    """Stages and a rank that drafts, which `plain` has no use for, once for each way. Raises `UserError`."""
-    common = {"ram": _RAM, "context": _CONTEXT, "dtype": "float32", "threads": 1, "device": "cpu", "lookup": False}
+def open_ways(
+    setting: Setting, ways: Sequence[str], slow_layer_s: float, resources: ExitStack
+) -> dict[str, Cluster]:
+    """Stages and a rank that drafts, which `plain` has no use for, once for each way. Raises
+    `UserError`.
+    """
+    common = {
+        "ram": _RAM,
+        "context": _CONTEXT,
+        "dtype": "float32",
+        "threads": 1,
+        "device": "cpu",
+        "lookup": False,
+    }
     found = dict[str, Cluster]()
     for way in ways:
         ranks = f"stages:0-{NUM_STAGES - 1}" + ("" if way == "plain" else f",draft:{NUM_STAGES}")
@@ -50,7 +65,9 @@ def open_ways(setting: Setting, ways: Sequence[str], slow_layer_s: float, resour
     return found
 
 
-def write_all(clusters: dict[str, Cluster], texts: Sequence[list[int]], num_tokens: int, tell: Any) -> list[Piped]:
+def write_all(
+    clusters: dict[str, Cluster], texts: Sequence[list[int]], num_tokens: int, tell: Any
+) -> list[Piped]:
     """Prompt by prompt the ways take turns; every other text is greedy."""
     found = list[Piped]()
     for seed, ids in enumerate(texts):
@@ -69,18 +86,30 @@ def row_of(texts: Sequence[Piped], peak_rss_bytes: Sequence[int]) -> Row:
     figures = {name: median(one[key] for one in each) for name, key in names.items()}
     samples = {f"{name}_samples": [one[key] for one in each] for name, key in names.items()}
     runs = {f"num_{what}": counts[what] for what in ("issued", "cancelled", "drawn", "dead")}
-    return {"name": f"stages, {texts[0].way}", "way": texts[0].way, **figures, **samples, **runs,
-            "peak_rss_bytes": [*peak_rss_bytes], "events": texts[0].answer.stats.get("runs", [])}  # fmt: skip
+    return {
+        "name": f"stages, {texts[0].way}",
+        "way": texts[0].way,
+        **figures,
+        **samples,
+        **runs,
+        "peak_rss_bytes": [*peak_rss_bytes],
+        "events": texts[0].answer.stats.get("runs", []),
+    }
 
 
 def promises(rows: Sequence[Row]) -> list[Row]:
     """What was wanted, as far as it was measured; ratios text by text."""
-    known, found = {row["way"]: row for row in rows}, list[Row]()
+    known = {row["way"]: row for row in rows}
+    found = list[Row]()
     for way, figure, beside, wanted, better in _WANTED:
         if {way, beside} <= known.keys():
-            pairs = zip(known[way][f"{figure}_samples"], known[beside][f"{figure}_samples"], strict=True)
+            pairs = zip(
+                known[way][f"{figure}_samples"], known[beside][f"{figure}_samples"], strict=True
+            )
             ratios = [one / other for one, other in pairs if other]
-            found.append(wanted_row(f"{figure}, {way} / {beside}", median(ratios), wanted, ratios, better))
+            found.append(
+                wanted_row(f"{figure}, {way} / {beside}", median(ratios), wanted, ratios, better)
+            )
     return found
 
 
@@ -91,4 +120,9 @@ def cells(row: Row) -> list[str]:
     """Of a table."""
     figures = [f"{row[name]:.3f}" for name in ("tokens_per_s", "ttft_s", "itl_s")]
     runs = [str(row[f"num_{what}"]) for what in ("issued", "cancelled", "dead")]
-    return [row["name"], *figures, *runs, "/".join(f"{one / 2**20:.0f}" for one in row["peak_rss_bytes"]) + " MiB"]
+    return [
+        row["name"],
+        *figures,
+        *runs,
+        "/".join(f"{one / 2**20:.0f}" for one in row["peak_rss_bytes"]) + " MiB",
+    ]

@@ -1,7 +1,8 @@
 """The text that the pair learns: the standard library's source, as for the packaged pair.
 
-Invariant: held-out files are those of `prompts`, so benches prompt with text that no pair has seen; a step's windows
-depend on the seed and the step alone, so a run that goes on sees what an uncut one would have.
+Invariant: held-out files are those of `prompts`, so benches prompt with text that no pair has seen;
+a step's windows depend on the seed and the step alone, so a run that goes on sees what an uncut one
+would have.
 """
 
 import random
@@ -22,7 +23,9 @@ def library_ids(*, held_out: bool) -> Tensor:
     """Ids of all files in random order, the end of text before each."""
     root = Path(sysconfig.get_paths()["stdlib"])
     kept_back = held_out_files()
-    learnt = {path for path in root.rglob("*.py") if "site-packages" not in path.parts} - set(kept_back)
+    learnt = {path for path in root.rglob("*.py") if "site-packages" not in path.parts} - set(
+        kept_back
+    )
     files = sorted(kept_back if held_out else learnt)
     texts = [read_source(path) for path in random.Random(0).sample(files, len(files))]
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)

@@ -1,8 +1,8 @@
 """Trains a small mixture of experts and its draft, once, and keeps them in the cache.
 
-Why: what experts on demand gain depends on how a text routes and on how often a draft is right, so both models have to
-be trained, and benches must run where no model hub can be reached. Invariant: the folder is whole or not there; a run
-that is cut goes on where it was.
+Why: what experts on demand gain depends on how a text routes and on how often a draft is right, so
+both models have to be trained, and benches must run where no model hub can be reached. Invariant:
+the folder is whole or not there; a run that is cut goes on where it was.
 """
 
 import fcntl
@@ -27,14 +27,19 @@ from offload.bench.moe_pair.losses import draft_loss, target_loss
 from offload.bench.moe_pair.training import Course, train
 from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
 from offload.bench.moe_pair.written import kept_texts
+from offload.checkpoint.files import cache_folder
 from offload.cli.console import Console
 from offload.cli.demo import PAIR, inflated_target
-from offload.config import parse_size
 from offload.errors import UserError
-from offload.planning.profile import cache_folder
+from offload.units import parse_size
 
-_STEP_TOKENS, _TEXT_TOKENS, _LONG_TEXT_TOKENS, _SHORT_SHARE = 2048, 256, 512, 0.75
-_MEASURED, _LEARNT = 99, 1000  # where the seeds of windows begin
+_STEP_TOKENS = 2048
+_TEXT_TOKENS = 256
+_LONG_TEXT_TOKENS = 512
+_SHORT_SHARE = 0.75
+# where the seeds of windows begin
+_MEASURED = 99
+_LEARNT = 1000
 _STATES = ("target.state", "draft.state", "written.safetensors", "lock")
 _COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -54,13 +59,16 @@ class Recipe(NamedTuple):
 
 
 def moe_pair(screen: Console) -> Path:
-    """The folder of `target` and `draft`, trained when it is not there: some twenty minutes on a core."""
+    """The folder of `target` and `draft`, trained when it is not there: some twenty minutes on a
+    core.
+    """
     recipe = Recipe()
     folder = cache_folder() / recipe.folder_name
     if folder.exists():
         return folder
     screen.wait("reading the standard library")
-    ids, held_out = library_ids(held_out=False), library_ids(held_out=True)
+    ids = library_ids(held_out=False)
+    held_out = library_ids(held_out=True)
     with _workspace(folder) as work:
         make_pair(work, recipe, ids, held_out, screen)
         for name in _STATES:
@@ -71,48 +79,72 @@ def moe_pair(screen: Console) -> Path:
 
 def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen: Console) -> None:
     """Train both models in `work`, or go on there, and write `target`, `draft` and `figures.json`."""
-    dense = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32, use_safetensors=True)
-    draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32, use_safetensors=True)
+    dense = LlamaForCausalLM.from_pretrained(
+        PAIR / "target", dtype=torch.float32, use_safetensors=True
+    )
+    draft = LlamaForCausalLM.from_pretrained(
+        PAIR / "draft", dtype=torch.float32, use_safetensors=True
+    )
     measured = windows(ids, 2 * _STEP_TOKENS, _TEXT_TOKENS, recipe.seed + _MEASURED)
     target = upcycled(dense, recipe.sizes, measured, recipe.seed)
     target.set_experts_implementation("grouped_mm")
     batch = partial(_batch, ids, recipe)
     train(
-        target, lambda step: target_loss(target, batch(step)).sum(), recipe.target, work / "target.state",
+        target,
+        lambda step: target_loss(target, batch(step)).sum(),
+        recipe.target,
+        work / "target.state",
         lambda done, total: screen.count(done, total, "training the target"),
-    )  # fmt: skip
+    )
     _write(target, work / "target")  # rounds it, so that the draft learns from what is stored
     screen.wait("writing what the draft learns from")
     texts = kept_texts(work / "written.safetensors", target, ids, recipe.seed)
     train(
-        draft, lambda step: draft_loss(draft, target, _draft_batch(texts, batch, step, recipe)), recipe.draft,
-        work / "draft.state", lambda done, total: screen.count(done, total, "training its draft"),
-    )  # fmt: skip
+        draft,
+        lambda step: draft_loss(draft, target, _draft_batch(texts, batch, step, recipe)),
+        recipe.draft,
+        work / "draft.state",
+        lambda done, total: screen.count(done, total, "training its draft"),
+    )
     _write(draft, work / "draft")
     figures = held_out_figures(target, draft, held_out_texts(held_out, _TEXT_TOKENS))
     (work / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def moe_setting(size: str, ram: str | None, screen: Console) -> Setting:
-    """The pair with its target inflated to `size`; both are made when they are not in the cache. Raises `UserError`."""
-    size_bytes, pair = parse_size(size, "--size"), moe_pair(screen)
+    """The pair with its target inflated to `size`; both are made when they are not in the cache.
+    Raises `UserError`.
+    """
+    size_bytes = parse_size(size, "--size")
+    pair = moe_pair(screen)
     progress = partial(screen.bytes_landed, label="making the target")
     made = inflated_target(size_bytes, progress, pair / "target", "moe")
-    return Setting(made, pair / "draft", pair / "target", parse_size(ram or size_bytes // 4, "--ram"))
+    return Setting(
+        made, pair / "draft", pair / "target", parse_size(ram or size_bytes // 4, "--ram")
+    )
 
 
 def _batch(ids: Tensor, recipe: Recipe, step: int) -> Tensor:
     """Short texts, and at last longer ones, so that late positions are trained too."""
     is_short = step < _SHORT_SHARE * recipe.target.num_steps
-    return windows(ids, _STEP_TOKENS, _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS, recipe.seed + _LEARNT + step)
+    return windows(
+        ids,
+        _STEP_TOKENS,
+        _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS,
+        recipe.seed + _LEARNT + step,
+    )
 
 
-def _draft_batch(texts_BS: Tensor, batch: Callable[[int], Tensor], step: int, recipe: Recipe) -> Tensor:
+def _draft_batch(
+    texts_BS: Tensor, batch: Callable[[int], Tensor], step: int, recipe: Recipe
+) -> Tensor:
     """By turns what the target wrote and the corpus."""
     if step % 2:
         return batch(step)
     generator = torch.Generator().manual_seed(recipe.seed + _LEARNT + step)
-    return texts_BS[torch.randint(0, len(texts_BS), (_STEP_TOKENS // texts_BS.shape[1],), generator=generator)]
+    return texts_BS[
+        torch.randint(0, len(texts_BS), (_STEP_TOKENS // texts_BS.shape[1],), generator=generator)
+    ]
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
@@ -125,7 +157,9 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def _workspace(folder: Path) -> Iterator[Path]:
-    """Beside `folder`, locked, and left as it is when the run is cut. Raises `UserError` while another run is on."""
+    """Beside `folder`, locked, and left as it is when the run is cut. Raises `UserError` while
+    another run is on.
+    """
     work = folder.with_name(f".{folder.name}.training")
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
@@ -137,9 +171,13 @@ def _workspace(folder: Path) -> Iterator[Path]:
 
 
 def main(
-    size: Annotated[str | None, typer.Option(help="inflate the target to this, too", metavar="SIZE")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="inflate the target to this, too", metavar="SIZE")
+    ] = None,
 ) -> None:
-    """Train the mixture of experts and its draft that other commands measure with, and say what it is worth."""
+    """Train the mixture of experts and its draft that other commands measure with, and say what it
+    is worth.
+    """
     with Console(is_quiet=False) as screen:
         target = None if size is None else moe_setting(size, None, screen).target
         pair = moe_pair(screen)

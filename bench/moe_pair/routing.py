@@ -1,4 +1,6 @@
-"""How a model routes a text: who is chosen how often, how many experts n rows need, what neighbours share."""
+"""How a model routes a text: who is chosen how often, how many experts n rows need, what neighbours
+share.
+"""
 
 from typing import NamedTuple
 
@@ -12,7 +14,8 @@ NUM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 class RoutingTable(NamedTuple):
     """Means over layers and texts."""
 
-    union: dict[int, float]  # distinct experts of n consecutive tokens, in units of those that one token uses
+    # distinct experts of n consecutive tokens, in units of those that one token uses
+    union: dict[int, float]
     by_layer: list[float]  # the same for 16 tokens
     neighbours: float  # share of a token's experts that the token before used, too
     distant: float  # and the token eight before

@@ -1,7 +1,7 @@
 """AdamW over a number of steps, which goes on where it was cut.
 
-Invariant: the state is on disk whole or as it was before; a run that goes on ends with the weights of an uncut one,
-because a step's loss depends on the weights and the step's number alone.
+Invariant: the state is on disk whole or as it was before; a run that goes on ends with the weights
+of an uncut one, because a step's loss depends on the weights and the step's number alone.
 """
 
 import math
@@ -15,8 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-_WARMUP_STEPS, _LEAST_SHARE, _SAVE_EVERY = 20, 0.05, 50
-_DECAY, _ROUTER_SPEED = 0.05, 10  # routers begin at random, beside weights that were trained
+_WARMUP_STEPS = 20
+_LEAST_SHARE = 0.05
+_SAVE_EVERY = 50
+# routers begin at random, beside weights that were trained
+_DECAY = 0.05
+_ROUTER_SPEED = 10
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -28,9 +32,12 @@ class Course(NamedTuple):
 
 
 def train(
-    model: nn.Module, loss_of: Callable[[int], Tensor], course: Course, state: Path,
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    course: Course,
+    state: Path,
     progress: Callable[[int, int], None],
-) -> None:  # fmt: skip
+) -> None:
     """Learn until the last step; `progress` receives the numbers of steps done and of all.
 
     Args:
@@ -61,10 +68,20 @@ def _share(step: int, num_steps: int) -> float:
 def _optimiser(model: nn.Module, course: Course) -> torch.optim.AdamW:
     kinds: dict[str, list[nn.Parameter]] = {"router": [], "matrix": [], "vector": []}
     for name, weight in model.named_parameters():
-        kinds["router" if name.endswith(".gate.weight") else "matrix" if weight.ndim > 1 else "vector"].append(weight)
-    peaks = {"router": course.peak_lr * _ROUTER_SPEED, "matrix": course.peak_lr, "vector": course.peak_lr}
+        kinds[
+            "router" if name.endswith(".gate.weight") else "matrix" if weight.ndim > 1 else "vector"
+        ].append(weight)
+    peaks = {
+        "router": course.peak_lr * _ROUTER_SPEED,
+        "matrix": course.peak_lr,
+        "vector": course.peak_lr,
+    }
     groups: list[dict[str, Any]] = [
-        {"params": weights, "peak_lr": peaks[kind], "weight_decay": _DECAY if kind == "matrix" else 0.0}
+        {
+            "params": weights,
+            "peak_lr": peaks[kind],
+            "weight_decay": _DECAY if kind == "matrix" else 0.0,
+        }
         for kind, weights in kinds.items()
         if weights
     ]

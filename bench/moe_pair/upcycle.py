@@ -1,9 +1,10 @@
 """A mixture of experts that begins as a trained dense Llama.
 
-Every expert is a slice of the dense feed-forward rows; experts of one copy share a router row but for some noise, so
-that a token chooses the slices of one copy and gets the dense layer back (virtual groups: He et al., 2410.07524).
-Query and key norms begin at the size that queries and keys have. Invariant: without noise and with the norms of
-queries and keys taken out, the logits are the dense model's.
+Every expert is a slice of the dense feed-forward rows; experts of one copy share a router row but
+for some noise, so that a token chooses the slices of one copy and gets the dense layer back
+(virtual groups: He et al., 2410.07524). Query and key norms begin at the size that queries and keys
+have. Invariant: without noise and with the norms of queries and keys taken out, the logits are the
+dense model's.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-_ROUTER_STD, _ROUTER_NOISE, _WEIGHT_NOISE = 0.1, 0.02, 0.05  # the last in units of a tensor's own deviation
+# the last in units of a tensor's own deviation
+_ROUTER_STD = 0.1
+_ROUTER_NOISE = 0.02
+_WEIGHT_NOISE = 0.05
 
 
 class ExpertSizes(NamedTuple):
@@ -20,10 +24,13 @@ class ExpertSizes(NamedTuple):
 
     num_experts: int = 32
     num_chosen: int = 4
-    ffn_size: int = 160  # of an expert; a slice of the dense rows, and fresh ones that nothing listens to yet
+    # of an expert; a slice of the dense rows, and fresh ones that nothing listens to yet
+    ffn_size: int = 160
 
 
-def upcycled(dense: LlamaForCausalLM, sizes: ExpertSizes, tokens_BS: Tensor, seed: int) -> Qwen3MoeForCausalLM:
+def upcycled(
+    dense: LlamaForCausalLM, sizes: ExpertSizes, tokens_BS: Tensor, seed: int
+) -> Qwen3MoeForCausalLM:
     """The mixture in float32; `tokens_BS` are for measuring queries and keys."""
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(moe_config(dense, sizes)).float()
@@ -32,7 +39,9 @@ def upcycled(dense: LlamaForCausalLM, sizes: ExpertSizes, tokens_BS: Tensor, see
         weights[name] = torch.full((dense.config.head_dim,), scale)
     for index in range(dense.config.num_hidden_layers):
         mlp = f"model.layers.{index}.mlp."
-        gate, up, down = (weights.pop(f"{mlp}{part}_proj.weight") for part in ("gate", "up", "down"))
+        gate, up, down = (
+            weights.pop(f"{mlp}{part}_proj.weight") for part in ("gate", "up", "down")
+        )
         weights |= {mlp + part: weight for part, weight in _experts(gate, up, down, sizes).items()}
     model.load_state_dict(weights)
     return model
@@ -46,24 +55,39 @@ def moe_config(dense: LlamaForCausalLM, sizes: ExpertSizes) -> Qwen3MoeConfig:
             "bos_token_id", "eos_token_id", "tie_word_embeddings")  # fmt: skip
     values: dict[str, Any] = {name: getattr(own, name) for name in kept}
     return Qwen3MoeConfig(
-        **values, num_experts=sizes.num_experts, num_experts_per_tok=sizes.num_chosen, norm_topk_prob=True,
-        moe_intermediate_size=sizes.ffn_size, decoder_sparse_step=1, use_sliding_window=False, router_aux_loss_coef=0.0,
-    )  # fmt: skip
+        **values,
+        num_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.num_chosen,
+        norm_topk_prob=True,
+        moe_intermediate_size=sizes.ffn_size,
+        decoder_sparse_step=1,
+        use_sliding_window=False,
+        router_aux_loss_coef=0.0,
+    )
 
 
-def _experts(gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, sizes: ExpertSizes) -> dict[str, Tensor]:
+def _experts(
+    gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, sizes: ExpertSizes
+) -> dict[str, Tensor]:
     num_own = len(gate_FH) // sizes.num_chosen
-    assert num_own <= sizes.ffn_size and sizes.num_experts % sizes.num_chosen == 0, "a slice fits, copies are whole"
-    gate_ups, downs = [], []
+    assert num_own <= sizes.ffn_size and sizes.num_experts % sizes.num_chosen == 0, (
+        "a slice fits, copies are whole"
+    )
+    gate_ups = []
+    downs = []
     for expert in range(sizes.num_experts):
         rows = (expert % sizes.num_chosen * num_own + torch.arange(sizes.ffn_size)) % len(gate_FH)
         gate_ups.append(torch.cat([_noisy(gate_FH[rows]), _noisy(up_FH[rows])]))
-        down = down_HF[:, rows] * sizes.num_chosen  # each of the chosen has this share of the weight
+        # each of the chosen has this share of the weight
+        down = down_HF[:, rows] * sizes.num_chosen
         downs.append(_noisy(down.where(torch.arange(sizes.ffn_size) < num_own, 0.0)))
     copies = torch.randn(sizes.num_experts // sizes.num_chosen, gate_FH.shape[1]) * _ROUTER_STD
     router_EH = copies.repeat_interleave(sizes.num_chosen, 0)
     router_EH += torch.randn_like(router_EH) * _ROUTER_NOISE
-    stacks = {"experts.gate_up_proj": torch.stack(gate_ups), "experts.down_proj": torch.stack(downs)}
+    stacks = {
+        "experts.gate_up_proj": torch.stack(gate_ups),
+        "experts.down_proj": torch.stack(downs),
+    }
     return {"gate.weight": router_EH, **stacks}
 
 
@@ -74,13 +98,16 @@ def _noisy(weight: Tensor) -> Tensor:
 @torch.no_grad()
 def _norm_scales(dense: LlamaForCausalLM, tokens_BS: Tensor) -> dict[str, float]:
     """Root mean square of queries and keys, under the names of their norms' weights."""
-    scales, hooks = dict[str, float](), []
+    scales = dict[str, float]()
+    hooks = []
     for name, module in dense.named_modules():
         if name.endswith((".q_proj", ".k_proj")):
             norm = name.removesuffix("_proj") + "_norm.weight"
             hooks.append(
                 module.register_forward_hook(
-                    lambda _, __, out, norm=norm: scales.update({norm: out.square().mean().sqrt().item()})
+                    lambda _, __, out, norm=norm: scales.update(
+                        {norm: out.square().mean().sqrt().item()}
+                    )
                 )
             )
     dense(input_ids=tokens_BS)

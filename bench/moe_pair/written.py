@@ -11,7 +11,9 @@ from transformers import Qwen3MoeForCausalLM
 
 from offload.bench.moe_pair.corpus import windows
 
-_NUM_TEXTS, _PROMPT_TOKENS, _TEXT_TOKENS = 64, 48, 256
+_NUM_TEXTS = 64
+_PROMPT_TOKENS = 48
+_TEXT_TOKENS = 256
 _WAYS: tuple[dict[str, Any], ...] = (
     {"do_sample": False},
     {"do_sample": True, "temperature": 0.6, "top_k": 0},
@@ -28,7 +30,9 @@ def target_texts(target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
         prompts = windows(ids, _NUM_TEXTS * _PROMPT_TOKENS, _PROMPT_TOKENS, seed + number)
         lengths = {"min_length": _TEXT_TOKENS, "max_length": _TEXT_TOKENS}
         with torch.autocast("cpu", torch.bfloat16):
-            texts.append(target.generate(prompts, attention_mask=torch.ones_like(prompts), **lengths, **way))
+            texts.append(
+                target.generate(prompts, attention_mask=torch.ones_like(prompts), **lengths, **way)
+            )
     return torch.cat(texts)
 
 

@@ -1,8 +1,10 @@
 """What accelerate's CPU offload takes for a token of the same model on the same device.
 
-Its layers are as many and as large as ours, and as many of them stay on the device. All streamed layers share the
-weights of two, which lie in ordinary memory as its users have them: a copy takes as long wherever it comes from, and
-there is no room for a second copy of the model. What it writes is therefore noise, and only its time counts.
+Its layers are as many and as large as ours, and as many of them stay on the device. All streamed
+layers share the
+weights of two, which lie in ordinary memory as its users have them: a copy takes as long wherever
+it comes from, and there is no room for a second copy of the model. What it writes is therefore
+noise, and only its time counts.
 """
 
 import time
@@ -16,20 +18,28 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.streaming.device import Device
 
-_NUM_TOKENS, _NUM_SHARED = 3, 2
+_NUM_TOKENS = 3
+_NUM_SHARED = 2
 
 
 def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: bool) -> float:
-    """Seconds per token of a folder with a config, whose weights are not read; `num_resident` layers stay there.
+    """Seconds per token of a folder with a config, whose weights are not read; `num_resident`
+    layers stay there.
 
     Args:
         is_pinned: whether its weights are page-locked for it, which only a device can do.
     """
     with init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        theirs = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.bfloat16).eval()
+        theirs = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, dtype=torch.bfloat16
+        ).eval()
     layers = theirs.get_decoder().layers
-    for part in (theirs.get_input_embeddings(), theirs.get_output_embeddings(), theirs.get_decoder().norm):
+    for part in (
+        theirs.get_input_embeddings(),
+        theirs.get_output_embeddings(),
+        theirs.get_decoder().norm,
+    ):
         _give(part, _weights(part, device.place))
     theirs.get_decoder().rotary_emb.to(device.place)
     if num_resident:
@@ -43,10 +53,14 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
     return _token_s(theirs, device)
 
 
-def _weights(module: nn.Module, place: torch.device, is_pinned: bool = False) -> dict[str, nn.Parameter]:
+def _weights(
+    module: nn.Module, place: torch.device, is_pinned: bool = False
+) -> dict[str, nn.Parameter]:
     made = {}
     for name, like in module.named_parameters():
-        weight = torch.empty(like.shape, dtype=torch.bfloat16, device=place, pin_memory=is_pinned).fill_(0.01)
+        weight = torch.empty(
+            like.shape, dtype=torch.bfloat16, device=place, pin_memory=is_pinned
+        ).fill_(0.01)
         made[name] = nn.Parameter(weight, requires_grad=False)
     return made
 
@@ -59,7 +73,9 @@ def _give(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
 
 @torch.inference_mode()
 def _token_s(model: nn.Module, device: Device) -> float:
-    cache, seconds, token = None, [], torch.tensor([[5]], device=device.place)
+    cache = None
+    seconds = []
+    token = torch.tensor([[5]], device=device.place)
     for _ in range(_NUM_TOKENS + 1):
         started = time.perf_counter()
         cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values

@@ -1,6 +1,8 @@
-"""One compared program in a process of its own: joins its memory group, runs its prompts, prints one JSON line.
+"""One compared program in a process of its own: joins its memory group, runs its prompts, prints
+one JSON line.
 
-This file imports nothing heavy: the module that knows the program is imported inside the group, by its `Order`.
+This file imports nothing heavy: the module that knows the program is imported inside the group, by
+its `Order`.
 """
 
 import json
@@ -16,7 +18,9 @@ from typing import Any, NamedTuple, Protocol
 from offload.bench.harness.memory_cap import drop_pages
 from offload.machine import available_ram_bytes, peak_rss_bytes, rss_bytes
 
-LONGEST_BURST, _FEWEST_TOKENS = 40, 2  # in one pass; of a trial
+# in one pass; of a trial
+LONGEST_BURST = 40
+_FEWEST_TOKENS = 2
 Emit = Callable[[list[int]], None]  # takes new tokens at the moment they are known
 
 
@@ -30,17 +34,22 @@ class Order(NamedTuple):
     prompts: list[list[int]]
     num_tokens: int  # new ones for every prompt, at least, after the first burst
     limit_s: float  # a run that takes longer is cut there
-    threads: list[int]  # counts to try, briefly, before the best one is measured. Empty: the program's own choice
+    # counts to try, briefly, before the best one is measured. Empty: the program's own choice
+    threads: list[int]
     cap_bytes: int  # memory of the whole process
     group: str | None  # file to write the process id into; None: uncapped
 
 
 class Peer(Protocol):
-    """A program that decodes greedily; it hands over the new tokens of every pass, and `emit` may raise to end it."""
+    """A program that decodes greedily; it hands over the new tokens of every pass, and `emit` may
+    raise to end it.
+    """
 
     def use_threads(self, count: int) -> None: ...
 
-    def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None: ...
+    def generate(
+        self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit
+    ) -> None: ...
 
 
 class Measured(NamedTuple):
@@ -78,7 +87,12 @@ def follow(order: Order) -> dict[str, Any]:
     if best:
         peer.use_threads(best)
     runs = [_run(peer, order, prompt, order.num_tokens) for prompt in range(len(order.prompts))]
-    figures = {"num_threads": best, "trial_tokens_per_s": trials, "load_s": load_s, "rss_bytes": peak_rss_bytes()}
+    figures = {
+        "num_threads": best,
+        "trial_tokens_per_s": trials,
+        "load_s": load_s,
+        "rss_bytes": peak_rss_bytes(),
+    }
     return {"runs": runs, **figures}
 
 
@@ -97,15 +111,19 @@ def _trial(peer: Peer, order: Order, num_threads: int) -> float:
 
 
 def _run(peer: Peer, order: Order, prompt: int, num_tokens: int) -> Measured:
-    """Stop after the burst that reaches `num_tokens`, and count it whole: to cut it would count its time in full."""
-    run, started = Measured(prompt, []), time.perf_counter()
+    """Stop after the burst that reaches `num_tokens`, and count it whole: to cut it would count its
+    time in full.
+    """
+    run = Measured(prompt, [])
+    started = time.perf_counter()
 
     def note(tokens: list[int]) -> None:
         run.bursts.append((time.perf_counter() - started, tokens))
         if run.num_decoded >= num_tokens:
             raise _EnoughError
 
-    with suppress(_EnoughError):  # a program that stops by itself gets room for the longest last burst
+    # a program that stops by itself gets room for the longest last burst
+    with suppress(_EnoughError):
         peer.generate(order.prompts[prompt], num_tokens + LONGEST_BURST, order.limit_s, note)
     return run
 

@@ -1,9 +1,11 @@
-"""The same weights for llama.cpp: a Llama or Qwen3-MoE written as GGUF, bit for bit where the format allows it.
+"""The same weights for llama.cpp: a Llama or Qwen3-MoE written as GGUF, bit for bit where the
+format allows it.
 
-Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms and routers become float32, as llama.cpp wants
-them. Rows of a Llama's query and key projections are reordered: its rotary embedding turns neighbours (2i, 2i+1) there
-where Hugging Face's turns (i, i + K/2). Experts of a layer become one stack by part. No vocabulary is written, because
-the bench speaks in token ids.
+Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms and routers become
+float32, as llama.cpp wants them. Rows of a Llama's query and key projections are reordered: its
+rotary embedding turns neighbours (2i, 2i+1) there where Hugging Face's turns (i, i + K/2). Experts
+of a layer become one stack by part. No vocabulary is written, because the bench speaks in token
+ids.
 
     python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf [Q8_0 | Q4_0]
 """
@@ -37,7 +39,8 @@ _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
-    """Write `source` as one file, matrices as blocks of `kind`; it appears under its name when it is whole.
+    """Write `source` as one file, matrices as blocks of `kind`; it appears under its name when it
+    is whole.
 
     Raises:
         UserError: not a plain Llama or Qwen3-MoE in bf16.
@@ -55,7 +58,9 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
         writer = gguf.GGUFWriter(place, architecture, use_temp_file=True)  # stacks are copies
         for name, key in (_TOLD | ({} if architecture == "llama" else _TOLD_OF_EXPERTS)).items():
             getattr(writer, f"add_{name}")(config[key])
-        head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        head_width = (
+            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        )
         for name in ("key_length", "value_length", "rope_dimension_count"):
             getattr(writer, f"add_{name}")(head_width)
         writer.add_rope_freq_base(rope["rope_theta"])
@@ -63,7 +68,9 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
         for name, values in _tensors(checkpoint):
             raw_dtype = None if values.dtype == np.float32 else gguf.GGMLQuantizationType[kind]
             if raw_dtype is not None and kind != "BF16":
-                values = gguf.quants.quantize((values.astype(np.uint32) << 16).view(np.float32), raw_dtype)
+                values = gguf.quants.quantize(
+                    (values.astype(np.uint32) << 16).view(np.float32), raw_dtype
+                )
             writer.add_tensor(name, values, raw_dtype=raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -72,22 +79,34 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
 
 
 def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key projection in the order of llama.cpp: both halves of each head interleaved."""
+    """Rows of a query or key projection in the order of llama.cpp: both halves of each head
+    interleaved.
+    """
     num_rows, width = rows_RD.shape
     halves = rows_RD.reshape(num_heads, 2, num_rows // num_heads // 2, width)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(num_rows, width)
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms and routers in float32, matrices in bf16 as uint16: views of the mapped files, experts stacked."""
-    config, stacks = checkpoint.config, dict[str, dict[int, np.ndarray]]()
+    """Norms and routers in float32, matrices in bf16 as uint16: views of the mapped files, experts
+    stacked.
+    """
+    config = checkpoint.config
+    stacks = dict[str, dict[int, np.ndarray]]()
     is_llama = config["model_type"] == "llama"
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if is_llama else {}
+    heads = (
+        {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        if is_llama
+        else {}
+    )
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
     for name, entry in checkpoint.tensors.items():
         stem = name.removesuffix(".weight")
-        _, _, index, part = stem.split(".", 3) if stem.startswith("model.layers.") else ("", "", "", "")
-        expert, new_part = _EXPERT.fullmatch(part), _OUTER.get(stem) or _IN_LAYER.get(part)
+        _, _, index, part = (
+            stem.split(".", 3) if stem.startswith("model.layers.") else ("", "", "", "")
+        )
+        expert = _EXPERT.fullmatch(part)
+        new_part = _OUTER.get(stem) or _IN_LAYER.get(part)
         new_part = f"ffn_{expert[2]}_exps" if expert else new_part
         if entry.dtype != "BF16" or new_part is None:
             raise UserError(f"{name} is not bf16 or has no place in that GGUF: leave llama.cpp out")

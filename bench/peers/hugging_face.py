@@ -1,7 +1,8 @@
-"""`transformers` beyond memory: layers that accelerate loads from disk for every pass, or the mapped file as it is.
+"""`transformers` beyond memory: layers that accelerate loads from disk for every pass, or the
+mapped file as it is.
 
-Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {} for its defaults;
-`lookup` is `prompt_lookup_num_tokens` in place of one.
+Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {}
+for its defaults; `lookup` is `prompt_lookup_num_tokens` in place of one.
 """
 
 from typing import Any
@@ -19,8 +20,13 @@ class Transformers:
     """A model as `from_pretrained` makes it, and `generate`."""
 
     def __init__(self, order: Order) -> None:
-        is_disk = order.options["weights"] == "disk"  # as many layers in memory as the cap leaves room for
-        room = {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}} if is_disk else {}
+        # as many layers in memory as the cap leaves room for
+        is_disk = order.options["weights"] == "disk"
+        room = (
+            {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}}
+            if is_disk
+            else {}
+        )
         how: dict[str, Any] = {"dtype": torch.bfloat16}
         self._model = AutoModelForCausalLM.from_pretrained(
             order.target, trust_remote_code=False, use_safetensors=True, **how, **room
@@ -49,7 +55,8 @@ class _Bursts(BaseStreamer):
     """Hands on what `generate` streams, without the prompt that comes first."""
 
     def __init__(self, emit: Emit) -> None:
-        self._emit, self._is_prompt = emit, True
+        self._emit = emit
+        self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
         if not self._is_prompt:

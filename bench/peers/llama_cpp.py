@@ -1,6 +1,7 @@
 """llama.cpp through llama-cpp-python, on the mapped GGUF.
 
-Option `draft_tokens` is the draft's n-max, 0 without one; `lookup` how many tokens its prompt lookup guesses instead.
+Option `draft_tokens` is the draft's n-max, 0 without one; `lookup` how many tokens its prompt
+lookup guesses instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +24,23 @@ class LlamaCpp:
 
     def __init__(self, order: Order) -> None:
         num_drafted = order.options["draft_tokens"]
-        self._draft: _Draft | _Lookup | None = _Draft(order.draft, num_drafted) if num_drafted else None
+        self._draft: _Draft | _Lookup | None = (
+            _Draft(order.draft, num_drafted) if num_drafted else None
+        )
         if "lookup" in order.options:
             self._draft = _Lookup(num_pred_tokens=order.options["lookup"])
         self._model = _open(order.target, self._draft)
 
     def use_threads(self, count: int) -> None:
-        for model in (self._model, *([self._draft.model] if isinstance(self._draft, _Draft) else [])):
+        for model in (
+            self._model,
+            *([self._draft.model] if isinstance(self._draft, _Draft) else []),
+        ):
             llama_cpp.llama_set_n_threads(model.ctx, count, count)
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
-        stop, burst = perf_counter() + limit_s, list[int]()
+        stop = perf_counter() + limit_s
+        burst = list[int]()
 
         def end_pass() -> None:
             emit(burst.copy())
@@ -51,10 +58,13 @@ class LlamaCpp:
 
 
 class _Draft(LlamaDraftModel):
-    """Continues greedily with a small model, which keeps the keys and values of what the texts share."""
+    """Continues greedily with a small model, which keeps the keys and values of what the texts
+    share.
+    """
 
     def __init__(self, path: str, num_tokens: int) -> None:
-        self.model, self._num_tokens = _open(path, None), num_tokens
+        self.model = _open(path, None)
+        self._num_tokens = num_tokens
         self.before: Callable[[], None] = lambda: None  # called when a pass of the target is over
 
     def __call__(self, input_ids: Sequence[int], /, **_: Any) -> np.ndarray:
@@ -75,7 +85,9 @@ class _Lookup(LlamaPromptLookupDecoding):
 
 
 def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
-    """On the map: copies of weights in another order, which would be made of quantised ones, do not fit under a cap."""
+    """On the map: copies of weights in another order, which would be made of quantised ones, do not
+    fit under a cap.
+    """
     usual = llama_cpp.llama_cpp.llama_model_default_params
 
     def mapped() -> Any:
@@ -85,7 +97,9 @@ def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
 
     llama_cpp.llama_cpp.llama_model_default_params = mapped
     try:
-        return llama_cpp.Llama(path, n_ctx=_CONTEXT, draft_model=draft, use_mmap=True, verbose=False)
+        return llama_cpp.Llama(
+            path, n_ctx=_CONTEXT, draft_model=draft, use_mmap=True, verbose=False
+        )
     finally:
         llama_cpp.llama_cpp.llama_model_default_params = usual
 

@@ -1,14 +1,17 @@
-"""The same model, prompts and memory for other programs: how many times more tokens per second ours gives.
+"""The same model, prompts and memory for other programs: how many times more tokens per second ours
+gives.
 
-With `--lookup` nobody has a draft: copies of the text itself, and what counts is tokens per pass. With `--experts` the
-target is a mixture of experts, of which a pass needs a few.
+With `--lookup` nobody has a draft: copies of the text itself, and what counts is tokens per pass.
+With `--experts` the target is a mixture of experts, of which a pass needs a few.
 
-Every program runs in a process and a memory group of its own, whose cap counts the page cache too, greedily and on the
-same prompts; slow ones get fewer of them and fewer new tokens, as the table says. Each may use the better of one and
-two threads; ours chooses for itself. Ours is measured first and last, because disks drift. No speed is printed for
-tokens that the original model, resident in float32, would not have chosen.
+Every program runs in a process and a memory group of its own, whose cap counts the page cache too,
+greedily and on the same prompts; slow ones get fewer of them and fewer new tokens, as the table
+says. Each may use the better of one and two threads; ours chooses for itself. Ours is measured
+first and last, because disks drift. No speed is printed for tokens that the original model,
+resident in float32, would not have chosen.
 
-Programs that are not installed are listed as missing; `--python` names another interpreter that has them.
+Programs that are not installed are listed as missing; `--python` names another interpreter that has
+them.
 """
 
 import shutil
@@ -27,15 +30,27 @@ from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, find_setting
 from offload.bench.moe_pair.make import moe_setting
 from offload.bench.peers.child import Order, rate
-from offload.bench.peers.run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
+from offload.bench.peers.run import (
+    Outcome,
+    gguf_file,
+    interpreter_with,
+    last_line,
+    proved,
+    run_child,
+)
 from offload.cli.demo import cache_folder
-from offload.config import parse_size
 from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
+from offload.units import parse_size
 
-OURS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 60.0, 240.0
+OURS = "ours"
+QUICK_LIMIT_S = 60.0
+FULL_LIMIT_S = 240.0
 _ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
-_ONE_BY_ONE, _DRAFTED, _COPIED = (8, 2), (20, 6), (48, 6)  # (new tokens, prompts)
+# (new tokens, prompts)
+_ONE_BY_ONE = (8, 2)
+_DRAFTED = (20, 6)
+_COPIED = (48, 6)
 _LOOKUP_TOKENS = 10  # that others guess: as their documentation has it
 _TUNED = {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "constant",
           "assistant_confidence_threshold": 0.0}  # fmt: skip
@@ -56,18 +71,25 @@ class Program(NamedTuple):
 
     def of_lookup(self) -> "Program":
         """The same without a draft."""
-        return self._replace(options={**self.options, "lookup": _LOOKUP_TOKENS}, figure="tokens_per_pass")
+        return self._replace(
+            options={**self.options, "lookup": _LOOKUP_TOKENS}, figure="tokens_per_pass"
+        )
 
 
 def _ours(tree: str, size: tuple[int, int], wanted: float | None, **options: str) -> Program:
-    needs, options = ("torch", "transformers"), {"tree": tree, **options}
+    needs = ("torch", "transformers")
+    options = {"tree": tree, **options}
     title = " ".join(["ours,", *(f"--{name} {value}" for name, value in options.items())])
     return Program(title, f"{__package__}.ours", options, needs, *size, wanted, threads=())
 
 
-def _transformers(title: str, size: tuple[int, int], wanted: float | None, **options: Any) -> Program:
+def _transformers(
+    title: str, size: tuple[int, int], wanted: float | None, **options: Any
+) -> Program:
     options = {"weights": "disk", "assistant": None, **options}
-    return Program(title, f"{__package__}.hugging_face", options, ("transformers", "accelerate"), *size, wanted)
+    return Program(
+        title, f"{__package__}.hugging_face", options, ("transformers", "accelerate"), *size, wanted
+    )
 
 
 def _llama_cpp(title: str, draft_tokens: int, size: tuple[int, int], wanted: float) -> Program:
@@ -79,10 +101,14 @@ PROGRAMS: dict[str, Program] = {
     OURS: _ours("grown:128x20", _DRAFTED, None),
     "none": _ours("none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
-    "disk-assistant": _transformers("disk offload, assistant at its defaults", (12, 6), None, assistant={}),
+    "disk-assistant": _transformers(
+        "disk offload, assistant at its defaults", (12, 6), None, assistant={}
+    ),
     "disk-tuned": _transformers("disk offload, assistant tuned", _DRAFTED, 3, assistant=_TUNED),
     "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, weights="mmap"),
-    "mmap-tuned": _transformers("the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED),
+    "mmap-tuned": _transformers(
+        "the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED
+    ),
     "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),
     "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2.5),
 }
@@ -124,11 +150,15 @@ class Setting(NamedTuple):
     cap_bytes: int
     pythons: tuple[str, ...]
     is_quick: bool = True
-    kind: str = "BF16"  # of the blocks that weights are stored in: of others all programs read the same GGUF file
+    # of the blocks that weights are stored in: of others all programs read the same GGUF file
+    kind: str = "BF16"
 
 
 def compare(
-    names: Sequence[str], programs: Mapping[str, Program], setting: Setting, say: Callable[[Row], Any]
+    names: Sequence[str],
+    programs: Mapping[str, Program],
+    setting: Setting,
+    say: Callable[[Row], Any],
 ) -> list[Row]:
     """Measure ours, the named programs and ours again; the rows, ours first, with their ratios.
 
@@ -143,7 +173,8 @@ def compare(
     rows = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
     for row in rows[1:] if "tokens_per_s" in rows[0] else ():
         if "tokens_per_s" in row:
-            wanted, figure = programs[row["peer"]].wanted, programs[row["peer"]].figure
+            wanted = programs[row["peer"]].wanted
+            figure = programs[row["peer"]].figure
             row["ratio"] = rows[0][figure] / row[figure]
             row |= {} if wanted is None else {"wanted": wanted, "is_met": row["ratio"] >= wanted}
     return rows
@@ -152,8 +183,13 @@ def compare(
 def measure(program: Program, setting: Setting) -> Outcome:
     python = interpreter_with(program.needs, setting.pythons)
     if python is None:
-        return Outcome(reason=f"missing: no interpreter here can import {' and '.join(program.needs)}")
-    target, draft, model, noise = setting.target, setting.draft, setting.model, None
+        return Outcome(
+            reason=f"missing: no interpreter here can import {' and '.join(program.needs)}"
+        )
+    target = setting.target
+    draft = setting.draft
+    model = setting.model
+    noise = None
     try:
         if setting.kind != "BF16":
             target = model = gguf_file(target, setting.gguf_folder, python, setting.kind)
@@ -164,8 +200,11 @@ def measure(program: Program, setting: Setting) -> Outcome:
             draft = gguf_file(draft, setting.gguf_folder, python)
     except subprocess.CalledProcessError as error:
         return Outcome(reason=f"failed: {last_line(error.stderr)}")
-    num_tokens = program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW)
-    limit_s, prompts_of = QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S, setting.prompts[: program.num_prompts]
+    num_tokens = (
+        program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW)
+    )
+    limit_s = QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S
+    prompts_of = setting.prompts[: program.num_prompts]
     what = program.module, program.options, str(target), str(draft), prompts_of, num_tokens, limit_s
     order = Order(*what, threads=list(program.threads), cap_bytes=setting.cap_bytes, group=None)
     return proved(run_child(python, order), model, setting.prompts, noise)
@@ -175,9 +214,15 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
     row: Row = {"peer": name, "title": program.title}
     if outcome.reason:
         return {**row, "reason": outcome.reason}
-    runs, same = list(outcome.runs), ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
-    num_tokens, by_prompt = sum(run.num_decoded for run in runs), [rate([run]) for run in runs]
-    row |= {"tokens_per_s": rate(runs), "s_per_token": 1 / rate(runs), "tokens_per_s_by_prompt": by_prompt}
+    runs = list(outcome.runs)
+    same = ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
+    num_tokens = sum(run.num_decoded for run in runs)
+    by_prompt = [rate([run]) for run in runs]
+    row |= {
+        "tokens_per_s": rate(runs),
+        "s_per_token": 1 / rate(runs),
+        "tokens_per_s_by_prompt": by_prompt,
+    }
     row |= {"num_tokens": num_tokens, "prompts": [run.prompt for run in runs]}
     row |= {"threads": outcome.num_threads, "near_ties": outcome.num_near}
     return {
@@ -191,26 +236,55 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
 
 def table(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Heading and one line per row, as text; a row without figures says why."""
-    yield ["", "tokens/s", "s/token", "ours / it", "wanted", "a pass", "tokens", "prompts", "threads",
-           "first token", "memory"]  # fmt: skip
+    yield [
+        "",
+        "tokens/s",
+        "s/token",
+        "ours / it",
+        "wanted",
+        "a pass",
+        "tokens",
+        "prompts",
+        "threads",
+        "first token",
+        "memory",
+    ]
     for row in rows:
         yield [row["title"], row["reason"]] if "reason" in row else _cells(row)
 
 
 def _cells(row: Row) -> list[str]:
     ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
-    wanted = f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}" if "wanted" in row else ""
-    held = f"{row['peak_bytes'] / 1e9:.2f} GB" if row["is_capped"] and row["peak_bytes"] else "uncapped"
+    wanted = (
+        f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}" if "wanted" in row else ""
+    )
+    held = (
+        f"{row['peak_bytes'] / 1e9:.2f} GB"
+        if row["is_capped"] and row["peak_bytes"]
+        else "uncapped"
+    )
     rates = [f"{row['tokens_per_s']:.2f}", f"{row['s_per_token']:.3f}", ratio, wanted]
     counts = [f"{row['tokens_per_pass']:.1f}", str(row["num_tokens"]), str(row["num_prompts"])]
-    return [row["title"], *rates, *counts, str(row["threads"] or "own"), f"{row['first_token_s']:.1f} s", held]
+    return [
+        row["title"],
+        *rates,
+        *counts,
+        str(row["threads"] or "own"),
+        f"{row['first_token_s']:.1f} s",
+        held,
+    ]
 
 
 def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
     """Ours / theirs, prompt by prompt: absolute speed is the disk's affair."""
-    ours, guards = _rates(rows[0]), {}
+    ours = _rates(rows[0])
+    guards = {}
     for row in rows[1:]:
-        ratios = {str(prompt): ours[prompt] / theirs for prompt, theirs in _rates(row).items() if prompt in ours}
+        ratios = {
+            str(prompt): ours[prompt] / theirs
+            for prompt, theirs in _rates(row).items()
+            if prompt in ours
+        }
         guards[f"ours / {row['peer']}"] = Guard(list(ratios.values()), "higher", list(ratios))
     return guards
 
@@ -220,28 +294,50 @@ def _rates(row: Row) -> dict[int, float]:
     return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
 
 
-Peers = Annotated[list[str] | None, typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all")]
-Cap = Annotated[str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")]
-Python = Annotated[str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")]
+Peers = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all")
+]
+Cap = Annotated[
+    str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")
+]
+Python = Annotated[
+    str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
+]
 
 
-Lookup = Annotated[bool, typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts")]
+Lookup = Annotated[
+    bool,
+    typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts"),
+]
 
 
-Experts = Annotated[bool, typer.Option("--experts", help="with a mixture of experts, trained when it is not there")]
+Experts = Annotated[
+    bool, typer.Option("--experts", help="with a mixture of experts, trained when it is not there")
+]
 
 
-Blocks = Annotated[str, typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file")]
+Blocks = Annotated[
+    str,
+    typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file"),
+]
 
 
 @command(
-    *("peers", "size source quick compare"), examples=["offload bench peers --quick --peer mmap --python others/python"]
+    *("peers", "size source quick compare"),
+    examples=["offload bench peers --quick --peer mmap --python others/python"],
 )
 def main(
-    bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None, lookup: Lookup = False,
-    gguf: Blocks = "BF16", experts: Experts = False,
-) -> None:  # fmt: skip
-    """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
+    bench: Bench,
+    peer: Peers = None,
+    cap: Cap = "1.2GB",
+    python: Python = None,
+    lookup: Lookup = False,
+    gguf: Blocks = "BF16",
+    experts: Experts = False,
+) -> None:
+    """How many times more tokens per second than other programs, with the same files, prompts and
+    memory?
+    """
     one_of([gguf], ("BF16", "Q8_0", "Q4_0"), "--gguf")
     if lookup + experts + (gguf != "BF16") > 1:
         raise UserError("--lookup, --gguf and --experts compare by themselves: give one of them")
@@ -249,27 +345,51 @@ def main(
     one_of(peer or (), known, "--peer")
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
-    cap_bytes, size, screen = parse_size(cap, "--cap"), bench.given("size"), bench.screen
-    found = moe_setting(size, None, screen) if experts else find_setting(None, None, size, None, screen)
+    cap_bytes = parse_size(cap, "--cap")
+    size = bench.given("size")
+    screen = bench.screen
+    found = (
+        moe_setting(size, None, screen) if experts else find_setting(None, None, size, None, screen)
+    )
     tokenizer = load_tokenizer(found.origin)
     assert tokenizer is not None and found.draft is not None, "the packaged pair has both"
-    num_prompts, part = max(one.num_prompts for one in known.values()), slice(1, None, 2) if lookup else slice(None)
+    num_prompts = max(one.num_prompts for one in known.values())
+    part = slice(1, None, 2) if lookup else slice(None)
     texts = prompts(bench.given("source") or ["code"], num_prompts, part)
-    ids = [encode_prompt(tokenizer, one.text, raw=True)[: None if one.then else PROMPT_TOKENS] for one in texts]
+    ids = [
+        encode_prompt(tokenizer, one.text, raw=True)[: None if one.then else PROMPT_TOKENS]
+        for one in texts
+    ]
     pythons = (sys.executable, *([python] if python else []))
-    setting = Setting(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes, pythons, bench.quick,
-                      gguf)  # fmt: skip
+    setting = Setting(
+        found.target,
+        found.draft,
+        found.origin,
+        cache_folder(),
+        ids,
+        cap_bytes,
+        pythons,
+        bench.quick,
+        gguf,
+    )
     settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS, "lookup": lookup,
                 "gguf": gguf, "experts": experts}  # fmt: skip
     bench.check_same(found._replace(ram_bytes=cap_bytes), lookup=lookup, experts=experts)
-    ceiling, programs = say_link(found), known
+    ceiling = say_link(found)
+    programs = known
     if settings["target_bytes"] <= cap_bytes:
         print("the target fits into --cap: no ratio was promised for that")
         timed = "tokens_per_s"  # passes are as many wherever the weights lie
-        programs = {name: one._replace(wanted=None) if one.figure == timed else one for name, one in known.items()}
+        programs = {
+            name: one._replace(wanted=None) if one.figure == timed else one
+            for name, one in known.items()
+        }
 
     def say(row: Row) -> None:
-        print(f"{row['peer']}: {row.get('reason') or '{:.2f} tokens/s'.format(row['tokens_per_s'])}", file=sys.stderr)
+        print(
+            f"{row['peer']}: {row.get('reason') or '{:.2f} tokens/s'.format(row['tokens_per_s'])}",
+            file=sys.stderr,
+        )
         bench.row(row)
 
     rows = compare(peer or list(known), programs, setting, say)

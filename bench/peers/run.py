@@ -1,6 +1,8 @@
-"""The parent's side of one compared program: find an interpreter that has it, run it under the cap, prove its tokens.
+"""The parent's side of one compared program: find an interpreter that has it, run it under the cap,
+prove its tokens.
 
-Invariant: an `Outcome` without a reason holds tokens that were all found to be the original model's own.
+Invariant: an `Outcome` without a reason holds tokens that were all found to be the original model's
+own.
 """
 
 import json
@@ -15,10 +17,11 @@ import offload
 from offload.bench.harness.memory_cap import new_cap
 from offload.bench.harness.record import partial_path
 from offload.bench.peers.child import Measured, Order
-from offload.config import Sampling
+from offload.units import Sampling
 
 _HAS_ALL = "import sys, importlib.util as i; sys.exit(not all(map(i.find_spec, sys.argv[1:])))"
-_START_S = 300.0  # imports, reading, the copy that some programs make of the weights at their first start
+# imports, reading, the copy that some programs make of the weights at their first start
+_START_S = 300.0
 
 
 class Outcome(NamedTuple):
@@ -38,10 +41,14 @@ class Outcome(NamedTuple):
         """Both measurements of the same program."""
         if self.reason or later.reason:
             return Outcome(reason=self.reason or later.reason)
-        peaks, near = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None], self.num_near
-        runs, is_capped = [*self.runs, *later.runs], self.is_capped and later.is_capped
+        peaks = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None]
+        near = self.num_near
+        runs = [*self.runs, *later.runs]
+        is_capped = self.is_capped and later.is_capped
         same = later._replace(runs=runs, num_near=near + later.num_near, is_capped=is_capped)
-        return same._replace(peak_bytes=max(peaks, default=None), rss_bytes=max(self.rss_bytes, later.rss_bytes))
+        return same._replace(
+            peak_bytes=max(peaks, default=None), rss_bytes=max(self.rss_bytes, later.rss_bytes)
+        )
 
 
 def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | None:
@@ -59,34 +66,49 @@ def run_child(python: str, order: Order) -> Outcome:
         order = order._replace(group=str(cap.processes) if cap else None)
         figures = _run_json(python, order)
         outcome = Outcome(reason=figures) if isinstance(figures, str) else _outcome(figures)
-        return outcome._replace(is_capped=cap is not None, peak_bytes=cap.peak_bytes() if cap else None)
+        return outcome._replace(
+            is_capped=cap is not None, peak_bytes=cap.peak_bytes() if cap else None
+        )
     finally:
         if cap:
             cap.remove()
 
 
-def proved(outcome: Outcome, model: Path, prompts: Sequence[Sequence[int]], noise: float | None = None) -> Outcome:
-    """The gate: the outcome itself when every token is what `model` chooses in float32, else one without figures.
+def proved(
+    outcome: Outcome, model: Path, prompts: Sequence[Sequence[int]], noise: float | None = None
+) -> Outcome:
+    """The gate: the outcome itself when every token is what `model` chooses in float32, else one
+    without figures.
 
     Scores may differ by `noise`: by default what rounding to bf16 makes of them.
     """
-    from offload.tuning.audit import BF16_NOISE, draw_gaps
+    from offload.reports.proof import BF16_NOISE, draw_gaps
 
     if outcome.reason:
         return outcome
-    gaps = [gap for run in outcome.runs for gap in draw_gaps(model, prompts[run.prompt], run.token_ids, Sampling())]
+    gaps = [
+        gap
+        for run in outcome.runs
+        for gap in draw_gaps(model, prompts[run.prompt], run.token_ids, Sampling())
+    ]
     if max(gaps) > (noise or BF16_NOISE):
-        return Outcome(reason=f"refused: a token misses the original model's choice by {max(gaps):.3f}")
+        return Outcome(
+            reason=f"refused: a token misses the original model's choice by {max(gaps):.3f}"
+        )
     return outcome._replace(num_near=sum(gap > 0 for gap in gaps))
 
 
 def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Path:
-    """The GGUF of a checkpoint, its blocks of `kind`, written once by an interpreter that has the `gguf` package.
+    """The GGUF of a checkpoint, its blocks of `kind`, written once by an interpreter that has the
+    `gguf` package.
 
     Raises:
         subprocess.CalledProcessError: the writer failed.
     """
-    shards = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.glob("*.safetensors")]
+    shards = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in source.glob("*.safetensors")
+    ]
     own = "" if kind == "BF16" else f"-{kind}"
     path = folder / f"{source.name}{own}-{zlib.crc32(repr(sorted(shards)).encode()):08x}.gguf"
     if not path.is_file():
@@ -103,17 +125,24 @@ def _run_json(python: str, order: Order) -> dict[str, Any] | str:
     command = [python, "-m", "offload.bench.peers.child", json.dumps(order)]
     limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment())
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, env=environment()
+        )
     except subprocess.TimeoutExpired:
         return f"failed: took longer than {limit_s:.0f} s"
     if done.returncode < 0:
-        return f"failed: killed by signal {-done.returncode}" + (", out of memory" if done.returncode == -9 else "")
+        return f"failed: killed by signal {-done.returncode}" + (
+            ", out of memory" if done.returncode == -9 else ""
+        )
     figures: dict[str, Any] = {} if done.returncode else json.loads(last_line(done.stdout))
     return figures or f"failed: {last_line(done.stderr)}"
 
 
 def _outcome(figures: dict[str, Any]) -> Outcome:
-    runs = [Measured(prompt, [(at_s, tokens) for at_s, tokens in bursts]) for prompt, bursts in figures.pop("runs")]
+    runs = [
+        Measured(prompt, [(at_s, tokens) for at_s, tokens in bursts])
+        for prompt, bursts in figures.pop("runs")
+    ]
     if not all(run.bursts and run.num_decoded for run in runs):
         return Outcome(reason="failed: no token after the first within the time limit")
     return Outcome(runs=runs, **figures)
@@ -125,9 +154,12 @@ def last_line(text: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, and in a checkout the way to this package, which another interpreter need not have installed."""
+    """Ours, and in a checkout the way to this package, which another interpreter need not have
+    installed.
+    """
     root = Path(offload.__file__).resolve().parents[1]
     paths = [str(root)] if (root / "pyproject.toml").is_file() else []
     paths += filter(None, [os.environ.get("PYTHONPATH")])
-    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # set by our own import
+    # set by our own import
+    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}

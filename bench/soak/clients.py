@@ -1,6 +1,8 @@
-"""Clients of a server: whole answers and streams, some left in the middle, some requests that are refused.
+"""Clients of a server: whole answers and streams, some left in the middle, some requests that are
+refused.
 
-Invariant: what came is told as it came. Whether it is right is found out later, when nothing is measured any more.
+Invariant: what came is told as it came. Whether it is right is found out later, when nothing is
+measured any more.
 """
 
 import json
@@ -12,10 +14,18 @@ from typing import Any, NamedTuple
 
 from offload.bench.soak.wishes import Wish
 
-_LEFT_SHARE, _STREAMED_SHARE, _REFUSED_SHARE = 0.25, 0.6, 0.08
-_BUSY_S, _TIMEOUT_S = 0.5, 300.0
+_LEFT_SHARE = 0.25
+_STREAMED_SHARE = 0.6
+_REFUSED_SHARE = 0.08
+_BUSY_S = 0.5
+_TIMEOUT_S = 300.0
 _HEADERS = {"Content-Type": "application/json"}
-_BAD_BODIES = (b"{", b'{"prompt": "x", "nonsense": 1}', b'{"prompt": [999999]}', b'{"prompt": "x", "temperature": -1}')
+_BAD_BODIES = (
+    b"{",
+    b'{"prompt": "x", "nonsense": 1}',
+    b'{"prompt": [999999]}',
+    b'{"prompt": "x", "temperature": -1}',
+)
 
 
 class Answer(NamedTuple):
@@ -34,11 +44,15 @@ class Clients:
     """
 
     def __init__(self, port: int, table: Sequence[Wish], num: int, seed: int) -> None:
-        self._port, self._table = port, table
+        self._port = port
+        self._table = table
         self.answers, self.errors = list[Answer](), list[str]()
         self.num_refused, self._is_over, self._may_ask = 0, Event(), Event()
         self._idle = [Event() for _ in range(num)]
-        self._threads = [Thread(target=self._ask, args=(Random(f"{seed}/{n}"), self._idle[n])) for n in range(num)]
+        self._threads = [
+            Thread(target=self._ask, args=(Random(f"{seed}/{n}"), self._idle[n]))
+            for n in range(num)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -81,7 +95,8 @@ class Clients:
                 self.errors.append(f"a bad body was answered with {status}")
             return
         name = rng.randrange(len(self._table))
-        wish, is_streamed = self._table[name], rng.random() < _STREAMED_SHARE
+        wish = self._table[name]
+        is_streamed = rng.random() < _STREAMED_SHARE
         path = "/v1/chat/completions" if wish.is_chat else "/v1/completions"
         connection.request("POST", path, json.dumps({**wish.body, "stream": is_streamed}), _HEADERS)
         if rng.random() < _LEFT_SHARE and not is_streamed:
@@ -97,11 +112,15 @@ class Clients:
         elif is_streamed:
             self._follow(name, response, rng.randrange(6) if rng.random() < _LEFT_SHARE else None)
         else:
-            self.answers.append(Answer(name, _said(json.loads(response.read())["choices"][0]), True))
+            self.answers.append(
+                Answer(name, _said(json.loads(response.read())["choices"][0]), True)
+            )
 
     def _follow(self, name: int, response: Iterable[bytes], most: int | None) -> None:
         """A stream to its end, or to as many pieces."""
-        text, num_pieces, is_whole = "", 0, False
+        text = ""
+        num_pieces = 0
+        is_whole = False
         for line in response:
             if not line.startswith(b"data: "):
                 continue
@@ -112,7 +131,8 @@ class Clients:
             if "error" in event:
                 self.errors.append(f"within a stream: {line!r:.200}")
                 return
-            text, num_pieces = text + "".join(map(_said, event["choices"])), num_pieces + 1
+            text = text + "".join(map(_said, event["choices"]))
+            num_pieces = num_pieces + 1
             if num_pieces == most:
                 break
         self.answers.append(Answer(name, text, is_whole))

@@ -1,8 +1,9 @@
-"""A process that opens a model, writes some texts and closes it, in another way each time, until it is told to end.
+"""A process that opens a model, writes some texts and closes it, in another way each time, until it
+is told to end.
 
-Runs are broken off, chats and sessions kept and gone on with. It tells each text as a line of JSON; a line `round` says
-that everything is closed, waits for an answer, and that is when it is looked at. Invariant: between rounds it holds
-nothing that it did not hold before the first one.
+Runs are broken off, chats and sessions kept and gone on with. It tells each text as a line of JSON;
+a line `round` says that everything is closed, waits for an answer, and that is when it is looked
+at. Invariant: between rounds it holds nothing that it did not hold before the first one.
 """
 
 import gc
@@ -37,7 +38,8 @@ class Order(NamedTuple):
 
 
 def main(order: Order) -> None:
-    rng, table = Random(order.seed), wishes()
+    rng = Random(order.seed)
+    table = wishes()
     for number in count():
         write_some(order, rng, table)
         gc.collect()
@@ -54,11 +56,17 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
     }  # fmt: skip
     if how["tree"] in ("none", "chain:auto"):
         how["lookup"] = None
-    ram_bytes, names = rng.choice(order.ram_bytes), rng.sample(range(len(table)), 6)
-    with load(order.target, order.draft, ram_bytes, context=CONTEXT, profile="none", **how) as decoder:
+    ram_bytes = rng.choice(order.ram_bytes)
+    names = rng.sample(range(len(table)), 6)
+    with load(
+        order.target, order.draft, ram_bytes, context=CONTEXT, profile="none", **how
+    ) as decoder:
         for name in names[:-2]:
             write_one(decoder, table[name], name, rng)
-        several = [Request(table[name].ids(decoder), table[name].sampling, table[name].num_new) for name in names[-2:]]
+        several = [
+            Request(table[name].ids(decoder), table[name].sampling, table[name].num_new)
+            for name in names[-2:]
+        ]
         for name, result in zip(names[-2:], in_order(decoder, several), strict=True):
             tell(name, result)
         if decoder.num_parallel == 1:
@@ -66,7 +74,9 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
 
 
 def write_one(decoder: Decoder, wish: Wish, name: int, rng: Random) -> None:
-    run = decoder.start(Request(wish.ids(decoder), wish.sampling, wish.num_new), continues=rng.random() < 0.5)
+    run = decoder.start(
+        Request(wish.ids(decoder), wish.sampling, wish.num_new), continues=rng.random() < 0.5
+    )
     most = rng.randrange(4) if rng.random() < _LEFT_SHARE else None
     for number, _ in enumerate(run):
         if number == most:
@@ -78,7 +88,8 @@ def write_one(decoder: Decoder, wish: Wish, name: int, rng: Random) -> None:
 def talk(decoder: Decoder, rng: Random) -> None:
     """A conversation that is kept in a file, gone on with, and left."""
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as folder:
-        chat, path = Chat(decoder, max_new_tokens=4), Path(folder) / "session"
+        chat = Chat(decoder, max_new_tokens=4)
+        path = Path(folder) / "session"
         for _ in chat.ask(f"What is {rng.randrange(100)}?"):
             pass
         chat.save(path)
@@ -88,7 +99,12 @@ def talk(decoder: Decoder, rng: Random) -> None:
 
 
 def tell(name: int, result: Generation) -> None:
-    told = {"wish": name, "new_ids": result.token_ids, "rule": result.rule, "is_invariant": result.is_invariant}
+    told = {
+        "wish": name,
+        "new_ids": result.token_ids,
+        "rule": result.rule,
+        "is_invariant": result.is_invariant,
+    }
     print(json.dumps(told), flush=True)
 
 

@@ -1,8 +1,10 @@
-"""Hours: a server with clients and a process that opens and closes models, both watched, and every text proved.
+"""Hours: a server with clients and a process that opens and closes models, both watched, and every
+text proved.
 
-A quarter of all texts is broken off. Now and then everything stops, both processes are looked at, and it goes on.
-Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; what is told by its share
-of a longer text must be the beginning of the right one.
+A quarter of all texts is broken off. Now and then everything stops, both processes are looked at,
+and it goes on.
+Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; what
+is told by its share of a longer text must be the beginning of the right one.
 """
 
 import json
@@ -34,14 +36,30 @@ from offload.bench.soak.watch import Sample, drift, growth, look, speed_kept, sp
 from offload.bench.soak.wishes import CONTEXT, Wish, wishes, with_template
 from offload.checkpoint.hub import open_headers
 from offload.errors import RunError
-from offload.memory.planner import Files, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
 
-NUM_CLIENTS, PARALLEL, QUEUE = 5, 3, 3
-_LOOKS, _LEAST_LOOKS, _LEAST_PERIOD_S = 120, 4, 5.0
-_START_S, _END_S = 300.0, 60.0
+NUM_CLIENTS = 5
+PARALLEL = 3
+QUEUE = 3
+_LOOKS = 120
+_LEAST_LOOKS = 4
+_LEAST_PERIOD_S = 5.0
+_START_S = 300.0
+_END_S = 60.0
 _MOST_NODES = 96  # of all trees of a pass
-SERVER, LIBRARY = "server", "library"
-HEAD = ["process", "looks", "memory", "drift", "descriptors", "threads", "files", "tokens/s", "kept"]
+SERVER = "server"
+LIBRARY = "library"
+HEAD = [
+    "process",
+    "looks",
+    "memory",
+    "drift",
+    "descriptors",
+    "threads",
+    "files",
+    "tokens/s",
+    "kept",
+]
 
 
 class Told(NamedTuple):
@@ -56,12 +74,27 @@ class Told(NamedTuple):
 class Server:
     """`offload serve` with its clients."""
 
-    def __init__(self, setting: Setting, model: Path, table: Sequence[Wish], seed: int, folder: Path) -> None:
-        port, self.temporary = _free_port(), _made(folder / "server-tmp")
-        what = ["serve", "-m", model, "-d", setting.draft, "--ram", setting.ram_bytes, "--context", CONTEXT]
+    def __init__(
+        self, setting: Setting, model: Path, table: Sequence[Wish], seed: int, folder: Path
+    ) -> None:
+        port = _free_port()
+        self.temporary = _made(folder / "server-tmp")
+        what = [
+            "serve",
+            "-m",
+            model,
+            "-d",
+            setting.draft,
+            "--ram",
+            setting.ram_bytes,
+            "--context",
+            CONTEXT,
+        ]
         what += ["--parallel", PARALLEL, "--queue", QUEUE, "--port", port, "--profile", "none"]
         self.log = (folder / "server.log").open("w")
-        self.process = _start(["offload", *map(str, what)], self.temporary, stdout=self.log, stderr=self.log)
+        self.process = _start(
+            ["offload", *map(str, what)], self.temporary, stdout=self.log, stderr=self.log
+        )
         self._port = port
         _wait_until(lambda: self._get("/health"), self.process, folder)
         self.clients = Clients(port, table, NUM_CLIENTS, seed)
@@ -70,7 +103,12 @@ class Server:
         self.clients.pause()
         while _figure(self._get("/metrics"), "requests_active"):  # of those who have left
             time.sleep(0.05)
-        return look(self.process.pid, self.temporary, time_s, int(_figure(self._get("/metrics"), "tokens_total")))
+        return look(
+            self.process.pid,
+            self.temporary,
+            time_s,
+            int(_figure(self._get("/metrics"), "tokens_total")),
+        )
 
     def close(self) -> int:
         """Its exit status."""
@@ -94,13 +132,17 @@ class Library:
         self.temporary, self.texts = _made(folder / "library-tmp"), list[Told]()
         self.log = (folder / "library.log").open("w")
         what = ["offload.bench.soak.library", json.dumps(order)]
-        self.process = _start(what, self.temporary, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
+        self.process = _start(
+            what, self.temporary, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
+        )
         self._folder = folder
 
     def look(self, time_s: float) -> Sample:
         """At the end of its round, which is waited for."""
         self._finish_round()
-        return look(self.process.pid, self.temporary, time_s, sum(len(text.new_ids) for text in self.texts))
+        return look(
+            self.process.pid, self.temporary, time_s, sum(len(text.new_ids) for text in self.texts)
+        )
 
     def go(self) -> None:
         self._pipe(self.process.stdin).write("\n")
@@ -139,25 +181,38 @@ class Soaked(NamedTuple):
     num_refused: int
 
 
-def soak(setting: Setting, model: Path, seconds: float, seed: int, folder: Path, bench: Bench) -> Soaked:
+def soak(
+    setting: Setting, model: Path, seconds: float, seed: int, folder: Path, bench: Bench
+) -> Soaked:
     """Run both for so long. Raises `RunError` where one ends before."""
-    table, period_s = wishes(), max(_LEAST_PERIOD_S, seconds / _LOOKS)
+    table = wishes()
+    period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
     order = Order(str(model), str(setting.draft), [setting.ram_bytes, 3 * setting.ram_bytes], seed)
     samples = dict[str, list[Sample]]({SERVER: [], LIBRARY: []})
     with _both(setting, model, table, seed, folder, order) as (server, library):
         started = time.monotonic()
-        while (passed_s := time.monotonic() - started) < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
+        while (passed_s := time.monotonic() - started) < seconds or len(
+            samples[SERVER]
+        ) < _LEAST_LOOKS:
             server.clients.go()
             time.sleep(min(period_s, max(0.0, seconds - passed_s)))
             for name, one in ((SERVER, server), (LIBRARY, library)):
                 samples[name].append(one.look(time.monotonic() - started))
                 bench.row({"process": name, **samples[name][-1]._asdict()})
             library.go()
-            bench.screen.wait(f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes, {len(library.texts)} texts")
+            bench.screen.wait(
+                f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes, {len(library.texts)} texts"
+            )
         statuses = {SERVER: server.close(), LIBRARY: library.close()}
-    ends = [f"{name} ended with {code}: {_tail(folder, name)}" for name, code in statuses.items() if code]
+    ends = [
+        f"{name} ended with {code}: {_tail(folder, name)}"
+        for name, code in statuses.items()
+        if code
+    ]
     errors = [*server.clients.errors, *ends]
-    return Soaked(samples, library.texts, server.clients.answers, errors, server.clients.num_refused)
+    return Soaked(
+        samples, library.texts, server.clients.answers, errors, server.clients.num_refused
+    )
 
 
 @contextmanager
@@ -183,16 +238,24 @@ def prove(bench: Bench, setting: Setting, model: Path, soaked: Soaked) -> Any:
         ids = [wish.ids(decoder) for wish in table]
         asked = {answer.wish for answer in soaked.answers}
         right = {
-            number: decoder.generate(ids[number], temperature=wish.sampling.temperature, seed=wish.sampling.seed,
-                                     max_new_tokens=wish.num_new)
-            for number, wish in enumerate(table) if number in asked
-        }  # fmt: skip
+            number: decoder.generate(
+                ids[number],
+                temperature=wish.sampling.temperature,
+                seed=wish.sampling.seed,
+                max_new_tokens=wish.num_new,
+            )
+            for number, wish in enumerate(table)
+            if number in asked
+        }
     for answer in soaked.answers:
         require_right(answer, right[answer.wish].text)
-    told = [Told(number, one.token_ids, one.rule, one.is_invariant) for number, one in right.items()]
+    told = [
+        Told(number, one.token_ids, one.rule, one.is_invariant) for number, one in right.items()
+    ]
     texts = {repr(one): one for one in (*told, *soaked.texts)}.values()
     written = [
-        Written(ids[one.wish], one.new_ids, table[one.wish].sampling, one.rule, one.is_invariant) for one in texts
+        Written(ids[one.wish], one.new_ids, table[one.wish].sampling, one.rule, one.is_invariant)
+        for one in texts
     ]
     return bench.prove(setting, written)
 
@@ -209,13 +272,15 @@ def require_right(answer: Answer, right: str) -> None:
 Hours = Annotated[float, typer.Option(metavar="H", min=0.001, help="for how long")]
 Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target that is streamed")]
 Seed = Annotated[int, typer.Option(metavar="N", help="of what is asked, and how")]
-Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="both processes over time", callback=writable)]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="both processes over time", callback=writable)
+]
 
 
 @command("soak", "quick", examples=["offload bench soak --hours 2 --picture hours.png"])
 def main(
     bench: Bench, hours: Hours = 2.0, size: Size = "200MB", seed: Seed = 0, picture: Picture = None
-) -> None:  # fmt: skip
+) -> None:
     """Does anything drift in hours of texts, chats, cancelled runs and clients?"""
     if picture is not None:
         require_pictures()
@@ -236,16 +301,22 @@ def main(
     settings = {**setting.as_dict(), "seconds": seconds, "seed": seed}
     if picture is not None:
         draw_hours(soaked.samples, settings, picture)
-    bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=_guards(rows), proof=proof)
+    bench.finish(
+        rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=_guards(rows), proof=proof
+    )
 
 
 def _row(process: str, samples: Sequence[Sample]) -> Row:
     last = samples[-1]
     return {
-        "process": process, "num_looks": len(samples), "rss_bytes": last.rss_bytes, "drift": drift(samples),
+        "process": process,
+        "num_looks": len(samples),
+        "rss_bytes": last.rss_bytes,
+        "drift": drift(samples),
         **{f"more_{name.removeprefix('num_')}": more for name, more in growth(samples).items()},
-        "tokens_per_s": sum(speeds(samples)) / max(1, len(samples) - 1), "speed_kept": speed_kept(samples),
-    }  # fmt: skip
+        "tokens_per_s": sum(speeds(samples)) / max(1, len(samples) - 1),
+        "speed_kept": speed_kept(samples),
+    }
 
 
 def _cells(row: Row) -> list[str]:
@@ -267,10 +338,14 @@ def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
 
 
 def _least_ram(setting: Setting) -> int:
-    """The least that works for the largest of what is opened, so that nearly everything is streamed."""
+    """The least that works for the largest of what is opened, so that nearly everything is
+    streamed.
+    """
     assert setting.draft is not None
-    files = Files(open_headers(setting.target), open_headers(setting.draft))
-    plan = partial(plan_memory, files, dtype="auto", context=CONTEXT, num_nodes=_MOST_NODES, parallel=PARALLEL)
+    files = ModelFiles(open_headers(setting.target), open_headers(setting.draft))
+    plan = partial(
+        plan_memory, files, dtype="auto", context=CONTEXT, num_nodes=_MOST_NODES, parallel=PARALLEL
+    )
     return least_budget(lambda size: plan(ram=size))
 
 
@@ -308,4 +383,8 @@ def _wait_until(holds: Any, process: subprocess.Popen[str], folder: Path) -> Non
 
 
 def _figure(metrics: str, name: str) -> float:
-    return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith(f"offload_{name} "))
+    return next(
+        float(line.split()[1])
+        for line in metrics.splitlines()
+        if line.startswith(f"offload_{name} ")
+    )

@@ -1,6 +1,7 @@
 """A process looked at from outside, time after time, and whether anything of it drifts.
 
-Invariant: it is looked at when nothing is under way in it, so that whatever is there is kept, and not in use.
+Invariant: it is looked at when nothing is under way in it, so that whatever is there is kept, and
+not in use.
 """
 
 import os
@@ -29,12 +30,18 @@ class Sample(NamedTuple):
 
 def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:
     """What a process holds now. Raises `OSError` where it has ended."""
-    folder, ticks = Path(f"/proc/{process}"), os.sysconf("SC_CLK_TCK")
+    folder = Path(f"/proc/{process}")
+    ticks = os.sysconf("SC_CLK_TCK")
     user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
     return Sample(
-        time_s, rss_bytes(process), len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")),
-        sum(1 for _ in temporary.rglob("*")), (int(user) + int(system)) / ticks, num_tokens,
-    )  # fmt: skip
+        time_s,
+        rss_bytes(process),
+        len(os.listdir(folder / "fd")),
+        len(os.listdir(folder / "task")),
+        sum(1 for _ in temporary.rglob("*")),
+        (int(user) + int(system)) / ticks,
+        num_tokens,
+    )
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -44,7 +51,9 @@ def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def drift(samples: Sequence[Sample]) -> float:
-    """By which share resident memory has grown behind the warm-up, along the median slope: no single look moves it."""
+    """By which share resident memory has grown behind the warm-up, along the median slope: no
+    single look moves it.
+    """
     kept = settled(samples)
     slopes = [
         (later.rss_bytes - one.rss_bytes) / (later.time_s - one.time_s)
@@ -56,7 +65,9 @@ def drift(samples: Sequence[Sample]) -> float:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, int]:
-    """By how much counts that should be constant have grown, from the first half behind the warm-up to the second."""
+    """By how much counts that should be constant have grown, from the first half behind the warm-up
+    to the second.
+    """
     kept = settled(samples)
     half = max(1, len(kept) // 2)
     names = ("num_descriptors", "num_threads", "num_files")
@@ -66,7 +77,8 @@ def growth(samples: Sequence[Sample]) -> dict[str, int]:
 def speed_kept(samples: Sequence[Sample]) -> float:
     """Tokens per second of processor time in the second half over those in the first.
 
-    Neighbours that take turns with a process change the time on the clock far more than they change this.
+    Neighbours that take turns with a process change the time on the clock far more than they change
+    this.
     """
     kept = settled(samples)
     half = len(kept) // 2
@@ -76,12 +88,14 @@ def speed_kept(samples: Sequence[Sample]) -> float:
 def speeds(samples: Sequence[Sample]) -> list[float]:
     """Tokens per second on the clock, between looks."""
     return [
-        (later.num_tokens - one.num_tokens) / max(1e-9, later.time_s - one.time_s) for one, later in pairwise(samples)
+        (later.num_tokens - one.num_tokens) / max(1e-9, later.time_s - one.time_s)
+        for one, later in pairwise(samples)
     ]
 
 
 def _speed(samples: Sequence[Sample]) -> float:
-    first, last = samples[0], samples[-1]
+    first = samples[0]
+    last = samples[-1]
     return max(1, last.num_tokens - first.num_tokens) / max(1e-9, last.cpu_s - first.cpu_s)
 
 

@@ -1,6 +1,8 @@
-"""What a soak asks for: a small table of texts, so that the same one is written again in many other ways.
+"""What a soak asks for: a small table of texts, so that the same one is written again in many other
+ways.
 
-Invariant: a wish is a text by itself. Whoever writes it, with whatever tree, memory or neighbours, gives the same.
+Invariant: a wish is a text by itself. Whoever writes it, with whatever tree, memory or neighbours,
+gives the same.
 """
 
 from pathlib import Path
@@ -8,13 +10,15 @@ from random import Random
 from typing import Any, NamedTuple
 
 from offload.bench.harness.prompts import prompts
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
+from offload.units import Sampling
 
 CONTEXT = 256
 NUM_WISHES = 48
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# assistant:"
-_PROMPT_CHARS, _LENGTHS, _TEMPERATURES = (40, 300), (1, 4, 16, 16, 48), (0.0, 0.8)
+_PROMPT_CHARS = (40, 300)
+_LENGTHS = (1, 4, 16, 16, 48)
+_TEMPERATURES = (0.0, 0.8)
 
 
 class Wish(NamedTuple):
@@ -26,7 +30,9 @@ class Wish(NamedTuple):
     num_new: int
 
     def ids(self, decoder: Decoder) -> list[int]:
-        return decoder.encode(self.messages) if self.is_chat else decoder.encode(self.text, raw=True)
+        return (
+            decoder.encode(self.messages) if self.is_chat else decoder.encode(self.text, raw=True)
+        )
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -35,24 +41,36 @@ class Wish(NamedTuple):
     @property
     def body(self) -> dict[str, Any]:
         """The same as a request of OpenAI's protocol."""
-        sampling = {"temperature": self.sampling.temperature, "seed": self.sampling.seed, "max_tokens": self.num_new}
-        return {**({"messages": self.messages} if self.is_chat else {"prompt": self.text}), **sampling}
+        sampling = {
+            "temperature": self.sampling.temperature,
+            "seed": self.sampling.seed,
+            "max_tokens": self.num_new,
+        }
+        return {
+            **({"messages": self.messages} if self.is_chat else {"prompt": self.text}),
+            **sampling,
+        }
 
 
 def wishes() -> list[Wish]:
     """The table, the same on every call."""
-    rng, texts = Random("wishes"), [prompt.text for prompt in prompts(["code"], NUM_WISHES)]
+    rng = Random("wishes")
+    texts = [prompt.text for prompt in prompts(["code"], NUM_WISHES)]
     return [
         Wish(
-            texts[number % len(texts)][: rng.randint(*_PROMPT_CHARS)], rng.random() < 0.3,
-            Sampling(temperature=rng.choice(_TEMPERATURES), seed=rng.randrange(3)), rng.choice(_LENGTHS),
+            texts[number % len(texts)][: rng.randint(*_PROMPT_CHARS)],
+            rng.random() < 0.3,
+            Sampling(temperature=rng.choice(_TEMPERATURES), seed=rng.randrange(3)),
+            rng.choice(_LENGTHS),
         )
         for number in range(NUM_WISHES)
-    ]  # fmt: skip
+    ]
 
 
 def with_template(target: Path, folder: Path) -> Path:
-    """The model in another folder, its files linked, with a chat template: the packaged pair has none."""
+    """The model in another folder, its files linked, with a chat template: the packaged pair has
+    none.
+    """
     folder.mkdir()
     for path in target.iterdir():
         if path.is_file():

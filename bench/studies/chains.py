@@ -1,8 +1,10 @@
-"""What gamma guesses yield beside what Leviathan et al. (2211.17192) expect: their tables 2 and 4, on our pair.
+"""What gamma guesses yield beside what Leviathan et al. (2211.17192) expect: their tables 2 and 4,
+on our pair.
 
-Tokens per pass and alpha do not depend on streaming, so they are measured on the packaged pair as it is, by the
-paper's own rule, which is `specinfer` on a chain. What a pass takes is measured with the target inflated and streamed,
-lengths in turns. c is a draft step over a pass without guesses; the expected gain is Theorem 3.8 for that alpha and c.
+Tokens per pass and alpha do not depend on streaming, so they are measured on the packaged pair as
+it is, by the paper's own rule, which is `specinfer` on a chain. What a pass takes is measured with
+the target inflated and streamed, lengths in turns. c is a draft step over a pass without guesses;
+the expected gain is Theorem 3.8 for that alpha and c.
 """
 
 from collections import deque
@@ -17,12 +19,14 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
-from offload.config import Sampling, parse_size
 from offload.planning.chains import tokens_per_run, wall_clock_gain
-from offload.stats import Estimate
-from offload.tree.topology import chain
+from offload.stats import RunningMean
+from offload.trees.topology import chain
+from offload.units import Sampling, parse_size
 
-RULE, CONTEXT, PROMPT_TOKENS = "specinfer", 256, 64
+RULE = "specinfer"
+CONTEXT = 256
+PROMPT_TOKENS = 64
 LEAST_RAM_BYTES = 260_000_000
 
 
@@ -45,7 +49,7 @@ class Yield(NamedTuple):
 
     temperature: float
     gamma: int
-    alpha: Estimate
+    alpha: RunningMean
     tokens_per_pass: float
 
 
@@ -56,52 +60,84 @@ class Times(NamedTuple):
     draft_s: float
 
 
-def measured_yields(effort: Effort, prompts: Sequence[Prompt], written: list[Written]) -> list[Yield]:
+def measured_yields(
+    effort: Effort, prompts: Sequence[Prompt], written: list[Written]
+) -> list[Yield]:
     """By temperature and length, over all prompts."""
     found = []
-    with resident_pair(None).open(f"chain:{max(effort.lengths)}", rule=RULE, context=CONTEXT) as decoder:
+    with resident_pair(None).open(
+        f"chain:{max(effort.lengths)}", rule=RULE, context=CONTEXT
+    ) as decoder:
         texts = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         for temperature, gamma in product(effort.temperatures, effort.lengths):
-            alpha, accepted = Estimate(), list[int]()
+            alpha = RunningMean()
+            accepted = list[int]()
             for seed, ids in enumerate(texts):
                 sampling = Sampling(temperature=temperature, seed=seed)
-                run = decoder.run(ids, sampling, max_new_tokens=effort.num_tokens, tree=f"chain:{gamma}")
+                run = decoder.run(
+                    ids, sampling, max_new_tokens=effort.num_tokens, tree=f"chain:{gamma}"
+                )
                 deque(run, maxlen=0)
                 result = run.result()
                 alpha += result.stats.first_guess
-                accepted += result.stats.accepted_per_sweep[:-1]  # the end of the text cuts the last
+                # the end of the text cuts the last
+                accepted += result.stats.accepted_per_sweep[:-1]
                 written.append(Written(ids, result.token_ids, sampling, RULE))
             found.append(Yield(temperature, gamma, alpha, mean(accepted)))
     return found
 
 
-def measured_times(setting: Setting, effort: Effort, prompt: Prompt, written: list[Written]) -> dict[int, Times]:
-    """By length, 0 among them; lengths take turns, so that what else this machine does is shared among them."""
+def measured_times(
+    setting: Setting, effort: Effort, prompt: Prompt, written: list[Written]
+) -> dict[int, Times]:
+    """By length, 0 among them; lengths take turns, so that what else this machine does is shared
+    among them.
+    """
     samples: dict[int, list[Times]] = {gamma: [] for gamma in (0, *effort.lengths)}
     with setting.open(f"chain:{max(effort.lengths)}", context=CONTEXT) as decoder:
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         text = decoder.begin(ids, Sampling())
         decoder.step(text)
         for gamma in [*samples] * effort.num_steps:
-            stats, started = text.set_shape(chain(gamma)), perf_counter()
+            stats = text.set_shape(chain(gamma))
+            started = perf_counter()
             decoder.step(text)
             samples[gamma].append(Times(perf_counter() - started, stats.draft_s))
         written.append(Written(ids, text.new_ids, Sampling(), decoder.rule.name))
-    return {gamma: Times(*(median(one) for one in zip(*seen, strict=True))) for gamma, seen in samples.items()}
+    return {
+        gamma: Times(*(median(one) for one in zip(*seen, strict=True)))
+        for gamma, seen in samples.items()
+    }
 
 
 def rows_of(yields: Sequence[Yield], times: dict[int, Times]) -> list[Row]:
-    """Each yield beside what the formulas make of its alpha, which all lengths of a temperature estimate together."""
-    plain, longest, rows = times[0], max(times), list[Row]()
+    """Each yield beside what the formulas make of its alpha, which all lengths of a temperature
+    estimate together.
+    """
+    plain = times[0]
+    longest = max(times)
+    rows = list[Row]()
     cost = (times[longest].draft_s / longest) / plain.step_s
     for one in yields:
-        alpha = sum((other.alpha for other in yields if other.temperature == one.temperature), Estimate())
+        alpha = sum(
+            (other.alpha for other in yields if other.temperature == one.temperature), RunningMean()
+        )
         assert alpha.mean is not None, "guesses were verified"
-        predicted, step_s = tokens_per_run(alpha.mean, one.gamma), times[one.gamma].step_s
+        predicted = tokens_per_run(alpha.mean, one.gamma)
+        step_s = times[one.gamma].step_s
         rows.append(
             {
-                **{"temperature": one.temperature, "gamma": one.gamma, "c": cost, "alpha": alpha.as_dict()},
-                **{"predicted_tokens_per_pass": predicted, "tokens_per_pass": one.tokens_per_pass, "step_s": step_s},
+                **{
+                    "temperature": one.temperature,
+                    "gamma": one.gamma,
+                    "c": cost,
+                    "alpha": alpha.as_dict(),
+                },
+                **{
+                    "predicted_tokens_per_pass": predicted,
+                    "tokens_per_pass": one.tokens_per_pass,
+                    "step_s": step_s,
+                },
                 "predicted_gain": wall_clock_gain(alpha.mean, one.gamma, cost),
                 "gain": one.tokens_per_pass * plain.step_s / step_s,
             }
@@ -111,17 +147,24 @@ def rows_of(yields: Sequence[Yield], times: dict[int, Times]) -> list[Row]:
 
 @command("chains", "size quick")
 def main(bench: Bench) -> None:
-    """Chains beside the formulas of speculative decoding; eight minutes on two cores, under one with --quick."""
-    size, effort = bench.given("size"), QUICK if bench.quick else FULL
+    """Chains beside the formulas of speculative decoding; eight minutes on two cores, under one
+    with --quick.
+    """
+    size = bench.given("size")
+    effort = QUICK if bench.quick else FULL
     size = "500MB" if bench.quick and size == "2GB" else size
     ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
-    setting, written = find_setting(None, None, size, str(ram), bench.screen), list[Written]()
+    setting = find_setting(None, None, size, str(ram), bench.screen)
+    written = list[Written]()
     ceiling, (prompts, names) = say_link(setting), bench.prompts(effort.num_prompts)
     yields = measured_yields(effort, prompts, written)
     times = measured_times(setting, effort, prompts[0], written)
     proof = bench.prove(setting, written)
     rows = [bench.row(row) for row in rows_of(yields, times)]
-    say_table(["T, gamma", "alpha", "+-", "tokens/pass", "expected", "gain", "expected"], map(_cells, rows))
+    say_table(
+        ["T, gamma", "alpha", "+-", "tokens/pass", "expected", "gain", "expected"],
+        map(_cells, rows),
+    )
     settings = {**setting.as_dict(), "prompts": names, "rule": RULE}
     bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, proof=proof)
 

@@ -1,8 +1,10 @@
-"""Is the chosen tree the best one? What `--tree auto` takes, after one tune, against a grid of sizes and depths.
+"""Is the chosen tree the best one? What `--tree auto` takes, after one tune, against a grid of
+sizes and depths.
 
-On the disk as it is, and with the link slowed down to a fifth (Sequoia, 2402.12374: figure 5c and table 3). Trees take
-turns; a tree's tokens per sweep are counted on more tokens than are streamed while timing. Prompts are the second
-halves of files that the pair was not trained on, of whose first halves the profile is made. All tokens are proved.
+On the disk as it is, and with the link slowed down to a fifth (Sequoia, 2402.12374: figure 5c and
+table 3). Trees take turns; a tree's tokens per sweep are counted on more tokens than are streamed
+while timing. Prompts are the second halves of files that the pair was not trained on, of whose
+first halves the profile is made. All tokens are proved.
 """
 
 import tempfile
@@ -19,15 +21,15 @@ from offload.bench.harness.prompts import held_out_files, read_source
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
 from offload.bench.harness.steps import step_times
-from offload.config import Sampling, parse_size
+from offload.planning.acceptance import bursts
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile
-from offload.planning.traces import bursts
-from offload.planning.tree_policy import TreeChoice, TreeSelector
-from offload.tree.spec import TreeSpec
-from offload.tree.topology import DynamicShape, Shape, chain
-from offload.tuning.trace_acceptance import dynamic_again, ranks_of, write
-from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
+from offload.planning.selector import TreeChoice, TreeSelector
+from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
+from offload.reports.tune import DEPTH, NUM_NEW, NUM_PROMPT, TuneResult, cut_windows, tune
+from offload.trees.spec import TreeSpec
+from offload.trees.topology import DynamicShape, Shape, chain
+from offload.units import Sampling, parse_size
 
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
 WANTED = 1.07  # at most: seconds per token of the chosen tree / of the best
@@ -51,8 +53,10 @@ QUICK = Effort(1024, (16, 64, 256), (6, 14), (1, 1), 3)
 
 
 @contextmanager
-def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[Tuned]:
-    """The outcome of `offload tune`; its profile lies in a folder of its own, out of the user's cache."""
+def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[TuneResult]:
+    """The outcome of `offload tune`; its profile lies in a folder of its own, out of the user's
+    cache.
+    """
     with tempfile.TemporaryDirectory() as name:
         paths = [Path(name) / f"{path.parent.name}-{path.name}" for path in held_out_files()]
         for path, (first, _) in zip(paths, _halves(), strict=True):
@@ -73,12 +77,15 @@ def _halves() -> list[tuple[str, str]]:
     return [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
 
 
-def against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | None, num_rounds: int) -> list[Row]:
+def against_grid(
+    setting: Setting, tuned: TuneResult, effort: Effort, limit: int | None, num_rounds: int
+) -> list[Row]:
     """Seconds per token of every tree, with that link; the chosen one first."""
     options: dict[str, Any] = {"context": 512, "profile": tuned.path, "link_limit": limit}
     with setting.open("auto", **options) as decoder:
         choice = decoder.tree_choice(Sampling())
-    grid, written = _grid(tuned, effort, choice), list[Written]()
+    grid = _grid(tuned, effort, choice)
+    written = list[Written]()
     steps: dict[Size, list[float]] = {size: [] for size in grid}
     largest = max(tree.num_nodes for tree in grid.values())
     with setting.open(f"{largest}x{DEPTH}", **options) as decoder:
@@ -91,31 +98,57 @@ def against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | No
                 steps[size] += seconds
                 written.append(done)
     setting.prove(written)
-    yields, link = _yields(grid, prompts), "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s"
+    yields = _yields(grid, prompts)
+    link = "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s"
     s_per_token = {size: median(steps[size]) / yields[size] for size in grid}
     return [_row(link, size, s_per_token, yields[size]) for size in grid]
 
 
 def _row(link: str, size: Size, s_per_token: dict[Size, float], tokens_per_sweep: float) -> Row:
     chosen = next(iter(s_per_token))
-    row = {"link": link, "tree": "{}x{}".format(*size), "s_per_token": s_per_token[size], "is_chosen": size == chosen}
-    return {**row, "tokens_per_sweep": tokens_per_sweep, "over_chosen": s_per_token[size] / s_per_token[chosen]}
+    row = {
+        "link": link,
+        "tree": "{}x{}".format(*size),
+        "s_per_token": s_per_token[size],
+        "is_chosen": size == chosen,
+    }
+    return {
+        **row,
+        "tokens_per_sweep": tokens_per_sweep,
+        "over_chosen": s_per_token[size] / s_per_token[chosen],
+    }
 
 
-def _grid(tuned: Tuned, effort: Effort, choice: TreeChoice) -> dict[Size, Shape]:
+def _grid(tuned: TuneResult, effort: Effort, choice: TreeChoice) -> dict[Size, Shape]:
     """The tree that was chosen, none, and others of its kind."""
-    grid: dict[Size, Shape] = {(choice.shape.num_nodes, choice.shape.depth): choice.shape, (1, 0): chain(0)}
-    for n, d in ((n, d) for n in effort.sizes if n <= tuned.profile.costs.compute_s.sizes[-1] for d in effort.depths):
-        tree = DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else tree_for(tuned.profile, (n, d)).shape
+    grid: dict[Size, Shape] = {
+        (choice.shape.num_nodes, choice.shape.depth): choice.shape,
+        (1, 0): chain(0),
+    }
+    for n, d in (
+        (n, d)
+        for n in effort.sizes
+        if n <= tuned.profile.costs.compute_s.sizes[-1]
+        for d in effort.depths
+    ):
+        tree = (
+            DynamicShape(n, min(d, n - 1))
+            if choice.is_dynamic
+            else tree_for(tuned.profile, (n, d)).shape
+        )
         grid.setdefault((tree.num_nodes, tree.depth), tree)
     return grid
 
 
 def _yields(grid: dict[Size, Shape], prompts: Sequence[tuple[int, ...]]) -> dict[Size, float]:
     """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
-    largest, sampling = f"{max(tree.num_nodes for tree in grid.values())}x{DEPTH}", Sampling()
+    largest = f"{max(tree.num_nodes for tree in grid.values())}x{DEPTH}"
+    sampling = Sampling()
     with resident_pair(None).open(largest, context=512) as decoder:
-        texts = [(prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, largest)) for prompt in prompts]
+        texts = [
+            (prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, largest))
+            for prompt in prompts
+        ]
         traces = [ranks_of(decoder, *text, sampling) for text in texts]
 
         def sweeps(tree: Shape) -> list[list[int]]:
@@ -123,31 +156,50 @@ def _yields(grid: dict[Size, Shape], prompts: Sequence[tuple[int, ...]]) -> dict
                 return [dynamic_again(decoder, *text, sampling, tree) for text in texts]
             return [bursts(tree, trace) for trace in traces]
 
-        return {size: mean(count for one in sweeps(tree) for count in _whole(one)) for size, tree in grid.items()}
+        return {
+            size: mean(count for one in sweeps(tree) for count in _whole(one))
+            for size, tree in grid.items()
+        }
 
 
 def _whole(sweeps: Sequence[int]) -> list[int]:
-    """The sweeps that begin within the first `NUM_NEW` tokens: each counts as a whole, which biases nothing (Wald)."""
-    return [count for count, end in zip(sweeps, accumulate(sweeps), strict=True) if end - count < NUM_NEW]
+    """The sweeps that begin within the first `NUM_NEW` tokens: each counts as a whole, which biases
+    nothing (Wald).
+    """
+    return [
+        count
+        for count, end in zip(sweeps, accumulate(sweeps), strict=True)
+        if end - count < NUM_NEW
+    ]
 
 
 @command("choice", "size quick compare")
 def main(bench: Bench) -> None:
-    """Is the tree of `--tree auto` the best one? Half an hour on two cores, six minutes with --quick."""
-    size, effort = bench.given("size"), QUICK if bench.quick else FULL
+    """Is the tree of `--tree auto` the best one? Half an hour on two cores, six minutes with
+    --quick.
+    """
+    size = bench.given("size")
+    effort = QUICK if bench.quick else FULL
     ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
     setting = find_setting(None, None, size, str(ram), bench.screen)
     bench.check_same(setting)
-    ceiling, rows, guards = say_link(setting), list[Row](), dict[str, Guard]()
+    ceiling = say_link(setting)
+    rows = list[Row]()
+    guards = dict[str, Guard]()
     with tuned_on_first_halves(setting, effort) as tuned:
         fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
         for limit, num_rounds in zip((None, fifth), effort.rounds, strict=True):
             found = against_grid(setting, tuned, effort, limit, num_rounds)
             best = min(row["over_chosen"] for row in found)
-            print(f"link {found[0]['link']}: chosen / best {1 / best:.3f}, wanted <= {WANTED}", flush=True)
+            print(
+                f"link {found[0]['link']}: chosen / best {1 / best:.3f}, wanted <= {WANTED}",
+                flush=True,
+            )
             guards[f"chosen / best, link {len(guards)}"] = Guard([1 / best], "lower")
             rows += map(bench.row, found)
     figures = ("s_per_token", "tokens_per_sweep", "over_chosen")
-    cells = ([f"{row['link']}, {row['tree']}", *(f"{row[name]:.4f}" for name in figures)] for row in rows)
+    cells = (
+        [f"{row['link']}, {row['tree']}", *(f"{row[name]:.4f}" for name in figures)] for row in rows
+    )
     say_table(["link, tree", "s/token", "tokens/sweep", "against the chosen"], cells)
     bench.finish(rows, settings=setting.as_dict(), ceiling={"bytes_per_s": ceiling}, guards=guards)

@@ -1,7 +1,8 @@
-"""Is expanding as fast as memory? GB/s of numbers written by kind of words: torch, numba, one thread and two.
+"""Is expanding as fast as memory? GB/s of numbers written by kind of words: torch, numba, one
+thread and two.
 
-All take turns with a copy of as many bytes, which nothing that writes them can beat by much. Invariant: what is timed
-has given the bits of the reference before.
+All take turns with a copy of as many bytes, which nothing that writes them can beat by much.
+Invariant: what is timed has given the bits of the reference before.
 """
 
 import time
@@ -19,7 +20,9 @@ from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
 
-THREADS, DTYPE, COPY = (1, 2), torch.bfloat16, "copy"
+THREADS = (1, 2)
+DTYPE = torch.bfloat16
+COPY = "copy"
 
 
 class Effort(NamedTuple):
@@ -29,12 +32,14 @@ class Effort(NamedTuple):
     rounds: int
 
 
-FULL, QUICK = Effort(4096, 9), Effort(2048, 3)
+FULL = Effort(4096, 9)
+QUICK = Effort(2048, 3)
 
 
 def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]:
     """The fastest of some rounds, in which all take turns. Raises `UserError` where bits differ."""
-    size, fastest = effort.size, dict[tuple[str, str, int], float]()
+    size = effort.size
+    fastest = dict[tuple[str, str, int], float]()
     source, out = (torch.zeros(size, size, dtype=DTYPE) for _ in range(2))
     works: list[tuple[str, str, Callable[[], object]]] = [(COPY, COPY, partial(out.copy_, source))]
     for sample in samples(size, size):
@@ -50,7 +55,13 @@ def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]
                     key = (name, how, count)
                     fastest[key] = min(fastest.get(key, float("inf")), seconds(work))
     return [
-        {"row": f"{name} {how} {count}", "name": name, "how": how, "threads": count, "bytes_per_s": out.nbytes / taken}
+        {
+            "row": f"{name} {how} {count}",
+            "name": name,
+            "how": how,
+            "threads": count,
+            "bytes_per_s": out.nbytes / taken,
+        }
         for (name, how, count), taken in fastest.items()
     ]
 
@@ -62,7 +73,9 @@ def check(sample: Sample) -> None:
     if HAS_NUMBA:
         sample.expand(COMPILED, got)
         if not torch.equal(got.view(torch.int16), wanted.view(torch.int16)):
-            raise UserError(f"{sample.name}: numba and torch give different bits: no speed is printed")
+            raise UserError(
+                f"{sample.name}: numba and torch give different bits: no speed is printed"
+            )
 
 
 @contextmanager
@@ -88,13 +101,27 @@ def main(bench: Bench) -> None:
     rows = [bench.row(row) for row in measure(QUICK if bench.quick else FULL)]
     rate = {(row["name"], row["how"], row["threads"]): row["bytes_per_s"] for row in rows}
     names = dict.fromkeys(name for name, how, _ in rate if how != COPY)
-    ways = [(how, count) for count in THREADS for how in ("torch", "numba") if (how != "numba" or HAS_NUMBA)]
-    head = ["bf16 written, GB/s", *(f"{how}, {count} threads" for how, count in ways), "numba / torch, 1"]
-    lines = [[name, *(f"{rate[name, how, count] / 1e9:.2f}" for how, count in ways)] for name in names]
+    ways = [
+        (how, count)
+        for count in THREADS
+        for how in ("torch", "numba")
+        if (how != "numba" or HAS_NUMBA)
+    ]
+    head = [
+        "bf16 written, GB/s",
+        *(f"{how}, {count} threads" for how, count in ways),
+        "numba / torch, 1",
+    ]
+    lines = [
+        [name, *(f"{rate[name, how, count] / 1e9:.2f}" for how, count in ways)] for name in names
+    ]
     for line in lines:
         ratio = rate.get((line[0], "numba", 1), 0.0) / rate[line[0], "torch", 1]
         line.append(f"{ratio:.1f}" if ratio else "")
     say_table(head, lines)
     copies = {count: rate[COPY, COPY, count] for count in THREADS}
-    print("a copy: " + ", ".join(f"{one / 1e9:.2f} GB/s with {count} threads" for count, one in copies.items()))
+    print(
+        "a copy: "
+        + ", ".join(f"{one / 1e9:.2f} GB/s with {count} threads" for count, one in copies.items())
+    )
     bench.finish(rows, settings={"dtype": str(DTYPE)}, ceiling={"bytes_per_s": copies[1]})

@@ -1,7 +1,8 @@
 """How many experts must a token read, by the room there is for them and by the rows of a pass?
 
-Routing is made up, or with --model recorded while that model reads texts of --prompts, one after the other; then the
-same passes are replayed with every way of keeping experts (`harness/replay.py`). No weights are streamed: misses alone.
+Routing is made up, or with --model recorded while that model reads texts of --prompts, one after
+the other; then the same passes are replayed with every way of keeping experts
+(`harness/replay.py`). No weights are streamed: misses alone.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ class Effort(NamedTuple):
     num_rows: tuple[int, ...] = (1, 4, 16)
 
 
-FULL, QUICK = Effort(MadeUp(), 8), Effort(MadeUp(num_layers=6, num_experts=64, num_chosen=4, num_tokens=150), 3)
+FULL = Effort(MadeUp(), 8)
+QUICK = Effort(MadeUp(num_layers=6, num_experts=64, num_chosen=4, num_tokens=150), 3)
 
 
 def replayed(routing: Routing, rooms: Sequence[float], num_rows: Sequence[int]) -> list[Row]:
@@ -43,12 +45,20 @@ def replayed(routing: Routing, rooms: Sequence[float], num_rows: Sequence[int]) 
                 "optimal": optimal(run, num_slots),
                 "expected": expected(run, routing.num_blocks, num_slots, count),
             }
-            rows.append({"num_rows": count, "room": room, **{how: misses / uses for how, misses in read.items()}})
+            rows.append(
+                {
+                    "num_rows": count,
+                    "room": room,
+                    **{how: misses / uses for how, misses in read.items()},
+                }
+            )
     return rows
 
 
 def recorded_from(model: str, bench: Bench, num_prompts: int) -> tuple[Routing, list[str]]:
-    """Of prompts that the model reads whole. Raises `UserError` where it has no experts, or no tokenizer."""
+    """Of prompts that the model reads whole. Raises `UserError` where it has no experts, or no
+    tokenizer.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -68,8 +78,11 @@ def recorded_from(model: str, bench: Bench, num_prompts: int) -> tuple[Routing, 
     examples=["offload bench expert-cache --quick", "offload bench expert-cache -m MOE"],
 )
 def main(bench: Bench) -> None:
-    """Experts that a token has to read, as we keep them and otherwise; ten minutes, half a one with --quick."""
-    effort, model = QUICK if bench.quick else FULL, bench.given("model")
+    """Experts that a token has to read, as we keep them and otherwise; ten minutes, half a one with
+    --quick.
+    """
+    effort = QUICK if bench.quick else FULL
+    model = bench.given("model")
     settings: Row = {"model": model, **effort.made_up._asdict()}
     routing = made_up(effort.made_up)
     if model is not None:
@@ -87,4 +100,7 @@ def main(bench: Bench) -> None:
 def _cells(row: Row) -> list[str]:
     read = [row[how] for how in ("ours", "recent", "optimal", "expected")]
     ratios = [row["ours"] / max(row[how], 1e-9) for how in ("recent", "optimal")]
-    return [f"{row['num_rows']}, {100 * row['room']:.0f} %", *(f"{one:.2f}" for one in (*read, *ratios))]
+    return [
+        f"{row['num_rows']}, {100 * row['room']:.0f} %",
+        *(f"{one:.2f}" for one in (*read, *ratios)),
+    ]

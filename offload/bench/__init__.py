@@ -1,6 +1,7 @@
 """Gives the files of the top-level folder bench/ their import path, `offload.bench.<file>`.
 
-The reason and the way are those of `offload.kernels`: beside this file in a wheel, two folders up in a checkout.
+The reason and the way are those of `offload.kernels`: beside this file in a wheel, two folders up
+in a checkout.
 """
 
 from pathlib import Path as _Path

@@ -1,7 +1,8 @@
 """Whether a row has the same bits on this machine whatever stands beside it.
 
-Nobody promises that. Row sizes of products are found by trial (`model/row_sizes.py`); here one layer is run with its
-real weights, once with all rows and in parts, and its activation functions are computed again for fewer rows.
+Nobody promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
+layer is run with its real weights, once with all rows and in parts, and its activation functions
+are computed again for fewer rows.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor
 
 from offload.errors import UserError
-from offload.model.invariance import InvariantRows, Work
+from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 
-_NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
-_CUTS = ((1, 1, 5), (12,))  # other ways to take in the first rows, which then have these keys for themselves
+# of the longest pass: of its first 64 positions the keys lie in a block that rows share
+_NUM_ROWS = 72
+# other ways to take in the first rows, which then have these keys for themselves
+_CUTS = ((1, 1, 5), (12,))
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
@@ -27,7 +30,8 @@ class Invariance(NamedTuple):
 
     thread_counts: tuple[int, ...] = ()  # with which it holds
     reason: str = ""  # why it does not
-    rows: InvariantRows | None = None  # that make it so; they refuse a product where no number of rows helps
+    # that make it so; they refuse a product where no number of rows helps
+    rows: InvariantRows | None = None
 
     @property
     def holds(self) -> bool:
@@ -39,7 +43,9 @@ class _DifferError(Exception):
     """Two ways to compute a row gave different bits; says of what."""
 
 
-def make_invariant(model: StreamedModel, slab: np.ndarray, thread_counts: Sequence[int], context: int) -> Invariance:
+def make_invariant(
+    model: StreamedModel, slab: np.ndarray, thread_counts: Sequence[int], context: int
+) -> Invariance:
     """Make `model` invariant, or leave it as it was where that does not hold here.
 
     Args:
@@ -49,7 +55,8 @@ def make_invariant(model: StreamedModel, slab: np.ndarray, thread_counts: Sequen
     """
     if _turns_by_length(model, context):
         return Invariance(reason="its rotary embeddings depend on the length of the text")
-    found, typical = Invariance(), model.typical_layer
+    found = Invariance()
+    typical = model.typical_layer
     model.bind_layer(typical, slab)
     try:
         with model.cut_to(slice(typical, typical + 1)):
@@ -69,8 +76,14 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    trained = next((length for name in names if (length := _length(getattr(config, name, None)))), 0)
-    lengths = [_length(rope.get(names[0])) or trained for rope in kinds if rope.get("rope_type") in _LENGTH_ROPES]
+    trained = next(
+        (length for name in names if (length := _length(getattr(config, name, None)))), 0
+    )
+    lengths = [
+        _length(rope.get(names[0])) or trained
+        for rope in kinds
+        if rope.get("rope_type") in _LENGTH_ROPES
+    ]
     return any(context > length for length in lengths)
 
 
@@ -93,13 +106,17 @@ def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> I
         model.attend.try_out(cache.layers[-1].keys[0], cache.layers[-1].values[0])
     if rows.num_refused:
         counts = ", ".join(map(str, thread_counts))
-        raise _DifferError(f"a product has other bits for each number of rows, with {counts} threads")
+        raise _DifferError(
+            f"a product has other bits for each number of rows, with {counts} threads"
+        )
     rows.is_checking = False
     for cut in _CUTS:
         if sum(cut) <= len(token_T):
             logits = _logits(model, token_T[: sum(cut)], cut, KVCache(num_layers, sum(cut)))
             if not torch.equal(logits, wanted_TV[: len(logits)]):
-                raise _DifferError("a layer gives other bits when a text is taken in at once than in parts")
+                raise _DifferError(
+                    "a layer gives other bits when a text is taken in at once than in parts"
+                )
     return rows
 
 

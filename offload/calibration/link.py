@@ -1,17 +1,37 @@
-"""What the link gives on this machine, measured on the very files that will be streamed."""
+"""What the link gives on this machine, measured on the very files that will be streamed.
+
+How fast layers reach a GPU: over its own link, and from the disk behind it where some of them lie
+there.
+
+What this machine does in a second, as far as the rows of a prompt's pass depend on it: before
+memory is planned.
+
+On a CPU products are timed, and the link on the very files; of a GPU usual rates are taken, see
+`memory.prompt_rows`.
+"""
 
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
+from offload.checkpoint.hub import is_here
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
+from offload.checkpoint.safetensors import compute_dtype_name
 from offload.errors import ReadError
-from offload.streaming.disk import DiskReader, allocate
-from offload.streaming.source import finish
+from offload.machine import num_cores
+from offload.memory.plan import INNER_ROWS, MemoryPlan
+from offload.memory.planner import ModelFiles
+from offload.memory.prompt_rows import Rates, gains_by_rows
+from offload.planning.room import MemoryBudget
+from offload.streaming.device import Device
+from offload.streaming.disk import DiskReader, allocate, finish
+from offload.timer import fastest_s, timed
 
 if TYPE_CHECKING:  # what measures a disk does without torch
     import numpy as np
@@ -19,34 +39,48 @@ if TYPE_CHECKING:  # what measures a disk does without torch
     from offload.streaming.device import Device
 
 LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
-_CHUNK_BYTES, _NUM_IN_FLIGHT = 16 << 20, 3
-_NUM_COPIES, _LEAST_S = 8, 1e-9  # of which the first two wake the link up
+_CHUNK_BYTES = 16 << 20
+_NUM_IN_FLIGHT = 3
+# of which the first two wake the link up
+_NUM_COPIES = 8
+_LEAST_S = 1e-9
 _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
 
 
-def link_bytes_per_s(shards: Sequence[Path], *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None) -> float:
-    """Bytes per second at which slabs arrive from the largest of these files, the way a sweep reads them.
+def link_bytes_per_s(
+    shards: Sequence[Path], *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None
+) -> float:
+    """Bytes per second at which slabs arrive from the largest of these files, the way a sweep reads
+    them.
 
-    Chunks from all over the file are kept in flight until the time is over, so that neither a cache below nor the start
-    of the file speaks for the rest. `limit_bytes_per_s` slows the link down on purpose.
+    Chunks from all over the file are kept in flight until the time is over, so that neither a cache
+    below nor the start of the file speaks for the rest. `limit_bytes_per_s` slows the link down on
+    purpose.
     """
     try:
         size_bytes, shard = max((path.stat().st_size, path) for path in shards)
     except OSError as error:
-        raise ReadError(f"{Path(error.filename).name} cannot be opened any more: {error.strerror}") from error
+        raise ReadError(
+            f"{Path(error.filename).name} cannot be opened any more: {error.strerror}"
+        ) from error
     chunk_bytes = min(_CHUNK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
     for slab in slabs:
         slab.fill(0)  # pages are given on first touch, which is no matter of the link
     store = DiskReader([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
     in_flight: deque[list[Future[None]]] = deque()
-    started, index = time.perf_counter(), 0
+    started = time.perf_counter()
+    index = 0
     try:
         while index == 0 or time.perf_counter() - started < budget_s:
             if len(in_flight) == _NUM_IN_FLIGHT:
                 finish(in_flight.popleft())
-            lo = int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes)) // BLOCK_BYTES * BLOCK_BYTES
-            piece = Piece(0, lo, min(lo + chunk_bytes, size_bytes), 0)
+            lo = (
+                int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes))
+                // BLOCK_BYTES
+                * BLOCK_BYTES
+            )
+            piece = SlabRead(0, lo, min(lo + chunk_bytes, size_bytes), 0)
             layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
             in_flight.append(store.read(layout, slabs[index % len(slabs)]))
             index += 1
@@ -58,11 +92,15 @@ def link_bytes_per_s(shards: Sequence[Path], *, budget_s: float = 0.3, limit_byt
 
 
 def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
-    """Bytes per second at which a GPU copies `array`, which is page-locked memory of the host, by its own clock."""
+    """Bytes per second at which a GPU copies `array`, which is page-locked memory of the host, by
+    its own clock.
+    """
     import torch
 
-    slot, seconds = device.allocate(array.nbytes), list[float]()
-    device.wait(device.copies, device.record(device.compute))  # which may still use the memory that the slot was given
+    slot = device.allocate(array.nbytes)
+    seconds = list[float]()
+    # which may still use the memory that the slot was given
+    device.wait(device.copies, device.record(device.compute))
     for _ in range(_NUM_COPIES):
         before = device.record(device.copies, is_timed=True)
         device.copy(slot, torch.from_numpy(array), device.copies)
@@ -70,3 +108,98 @@ def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
         device.synchronize(after)
         seconds.append(device.elapsed_s(before, after) or 0.0)
     return array.nbytes / max(median(seconds[2:]), _LEAST_S)
+
+
+_COPY_BYTES = 64 << 20
+
+
+def device_link_bytes_per_s(
+    device: Device,
+    plan: MemoryPlan,
+    shards: Sequence[Path],
+    *,
+    limit_bytes_per_s: float | None = None,
+    disk_bytes_per_s: float | None = None,
+) -> float:
+    """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of
+    reads behind them.
+
+    Experts count as if all that the GPU has no room for were asked for once; host memory keeps as
+    many as it has slots.
+
+    `disk_bytes_per_s` stands for reads that are not to be measured.
+    """
+    if not plan.is_streamed:
+        return LOCAL_BYTES_PER_S
+    num_far = max(0, plan.num_experts - plan.num_kept_experts - plan.num_host_expert_slots)
+    moved_bytes = (
+        plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
+    )
+    disk_bytes = plan.disk_streamed_bytes + num_far * plan.expert_slot_bytes
+    allocator = device.open_allocator()
+    try:
+        seconds = moved_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
+    finally:
+        allocator.close()
+    if disk_bytes:
+        read = disk_bytes_per_s or link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s)
+        seconds = max(seconds, disk_bytes / read)
+    return moved_bytes / seconds
+
+
+_WIDTH = 1024  # of the matrix: larger ones are no quicker, and take longer
+_BUDGET_S = 0.02
+
+
+def with_rates(
+    room: MemoryBudget,
+    files: ModelFiles,
+    num_nodes: int,
+    *,
+    num_threads: int | None = None,
+    limit_bytes_per_s: float | None = None,
+    disk_bytes_per_s: float | None = None,
+) -> MemoryBudget:
+    """The same room with the rates of this machine's CPU, where plans for so many nodes may gain by
+    them.
+
+    `limit_bytes_per_s` is what the link is slowed down to, `disk_bytes_per_s` what it is said to
+    be. Raises `UserError` where there is too little memory.
+    """
+    if (
+        room.gpu is not None
+        or room.rates is not None
+        or not (disk_bytes_per_s or is_here(files.target))
+    ):
+        return room
+    if not gains_by_rows(room.plan(files, num_nodes)):
+        return room
+    link = disk_bytes_per_s or link_bytes_per_s(
+        files.target.shards, limit_bytes_per_s=limit_bytes_per_s
+    )
+    flops_per_s = product_flops_per_s(
+        compute_dtype_name(files.target, room.dtype), num_threads or num_cores()
+    )
+    return replace(room, rates=Rates(link, flops_per_s))
+
+
+def product_flops_per_s(dtype: str, num_threads: int) -> float:
+    """Undisturbed, of products of as many rows as one has at most on a CPU: a busy second would
+    stay in the plan.
+    """
+    import torch  # plans of machines elsewhere are made without it
+    from torch.nn.functional import linear
+
+    kind = getattr(torch, dtype)
+    weight = torch.ones(_WIDTH, _WIDTH, dtype=kind)
+    rows = torch.ones(INNER_ROWS, _WIDTH, dtype=kind)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        linear(rows, weight)  # the first is not like the others
+        seconds = fastest_s(
+            partial(timed, partial(linear, rows, weight)), _BUDGET_S, least_rounds=3
+        )
+    finally:
+        torch.set_num_threads(before)
+    return 2 * INNER_ROWS * _WIDTH**2 / seconds

@@ -1,39 +1,176 @@
-"""Startup calibration: what is known about a pair of models on this machine before the first sweep.
+"""Quick calibration: what computing costs here, by trying it for a second.
 
-`auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` tells the first two; disks
-drift by the hour, so the link is measured in any case. Without a profile the quick calibration takes about a second.
+That is enough to tell a tree of 32 nodes from one of 512. A sweep is timed by its first layer, with
+everything around the layers, and multiplied; a draft step by growing trees of a given width.
+Nothing streams yet while this runs, so
+readers that share the processor are not in these figures: `offload tune`, the full calibration, has
+them.
+
+Startup calibration: what is known about a pair of models on this machine before the first sweep.
+
+`auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` tells
+the first two; disks drift by the hour, so the link is measured in any case. Without a profile the
+quick calibration takes about a second.
+
+What one model is, whatever the machine: its name and its size, from headers.
 """
 
-from collections.abc import Callable, Sequence
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from offload import machine as cores
 from offload.calibration.link import LOCAL_BYTES_PER_S, link_bytes_per_s
-from offload.calibration.quick import DEVICE_SIZES, MAX_TIMED_NODES, SWEEP_SIZES, draft_curve, sweep_curve
-from offload.checkpoint.safetensors import compute_dtype_name
-from offload.config import Sampling, drafting_of, require
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import model_shape
 from offload.drafting.model import ModelDrafter
 from offload.kernels.registry import REFERENCES, KernelSet
-from offload.memory.planner import Files
-from offload.model.weights import StreamedModel
-from offload.planning.cost_model import NOTHING, Costs
+from offload.memory.planner import ModelFiles
+from offload.model.kv_cache import KVCache
+from offload.model.streamed import StreamedModel
+from offload.planning.acceptance import usual_for
+from offload.planning.cost_model import NOTHING, Costs, Curve
 from offload.planning.options import LoadOptions
-from offload.planning.place import find_place
-from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile, unprofiled
-from offload.planning.room import Room
-from offload.planning.tree_policy import FindProfile, Trees, routing_in
-from offload.planning.usual import usual_for
+from offload.planning.profile import (
+    Identity,
+    Machine,
+    Profile,
+    find_profile,
+    read_profile,
+    unprofiled,
+)
+from offload.planning.room import MemoryBudget
+from offload.planning.selector import FindProfile, Trees, routing_in
+from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
-from offload.streaming.source import ByteSource
-from offload.threads import cores
-from offload.threads.fastest import fastest_mode
-from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
+from offload.streaming.disk import ByteSource
+from offload.threads import Mode, StepModes, ThreadPolicy, fastest_mode, thread_ladder
+from offload.timer import median_s, timed
+from offload.trees.topology import Topology, chain, sequences
+from offload.units import Sampling, drafting_of, require
 
-_TYPICAL_NODES, _TYPICAL_DRAFTED = 64, 8  # rows of a sweep and of a draft step
+MAX_TIMED_NODES = 257  # of the largest tree that is tried
+SWEEP_SIZES = (1, 16, 64, 256)
+DRAFT_WIDTHS = (1, 4, 16, 64)
+# Where a device computes: reading weights takes as long as the products of some 200 rows, and only
+# beyond does the curve rise as it goes on to the largest trees.
+DEVICE_SIZES = (*SWEEP_SIZES, 1024)
+_MOST_LOGITS = 128  # rows that a device scores at once, see `sampling.logits`
+_DRAFT_STEPS = 4  # of which the first runs committed tokens
+_TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
+_LEAST_S = 1e-7
+_MAX_ROUNDS = 9
+
+
+def sweep_curve(
+    model: StreamedModel,
+    slab: np.ndarray,
+    sizes: Sequence[int] = SWEEP_SIZES,
+    *,
+    budget_s: float = 0.5,
+) -> Curve:
+    """Compute time of a whole sweep against its rows; `slab` is the typical layer's, which is not
+    bound yet.
+    """
+    typical = model.typical_layer
+    share = (
+        sum(layout.slab_bytes for layout in model.layer_layouts)
+        / model.layer_layouts[typical].slab_bytes
+    )
+    # which slabs do not hold; the few dense layers that some mixtures begin with count like others,
+    if model.experts:
+        # since what experts compute depends on the rows, and bytes do not tell it
+        share = model.num_layers
+    model.bind_layer(typical, slab)
+    try:
+        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, budget_s)
+    finally:
+        model.unbind_layer(typical)
+
+
+def draft_curve(
+    drafter: ModelDrafter,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    cache: KVCache,
+    *,
+    budget_s: float = 0.4,
+) -> Curve:
+    """Time of one draft step against its rows, behind `prompt`; leaves `cache`, one of the
+    drafter's, empty.
+    """
+
+    def grow_s(topology: Topology) -> float:
+        cache.clear()
+        drafter.grow(chain(1), prompt, sampler, cache)  # reads the prompt
+        tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
+        return timed(lambda: drafter.grow(topology, tokens, sampler, cache))
+
+    def step_s(width: int) -> float:
+        first_s = grow_s(chain(1))
+        return (grow_s(sequences(width, _DRAFT_STEPS)) - first_s) / (_DRAFT_STEPS - 1)
+
+    try:
+        return fill_curve(step_s, DRAFT_WIDTHS, budget_s)
+    finally:
+        cache.clear()
+
+
+def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
+    """Medians of `measure` at ever larger sizes, one at least, for as long as `budget_s` lasts;
+    never falling.
+
+    The first run of a size is not like the others (on a GPU it may be recorded) and counts in no
+    median, nor as time.
+    """
+    seconds: list[float] = []
+    started = time.perf_counter()
+    for index, size in enumerate(sizes):
+        if index and time.perf_counter() > started + budget_s:
+            break
+        once = partial(measure, size)
+        started += timed(once)
+        share_s = budget_s * (index + 1) / len(sizes)
+        seconds.append(
+            median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS)
+        )
+    rising = np.maximum.accumulate(np.maximum(seconds, _LEAST_S))
+    return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
+
+
+def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
+    """A sweep of `share` times the typical layer, and of embeddings, norm and head once."""
+    typical = model.typical_layer
+    rest_s, with_layer_s = (
+        _forward_s(model, num_rows, slice(typical, end)) for end in (typical, typical + 1)
+    )
+    return rest_s + share * max(0.0, with_layer_s - rest_s)
+
+
+def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
+    row_T = torch.arange(num_rows)
+    sees_TT = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    with model.cut_to(layers):
+        cache = model.new_cache(num_rows)
+        # A number on the host is the sign that a device is done as well.
+        # Rows differ, as those of a text do: a router would send the same ones to the same experts.
+        num_logits = num_rows if model.place.type == "cpu" else min(num_rows, _MOST_LOGITS)
+        what = row_T % model.vocab_size, row_T, sees_TT, cache
+        return timed(lambda: float(model.forward(*what, num_logits=num_logits)[-1, 0]))
+
+
+# rows of a sweep and of a draft step
+_TYPICAL_NODES = 64
+_TYPICAL_DRAFTED = 8
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
@@ -44,7 +181,14 @@ class RunSettings(NamedTuple):
     rule: str
 
 
-def trees_of(files: Files, options: LoadOptions, room: Room, settings: RunSettings, *, device: str = "cpu") -> Trees:
+def trees_of(
+    files: ModelFiles,
+    options: LoadOptions,
+    room: MemoryBudget,
+    settings: RunSettings,
+    *,
+    device: str = "cpu",
+) -> Trees:
     """The trees of a decoder that is about to be loaded; `device` is the name of what computes.
 
     Raises `UserError` for a named profile that does not hold for such runs.
@@ -82,28 +226,43 @@ def calibrate(
         link: measures the bytes per second that layers arrive with; None measures the disk.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
-    trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
+    trees.num_threads, trees.link_bytes_per_s = (
+        threads.most,
+        link() if link else _link_bytes_per_s(trees, store),
+    )
     if profile is None or profile.num_threads != threads.most:
         torch.set_num_threads(threads.start.sweep.num_threads)
         wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
-        sizes = [size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None]
-        slab, draft_step_s = store.fetch(target.layer_layouts[target.typical_layer]), NOTHING
+        sizes = [
+            size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None
+        ]
+        slab = store.fetch(target.layer_layouts[target.typical_layer])
+        draft_step_s = NOTHING
         compute_s = sweep_curve(target, slab, sizes)
         if draft is not None:
             drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
-            sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)
+            sampler = Sampler(
+                settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels
+            )
             torch.set_num_threads(threads.start.draft.num_threads)
-            prompt = [int(0 in draft.start)] * _PROMPT_TOKENS + list(draft.start)  # a start would end it
+            # a start would end it
+            prompt = [int(0 in draft.start)] * _PROMPT_TOKENS + list(draft.start)
             draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
         trees.costs = Costs(
-            compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=trees.link_bytes_per_s
+            compute_s=compute_s,
+            draft_step_s=draft_step_s,
+            verify_s=0.0,
+            link_bytes_per_s=trees.link_bytes_per_s,
         )
     else:
         trees.costs = replace(profile.costs, link_bytes_per_s=trees.link_bytes_per_s)
 
 
-def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES) -> ThreadPolicy:
-    """The policy for this machine, beginning with what is fastest for sweeps of so many rows and for drafting.
+def pick_threads(
+    target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES
+) -> ThreadPolicy:
+    """The policy for this machine, beginning with what is fastest for sweeps of so many rows and
+    for drafting.
 
     Ranks on one host compute at the same time, and share its cores.
     """
@@ -111,7 +270,7 @@ def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: i
     ladder = thread_ladder(max(1, cores.num_cores() // (1 if place is None else place.num_on_host)))
     sweep = _fastest(ladder, target, num_rows)
     drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
-    return ThreadPolicy(ladder, Modes(drafting, sweep))
+    return ThreadPolicy(ladder, StepModes(drafting, sweep))
 
 
 def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Mode:
@@ -128,7 +287,9 @@ def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
     return link_bytes_per_s(store.paths, limit_bytes_per_s=store.rate_limit_bytes_per_s)
 
 
-def _profile_finder(files: Files, options: LoadOptions, room: Room, device: str) -> FindProfile:
+def _profile_finder(
+    files: ModelFiles, options: LoadOptions, room: MemoryBudget, device: str
+) -> FindProfile:
     experts = room.experts_of(files)
 
     @lru_cache(maxsize=256)  # a server is asked for any settings
@@ -137,13 +298,55 @@ def _profile_finder(files: Files, options: LoadOptions, room: Room, device: str)
             return None, "no profile is wanted"
         if what := unprofiled(sampling):
             none = f"no profile holds for a run with {what}"
-            require(options.profile is None, none, f"`profile` {options.profile}", "leave one of them out")
+            require(
+                options.profile is None,
+                none,
+                f"`profile` {options.profile}",
+                "leave one of them out",
+            )
             return None, none
-        machine, named = Machine.here(compute_dtype_name(files.target, options.dtype), device), options.profile
+        machine = Machine.here(compute_dtype_name(files.target, options.dtype), device)
+        named = options.profile
         identity = Identity.of(files.target, files.draft, sampling, rule, machine)
         if named is not None:
-            return read_profile(Path(named), identity).of_experts(experts, is_named=True), str(named)
+            return read_profile(Path(named), identity).of_experts(experts, is_named=True), str(
+                named
+            )
         profile, where = find_profile(identity)
         return profile and profile.of_experts(experts), where
 
     return lambda sampling, rule: find(replace(sampling, seed=0), rule)
+
+
+def name_of(model: str) -> str:
+    """As it was given, less the folders around it."""
+    # a hub id has no folder here, and its last part is its name all the same
+    path = Path(os.path.abspath(model))
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+
+
+class ModelFacts(NamedTuple):
+    """What one model is, whatever the machine."""
+
+    name: str
+    num_parameters: int
+    num_bytes: int  # as stored, or as held in memory
+    is_held: bool = False  # in fewer bits than it is stored in
+    # bytes of towers and extra layers, which are never read
+    left_out: Mapping[str, int] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
+        """From headers."""
+        num_bytes = checkpoint.num_bytes
+        shape = model_shape(checkpoint) if checkpoint.held else None
+        if shape is not None:
+            num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
+        count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
+        return cls(
+            name_of(model),
+            count,
+            num_bytes,
+            is_held=shape is not None,
+            left_out=dict(checkpoint.left_out),
+        )

@@ -1,7 +1,9 @@
-"""What is fetched from the hub: small files by what they are called, then the shards that a loader reads, and no more.
+"""What is fetched from the hub: small files by what they are called, then the shards that a loader
+reads, and no more.
 
-Repositories hold the same weights in other forms beside, and code. Invariant: no pickle and no program is ever asked
-for, nothing in folders but chat templates, and all of a model comes from one commit.
+Repositories hold the same weights in other forms beside, and code. Invariant: no pickle and no
+program is ever asked for, nothing in folders but chat templates, and all of a model comes from one
+commit.
 """
 
 import os
@@ -13,9 +15,21 @@ from typing import Any
 from offload.errors import UserError, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
-_IN_FOLDERS = tuple(f"*/{one}" for one in ("*.json", "tokenizer*", "*.txt", "*.model", "*.safetensors"))
+_IN_FOLDERS = tuple(
+    f"*/{one}" for one in ("*.json", "tokenizer*", "*.txt", "*.model", "*.safetensors")
+)
 _SINGLE = "model.safetensors"
-_NEVER = (*_IN_FOLDERS, "consolidated*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+_NEVER = (
+    *_IN_FOLDERS,
+    "consolidated*",
+    "*.py",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.pkl",
+    "*.pickle",
+    "*.ckpt",
+)
 
 
 def is_hub_id(model: str) -> bool:
@@ -24,12 +38,15 @@ def is_hub_id(model: str) -> bool:
 
 
 def download_small(repo: str) -> Path:
-    """A folder with all that a model has beside its weights; kept in the hub's cache. Raises `UserError`."""
+    """A folder with all that a model has beside its weights; kept in the hub's cache. Raises
+    `UserError`.
+    """
     return _snapshot(repo, _SMALL)
 
 
 def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
-    """The same folder, once these files of weights have come, too; what has come before is not fetched again.
+    """The same folder, once these files of weights have come, too; what has come before is not
+    fetched again.
 
     Args:
         small: of `download_small`, whose name is that of the commit.
@@ -38,12 +55,18 @@ def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
 
 
 def download_unindexed(repo: str, small: Path) -> Path:
-    """The same for a model without an index: the file of the usual name, or where there is none any.
+    """The same for a model without an index: the file of the usual name, or where there is none
+    any.
 
     `find_shards` prefers that name as well: others may be the same weights in another precision.
     """
-    found = download_shards(repo, small, [_SINGLE, "config.json"])  # a request that nothing matches is warned of
-    return found if os.path.isfile(found / _SINGLE) else download_shards(repo, small, ["*.safetensors"])
+    # a request that nothing matches is warned of
+    found = download_shards(repo, small, [_SINGLE, "config.json"])
+    return (
+        found
+        if os.path.isfile(found / _SINGLE)
+        else download_shards(repo, small, ["*.safetensors"])
+    )
 
 
 def in_cache(repo: str) -> Path:
@@ -56,7 +79,8 @@ def in_cache(repo: str) -> Path:
     try:
         return Path(snapshot_download(repo, local_files_only=True))
     except OSError as error:
-        # Newer releases know what else the repository has, and call a folder without its README.md incomplete.
+        # Newer releases know what else the repository has, and call a folder without its README.md
+        # incomplete.
         found = getattr(error, "snapshot_path", None)
         if found is None:
             raise
@@ -68,22 +92,35 @@ def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = snapshot_download(repo, allow_patterns=list(wanted), ignore_patterns=list(_NEVER), **options)
-    except (OSError, HFValidationError) as error:  # the hub's own errors are all OSErrors but for that of a bad name
+        found = snapshot_download(
+            repo, allow_patterns=list(wanted), ignore_patterns=list(_NEVER), **options
+        )
+    # the hub's own errors are all OSErrors but for that of a bad name
+    except (OSError, HFValidationError) as error:
         raise not_on_the_hub(repo, error) from None
     return Path(found)
 
 
 def not_on_the_hub(repo: str, error: Exception) -> UserError:
-    """What to tell the user when the hub's library has failed: a name may be wrong only where the hub has answered."""
+    """What to tell the user when the hub's library has failed: a name may be wrong only where the
+    hub has answered.
+    """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    network_error = HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes from release to release
-    unreached = (network_error, LocalEntryNotFoundError, ConnectionError)  # the last: the user has forbidden to ask
+    # of the HTTP library beneath, which changes from release to release
+    network_error = HfHubHTTPError.__bases__[0]
+    # the last: the user has forbidden to ask
+    unreached = (network_error, LocalEntryNotFoundError, ConnectionError)
     has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, unreached)
-    why = reason(error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else reason(error)
+    why = (
+        reason(error.__cause__ or error)
+        if isinstance(error, LocalEntryNotFoundError)
+        else reason(error)
+    )
     if has_answered:
-        return UserError(f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name")
+        return UserError(
+            f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name"
+        )
     return UserError(
         f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, or give a folder"
     )

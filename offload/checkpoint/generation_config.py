@@ -1,24 +1,28 @@
-"""How a model suggests to write, in the generation_config.json beside its weights: checked, as any stranger's file."""
+"""How a model suggests to write, in the generation_config.json beside its weights: checked, as any
+stranger's file.
+"""
 
 import os
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.download import is_hub_id, not_on_the_hub
-from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, read_json
-from offload.config import Sampling
+from offload.checkpoint.t5 import has_encoder
 from offload.declaration import options_at
 from offload.errors import UserError
+from offload.units import Sampling
 
 _NAME = "generation_config.json"
 _SUGGESTED = {key: one for key, one in options_at("harness", Sampling).items() if one.is_suggested}
 
 
 def suggested_sampling(model: str, seed: int) -> Sampling:
-    """How a folder or hub id says to sample, greedy where it does not say `do_sample`; its repetition penalty always.
+    """How a folder or hub id says to sample, greedy where it does not say `do_sample`; its
+    repetition penalty always.
 
-    What the file leaves out is left off: temperature 1, all tokens. Raises `UserError` for values that make no sense.
+    What the file leaves out is left off: temperature 1, all tokens. Raises `UserError` for values
+    that make no sense.
     """
     found = _read(model)
     is_drawn = found.get("do_sample", False) is True
@@ -32,19 +36,25 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
                 given[one.name] = value
         return Sampling(**{"temperature": 1.0 if is_drawn else 0.0, **given, "seed": seed})
     except UserError as error:
-        raise UserError(f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`") from None
+        raise UserError(
+            f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`"
+        ) from None
 
 
 def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """As transformers finds them: the generation config goes before the model's, and that before that of its text."""
-    path, inner = checkpoint.small_files / _NAME, checkpoint.config.get("text_config")
+    """As transformers finds them: the generation config goes before the model's, and that before
+    that of its text.
+    """
+    path = checkpoint.small_files / _NAME
+    inner = checkpoint.config.get("text_config")
     outer = {name: value for name, value in checkpoint.config.items() if value is not None}
     inner = inner if isinstance(inner, dict) else {}
     return {**inner, **outer, **(read_json(path) if os.path.isfile(path) else {})}
 
 
 def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Ids that stand between the prompt that an encoder reads and the decoder's text; without one there are none.
+    """Ids that stand between the prompt that an encoder reads and the decoder's text; without one
+    there are none.
 
     Raises `UserError` where the files name no such id.
     """
@@ -68,7 +78,9 @@ def _read(model: str) -> dict[str, Any]:
 
 
 def _from_hub(repo: str) -> Path:
-    """A folder with this one file, where the hub has it; out of its reach the cached copy of the model."""
+    """A folder with this one file, where the hub has it; out of its reach the cached copy of the
+    model.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

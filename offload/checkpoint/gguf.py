@@ -1,8 +1,10 @@
-"""GGUF files as checkpoints: tensors by Hugging Face's names, stored as they are, with a config from beside or inside.
+"""GGUF files as checkpoints: tensors by Hugging Face's names, stored as they are, with a config
+from beside or inside.
 
-A file says what its model is in llama.cpp's words. Those of the original model are better: a `config` that is named, or
-a config.json in the file's folder, held against what the file states; else they are derived. Invariant: every tensor of
-a file has one known meaning, or the file is refused.
+A file says what its model is in llama.cpp's words. Those of the original model are better: a
+`config` that is named, or a config.json in the file's folder, held against what the file states;
+else they are derived. Invariant: every tensor of a file has one known meaning, or the file is
+refused.
 """
 
 import math
@@ -13,12 +15,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.files import open_regular
 from offload.checkpoint.gguf_config import config_of, require_factors, require_same, stated_config
 from offload.checkpoint.gguf_header import GgufHeader, Metadata, read_gguf_header
-from offload.checkpoint.safetensors import Checkpoint, damaged, has_tokenizer, read_config, stamp_of, tokenizer_folder
-from offload.checkpoint.small_files import open_regular
+from offload.checkpoint.safetensors import (
+    Checkpoint,
+    damaged,
+    has_tokenizer,
+    read_config,
+    stamp_of,
+    tokenizer_folder,
+)
 from offload.checkpoint.tensors import Coded, TensorEntry
-from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
+from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.errors import UserError
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -48,13 +57,16 @@ _ARCHITECTURES = {
     "llama": _Architecture(("llama", "mistral", "mistral3"), _PARTS, has_interleaved_heads=True),
     "qwen2": _Architecture(("qwen2",), _PARTS),
     "qwen3": _Architecture(("qwen3",), {**_PARTS, **_HEAD_NORMS}),
-    "gemma3": _Architecture(("gemma3_text", "gemma3"), {**_PARTS, **_HEAD_NORMS, **_GEMMA_NORMS}, added=1),
+    "gemma3": _Architecture(
+        ("gemma3_text", "gemma3"), {**_PARTS, **_HEAD_NORMS, **_GEMMA_NORMS}, added=1
+    ),
 }
 _KNOWN = "those of Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are: take this model in safetensors"
 
 
 def gguf_file(model: str | os.PathLike[str]) -> Path | None:
-    """The first file of a model that is GGUF: named itself, or alone in a folder without safetensors; None for others.
+    """The first file of a model that is GGUF: named itself, or alone in a folder without
+    safetensors; None for others.
 
     Raises `UserError` where a folder has several.
     """
@@ -63,8 +75,11 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
         return path if path.suffix.lower() == ".gguf" else None
     if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
         return None
-    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))  # what sees is left out
-    first = [one for one in files if (match := _SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1]
+    # what sees is left out
+    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))
+    first = [
+        one for one in files if (match := _SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
+    ]
     if len(first) > 1:
         names = ", ".join(one.name for one in first)
         raise UserError(f"{path} has several GGUF models ({names}): give the path of one of them")
@@ -84,35 +99,54 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     _require_files(files, file)
     headers = [read_gguf_header(path, index) for index, path in enumerate(files)]
     metadata, stored = _joined(files, headers)
-    where, kind = files[0].name, metadata.get("general.architecture")
-    if not isinstance(kind, str) or kind not in _ARCHITECTURES or metadata.get("general.type", "model") != "model":
+    where = files[0].name
+    kind = metadata.get("general.architecture")
+    if (
+        not isinstance(kind, str)
+        or kind not in _ARCHITECTURES
+        or metadata.get("general.type", "model") != "model"
+    ):
         what = f"{metadata.get('general.type', 'model')!s:.40} of architecture {kind!s:.40}"
         raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(_FACTORS))
     folder = _folder_of_config(files[0], config)
     config_stamp = None if folder is None else stamp_of(folder / "config.json")
     if folder is None:
-        settings = config_of(where, metadata, {name: entry.shape for name, entry in stored.items()}, factors)
+        settings = config_of(
+            where, metadata, {name: entry.shape for name, entry in stored.items()}, factors
+        )
     else:
         settings = _checked_config(where, folder, metadata, factors)
     tensors = _tensors(where, kind, stored, stated_config(where, metadata))
     _require_biases(where, settings, tensors)
-    texts = next((one for one in (folder, file.parent) if one is not None and has_tokenizer(one)), None)
+    texts = next(
+        (one for one in (folder, file.parent) if one is not None and has_tokenizer(one)), None
+    )
     if texts is None and metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab"):
         texts = files[0]
     stamps = tuple(header.stamp for header in headers)
     return Checkpoint(
-        files[0], settings, files, tensors, stamps, folder or file.parent, texts or file.parent,
+        files[0],
+        settings,
+        files,
+        tensors,
+        stamps,
+        folder or file.parent,
+        texts or file.parent,
         config_stamp=config_stamp,
-    )  # fmt: skip
+    )
 
 
 def files_of(file: Path) -> tuple[Path, ...]:
-    """A file, or all that a model was split into, by their names: they need not be there. Raises `UserError`."""
+    """A file, or all that a model was split into, by their names: they need not be there. Raises
+    `UserError`.
+    """
     match = _SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)
-    files = [file.with_name(f"{match[1]}-{n:05}-of-{match[3]}.gguf") for n in range(1, int(match[3]) + 1)]
+    files = [
+        file.with_name(f"{match[1]}-{n:05}-of-{match[3]}.gguf") for n in range(1, int(match[3]) + 1)
+    ]
     if not files:
         raise UserError(f"{file.name}: a model of no parts: give it another name")
     return tuple(files)
@@ -121,17 +155,24 @@ def files_of(file: Path) -> tuple[Path, ...]:
 def _require_files(files: Sequence[Path], file: Path) -> None:
     for path in files:
         if not os.path.isfile(path):
-            raise UserError(f"{path.name} is missing beside {file.name}: download all parts into one folder")
+            raise UserError(
+                f"{path.name} is missing beside {file.name}: download all parts into one folder"
+            )
 
 
-def _joined(files: Sequence[Path], headers: Sequence[GgufHeader]) -> tuple[Metadata, dict[str, TensorEntry]]:
+def _joined(
+    files: Sequence[Path], headers: Sequence[GgufHeader]
+) -> tuple[Metadata, dict[str, TensorEntry]]:
     """What the first part says, and the tensors of all."""
-    first, stored = headers[0].metadata, dict[str, TensorEntry]()
+    first = headers[0].metadata
+    stored = dict[str, TensorEntry]()
     for index, (path, header) in enumerate(zip(files, headers, strict=True)):
         part = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
         if part != (index, len(files)):
-            raise UserError(f"{path.name} says it is part {part[0]!s:.20} (from 0) of {part[1]!s:.20}: "
-                            "give parts the names that they were made with")  # fmt: skip
+            raise UserError(
+                f"{path.name} says it is part {part[0]!s:.20} (from 0) of {part[1]!s:.20}: "
+                "give parts the names that they were made with"
+            )
         twice = next(iter(header.tensors.keys() & stored.keys()), None)
         if twice is not None:
             raise damaged(f"{path.name}: {twice} is in another part as well")
@@ -148,13 +189,19 @@ def _folder_of_config(file: Path, config: str | os.PathLike[str] | None) -> Path
     return file.parent if os.path.isfile(file.parent / "config.json") else None
 
 
-def _checked_config(where: str, folder: Path, metadata: Metadata, factors: Sequence[float]) -> dict[str, Any]:
+def _checked_config(
+    where: str, folder: Path, metadata: Metadata, factors: Sequence[float]
+) -> dict[str, Any]:
     """A config that fits the file. Raises `UserError`."""
-    settings, stated = read_config(folder / "config.json"), stated_config(where, metadata)
-    kind, source = metadata["general.architecture"], folder / "config.json"
+    settings = read_config(folder / "config.json")
+    stated = stated_config(where, metadata)
+    kind = metadata["general.architecture"]
+    source = folder / "config.json"
     if settings.get("model_type") not in _ARCHITECTURES[kind].model_types:
         named = settings.get("model_type", "none")
-        raise UserError(f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own model")
+        raise UserError(
+            f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own model"
+        )
     inner = settings.get("text_config")
     own = inner if isinstance(inner, dict) else settings
     require_same(where, own, stated, str(source))
@@ -175,7 +222,9 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
             file.seek(entry.lo)
             raw = file.read(entry.num_bytes)
     except OSError as error:
-        raise UserError(f"cannot read {where} ({error.strerror}): check that it is yours to read") from None
+        raise UserError(
+            f"cannot read {where} ({error.strerror}): check that it is yours to read"
+        ) from None
     factors = struct.unpack(f"<{entry.shape[0]}f", raw)
     if not all(map(math.isfinite, factors)):
         raise damaged(f"{where}: {_FACTORS} must be finite")
@@ -185,8 +234,11 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
 def _tensors(
     where: str, kind: str, stored: Mapping[str, TensorEntry], stated: Mapping[str, Any]
 ) -> dict[str, TensorEntry]:
-    """By the names that a model of this architecture has. Raises `UserError` for one that it has not."""
-    architecture, found = _ARCHITECTURES[kind], dict[str, TensorEntry]()
+    """By the names that a model of this architecture has. Raises `UserError` for one that it has
+    not.
+    """
+    architecture = _ARCHITECTURES[kind]
+    found = dict[str, TensorEntry]()
     num_heads = stated.get("num_attention_heads", 0)
     heads = {"attn_q": num_heads, "attn_k": stated.get("num_key_value_heads", num_heads)}
     for own, entry in stored.items():
@@ -196,7 +248,9 @@ def _tensors(
         if own == _FACTORS and kind == "llama":
             continue
         if own not in _OUTER and name is None:
-            raise UserError(f"{where}: {own:.80} is not known of architecture {kind}: take the model in safetensors")
+            raise UserError(
+                f"{where}: {own:.80} is not known of architecture {kind}: take the model in safetensors"
+            )
         full = _OUTER.get(own) or f"model.layers.{int(match[1])}.{name}.{end}"  # type: ignore[index]
         is_norm = full.endswith("norm.weight")
         added = architecture.added if is_norm else 0
@@ -211,12 +265,26 @@ def _tensors(
     return found
 
 
-def _require_biases(where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> None:
-    """Raises `UserError` for numbers that the model would not add: a model takes no notice of tensors that it lacks."""
+def _require_biases(
+    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+) -> None:
+    """Raises `UserError` for numbers that the model would not add: a model takes no notice of
+    tensors that it lacks.
+    """
     inner = config.get("text_config")
     own = inner if isinstance(inner, dict) else config
-    wanted = "qkv" if config.get("model_type") == "qwen2" else "qkvo" if own.get("attention_bias") else ""
-    found = {name.rpartition("_proj.bias")[0][-1:] for name in tensors if name.endswith("_proj.bias")}
+    wanted = (
+        "qkv"
+        if config.get("model_type") == "qwen2"
+        else "qkvo"
+        if own.get("attention_bias")
+        else ""
+    )
+    found = {
+        name.rpartition("_proj.bias")[0][-1:] for name in tensors if name.endswith("_proj.bias")
+    }
     if found - set(wanted):
         extra = f"{min(found - set(wanted))}_proj"
-        raise UserError(f"{where} has biases of {extra}, which its config has not: give `config` of its own model")
+        raise UserError(
+            f"{where} has biases of {extra}, which its config has not: give `config` of its own model"
+        )

@@ -1,6 +1,8 @@
-"""What a GGUF file says of its model in the words of Hugging Face's config.json, for architectures known whole.
+"""What a GGUF file says of its model in the words of Hugging Face's config.json, for architectures
+known whole.
 
-Sizes are stated by the file; some rules are not, since llama.cpp has them in its code (Gemma's pattern of windows).
+Sizes are stated by the file; some rules are not, since llama.cpp has them in its code (Gemma's
+pattern of windows).
 Invariant: what is said of the model in words that are not known here is refused, not left out.
 """
 
@@ -24,19 +26,24 @@ _KNOWN = {*_SIZES.values(), "attention.head_count_kv", "attention.key_length", "
           "rope.scaling.finetuned", "expert_count", "expert_used_count", "tensor_data_layout"}  # fmt: skip
 _GEMMA_KNOWN = {"attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
                 "attn_logit_softcapping"}  # fmt: skip
-_GEMMA_LOCAL_THETA, _GEMMA_PATTERN, _GEMMA_27B_LAYERS = 10000.0, 6, 62
+_GEMMA_LOCAL_THETA = 10000.0
+_GEMMA_PATTERN = 6
+_GEMMA_27B_LAYERS = 62
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # fmt: skip  # of every Llama 3.1 to 3.3; factors differ
 _REMEDY = "give `config`, the folder or hub id of the original model"
 
 
-def config_of(where: str, metadata: Metadata, names: Mapping[str, Sequence[int]], factors: Sequence[float]) -> Config:
+def config_of(
+    where: str, metadata: Metadata, names: Mapping[str, Sequence[int]], factors: Sequence[float]
+) -> Config:
     """The config of a model by its file alone.
 
     Args:
         where: names the file.
         names: shapes of its tensors.
-        factors: of `rope_freqs.weight`, by which wavelengths are divided; empty where the file has none.
+        factors: of `rope_freqs.weight`, by which wavelengths are divided; empty where the file has
+            none.
 
     Raises:
         UserError: the file does not say enough, or says what is not known.
@@ -44,19 +51,32 @@ def config_of(where: str, metadata: Metadata, names: Mapping[str, Sequence[int]]
     said = _Said(where, metadata)
     unknown = said.keys() - _KNOWN - (_GEMMA_KNOWN if said.arch == "gemma3" else set())
     if unknown:
-        raise UserError(f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here: {_REMEDY}")
+        raise UserError(
+            f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here: {_REMEDY}"
+        )
     stated = stated_config(where, metadata)
     missing = next((key for key, own in _SIZES.items() if key not in stated), None)
     if missing:
         raise UserError(f"{where}: its header has no {said.arch}.{_SIZES[missing]}: {_REMEDY}")
-    width, num_heads = stated["hidden_size"], stated["num_attention_heads"]
-    config = {"num_key_value_heads": num_heads, "head_dim": width // max(num_heads, 1), "rope_theta": 10000.0, **stated}
+    width = stated["hidden_size"]
+    num_heads = stated["num_attention_heads"]
+    config = {
+        "num_key_value_heads": num_heads,
+        "head_dim": width // max(num_heads, 1),
+        "rope_theta": 10000.0,
+        **stated,
+    }
     table = names.get("token_embd.weight", (0,))
     config |= {"vocab_size": table[0], "tie_word_embeddings": "output.weight" not in names}
-    config |= {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in _SPECIAL.items()}
+    config |= {
+        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{own}_token_id")
+        for name, own in _SPECIAL.items()
+    }
     config["eos_token_id"] = _ends(metadata)
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise UserError(f"{where}: rotary positions of part of a head are not known here: {_REMEDY}")
+        raise UserError(
+            f"{where}: rotary positions of part of a head are not known here: {_REMEDY}"
+        )
     config["model_type"] = {"gemma3": "gemma3_text"}.get(said.arch, said.arch)
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
@@ -75,7 +95,9 @@ def stated_config(where: str, metadata: Metadata) -> Config:
     """The sizes that a file states. Raises `UserError` for those of kinds that are not read."""
     said = _Said(where, metadata)
     if said.get("expert_count"):
-        raise UserError(f"{where}: experts in GGUF files are not read: take the model in safetensors")
+        raise UserError(
+            f"{where}: experts in GGUF files are not read: take the model in safetensors"
+        )
     stated: Config = {key: said.size(own) for key, own in _SIZES.items()}
     stated["num_key_value_heads"] = said.size("attention.head_count_kv")
     stated["head_dim"] = said.size("attention.key_length")
@@ -83,25 +105,40 @@ def stated_config(where: str, metadata: Metadata) -> Config:
     stated["rms_norm_eps"] = said.real("attention.layer_norm_rms_epsilon")
     stated["rope_theta"] = said.real("rope.freq_base")
     if said.get("attention.value_length", stated["head_dim"]) != stated["head_dim"]:
-        raise UserError(f"{where}: keys and values of different widths are not known here: take it in safetensors")
+        raise UserError(
+            f"{where}: keys and values of different widths are not known here: take it in safetensors"
+        )
     return {key: value for key, value in stated.items() if value is not None}
 
 
-def require_same(where: str, config: Mapping[str, Any], stated: Mapping[str, Any], source: str) -> None:
+def require_same(
+    where: str, config: Mapping[str, Any], stated: Mapping[str, Any], source: str
+) -> None:
     """Raises `UserError` where a config is of another model than the file."""
     rope = config.get("rope_parameters")
     known = {**(rope if isinstance(rope, dict) else {}), **config}
     for key in _HELD_AGAINST:
-        own, other = stated.get(key), known.get(key)
-        if own is None or other is None or type(other) not in (int, float) or math.isclose(own, other, rel_tol=1e-6):
+        own = stated.get(key)
+        other = known.get(key)
+        if (
+            own is None
+            or other is None
+            or type(other) not in (int, float)
+            or math.isclose(own, other, rel_tol=1e-6)
+        ):
             continue
         raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {_REMEDY}")
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """By what Llama 3 divides the frequency of each pair of a head, as llama.cpp writes it into `rope_freqs.weight`."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    context, divisors = float(scaling["original_max_position_embeddings"]), []
+    """By what Llama 3 divides the frequency of each pair of a head, as llama.cpp writes it into
+    `rope_freqs.weight`.
+    """
+    factor, low, high = (
+        float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    context = float(scaling["original_max_position_embeddings"])
+    divisors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
         smooth = (context / wavelength - low) / (high - low)
@@ -111,7 +148,9 @@ def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> l
     return divisors
 
 
-def require_factors(where: str, config: Mapping[str, Any], factors: Sequence[float], stated: Mapping[str, Any]) -> None:
+def require_factors(
+    where: str, config: Mapping[str, Any], factors: Sequence[float], stated: Mapping[str, Any]
+) -> None:
     """Raises `UserError` where a config divides frequencies by other numbers than the file does."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     head_dim = stated.get("head_dim") or stated["hidden_size"] // stated["num_attention_heads"]
@@ -121,7 +160,9 @@ def require_factors(where: str, config: Mapping[str, Any], factors: Sequence[flo
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
         is_same = False
     if not is_same:
-        raise UserError(f"{where}: the config's rope scaling is not that of rope_freqs.weight in the file: {_REMEDY}")
+        raise UserError(
+            f"{where}: the config's rope scaling is not that of rope_freqs.weight in the file: {_REMEDY}"
+        )
 
 
 class _Said:
@@ -142,22 +183,32 @@ class _Said:
         value = value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
         if value is None or (type(value) is int and 0 < value < 1 << 32):
             return value
-        raise UserError(f"{self.where}: {self.arch}.{key} must be one whole number above 0, got {value!r:.80}: "
-                        "take the model in safetensors")  # fmt: skip
+        raise UserError(
+            f"{self.where}: {self.arch}.{key} must be one whole number above 0, got {value!r:.80}: "
+            "take the model in safetensors"
+        )
 
     def real(self, key: str) -> float | None:
         value = self.get(key)
         if value is None or (type(value) in (int, float) and 0 < value < math.inf):
             return None if value is None else _shortest(value)
-        raise UserError(f"{self.where}: {self.arch}.{key} must be a number above 0, got {value!r:.80}: {_REMEDY}")
+        raise UserError(
+            f"{self.where}: {self.arch}.{key} must be a number above 0, got {value!r:.80}: {_REMEDY}"
+        )
 
 
 def _shortest(value: float) -> float:
     """The number that was meant, 1e-05, of one that was kept in float32, 9.999999747378752e-06."""
     kept = struct.unpack("<f", struct.pack("<f", value))[0] if value < 3e38 else value
-    return next((float(f"{value:.{digits}g}") for digits in range(1, 9)
-                 if kept == value and struct.unpack("<f", struct.pack("<f", float(f"{value:.{digits}g}")))[0] == kept),
-                value)  # fmt: skip
+    return next(
+        (
+            float(f"{value:.{digits}g}")
+            for digits in range(1, 9)
+            if kept == value
+            and struct.unpack("<f", struct.pack("<f", float(f"{value:.{digits}g}")))[0] == kept
+        ),
+        value,
+    )
 
 
 def _ends(metadata: Metadata) -> int | list[int] | None:
@@ -169,7 +220,8 @@ def _ends(metadata: Metadata) -> int | list[int] | None:
 
 def _rope_scaling(said: _Said, config: Config, factors: Sequence[float]) -> Config | None:
     kind = said.get("rope.scaling.type", "none")
-    factor, context = said.real("rope.scaling.factor"), said.size("rope.scaling.original_context_length")
+    factor = said.real("rope.scaling.factor")
+    context = said.size("rope.scaling.original_context_length")
     if factors:
         scaling = {**_LLAMA3, "factor": float(max(factors))}
         found = llama3_factors(scaling, config["rope_theta"], config["head_dim"])
@@ -182,19 +234,28 @@ def _rope_scaling(said: _Said, config: Config, factors: Sequence[float]) -> Conf
     elif kind == "yarn" and None not in (factor, context):
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     named = "rope_freqs.weight" if factors else f"{kind!r:.40}"
-    raise UserError(f"{said.where}: its rope scaling ({named}) is not known from the file alone: {_REMEDY}")
+    raise UserError(
+        f"{said.where}: its rope scaling ({named}) is not known from the file alone: {_REMEDY}"
+    )
 
 
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Up to float32."""
-    return len(one) == len(other) and all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-5), one, other))
+    return len(one) == len(other) and all(
+        map(lambda a, b: math.isclose(a, b, rel_tol=1e-5), one, other)
+    )
 
 
 def _gemma(said: _Said, config: Config) -> Config:
-    """Five layers with a window for each without; the widest model scales scores by the width of all heads."""
-    num_layers, pattern = config["num_hidden_layers"], said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    """Five layers with a window for each without; the widest model scales scores by the width of
+    all heads.
+    """
+    num_layers = config["num_hidden_layers"]
+    pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
     if type(pattern) is not int or pattern < 1 or "sliding_window" not in config:
-        raise UserError(f"{said.where}: its pattern of windows is not known from the file alone: {_REMEDY}")
+        raise UserError(
+            f"{said.where}: its pattern of windows is not known from the file alone: {_REMEDY}"
+        )
     is_whole = [(index + 1) % pattern == 0 for index in range(num_layers)]
     local = said.real("rope.freq_base_swa") or _GEMMA_LOCAL_THETA
     scale = config["hidden_size"] // config["num_attention_heads"]

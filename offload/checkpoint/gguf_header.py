@@ -1,7 +1,9 @@
-"""Headers of GGUF files: what is said of the model, and where every tensor lies, proved before a byte of it is used.
+"""Headers of GGUF files: what is said of the model, and where every tensor lies, proved before a
+byte of it is used.
 
-The files come from strangers. Invariant: no number of theirs decides how much is read, kept or repeated before it was
-held against the bytes that are left, and every entry lies inside the file, over no other.
+The files come from strangers. Invariant: no number of theirs decides how much is read, kept or
+repeated before it was held against the bytes that are left, and every entry lies inside the file,
+over no other.
 """
 
 import math
@@ -10,20 +12,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from offload.checkpoint.files import open_regular
 from offload.checkpoint.safetensors import Stamp, check_extents, damaged, unreadable
-from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.base import ENCODINGS
+from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.errors import UnreadError, UserError, reason
 
-Metadata = Mapping[str, Any]  # numbers, texts, truth values, short lists of numbers; longer lists are left out
+# numbers, texts, truth values, short lists of numbers; longer lists are left out
+Metadata = Mapping[str, Any]
 _MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take some 10 MB
-_MAX_LIST, _MAX_DIMS, _MAX_SIZE, _MAX_NAME_BYTES = 1024, 4, 1 << 62, 1024
+_MAX_LIST = 1024
+_MAX_DIMS = 4
+_MAX_SIZE = 1 << 62
+_MAX_NAME_BYTES = 1024
 _LAST_NUMBER = 255  # of versions and types, in years to come
 _ALIGNMENTS = [1 << power for power in range(3, 21)]
-_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_TEXT, _LIST = 8, 9
+_FORMATS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_TEXT = 8
+_LIST = 9
 # As ggml numbers them; of those that are not read the names serve to refuse them.
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -41,11 +60,15 @@ class GgufHeader(NamedTuple):
 
 
 def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
-    """The header of one file. Raises `UserError` where it contradicts the file, or has types that are not read."""
+    """The header of one file. Raises `UserError` where it contradicts the file, or has types that
+    are not read.
+    """
     try:
         with open_regular(path) as file:
             stamp = Stamp.of(file.fileno())
-            metadata, tensors = _read(_Header(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES)), shard)
+            metadata, tensors = _read(
+                _Header(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES)), shard
+            )
     except OSError as error:
         raise unreadable(path, error) from None
     check_extents(path, tensors, stamp.num_bytes)
@@ -59,7 +82,10 @@ class _Header:
     """The bytes of a header, one after the other, no further than the file goes."""
 
     def __init__(self, path: Path, file: BinaryIO, num_bytes: int) -> None:
-        self.path, self.at, self._file, self._end = path, 0, file, num_bytes
+        self.path = path
+        self.at = 0
+        self._file = file
+        self._end = num_bytes
 
     def take(self, num_bytes: int) -> bytes:
         self.require(num_bytes)
@@ -96,16 +122,21 @@ def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, Tensor
     name = header.path.name
     magic = header.take(4)
     if magic == b"vers":
-        raise UserError(f"{name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+        raise UserError(
+            f"{name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder"
+        )
     if magic != b"GGUF":
-        raise UserError(f"{name} does not begin as a GGUF file does: check the file, or download it again")
+        raise UserError(
+            f"{name} does not begin as a GGUF file does: check the file, or download it again"
+        )
     version = header.number("<I")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         kind = "big-endian GGUF files are" if swapped in (1, 2, 3) else f"GGUF version {version} is"
         what = f"{name}: {kind} not read: take a file of version 2 or 3, or convert the model again"
         raise _not_read(min(version, swapped), what)
-    num_tensors, num_notes = header.number("<Q"), header.number("<Q")
+    num_tensors = header.number("<Q")
+    num_notes = header.number("<Q")
     header.require(24 * num_tensors + 13 * num_notes)
     metadata = dict[str, Any]()
     for _ in range(num_notes):
@@ -115,7 +146,9 @@ def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, Tensor
         metadata[key] = _value(header, header.number("<I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment not in _ALIGNMENTS:
-        raise damaged(f"{name}: general.alignment must be a power of two of 8 or more, got {alignment!r:.80}")
+        raise damaged(
+            f"{name}: general.alignment must be a power of two of 8 or more, got {alignment!r:.80}"
+        )
     return metadata, _entries(header, num_tensors, alignment, shard)
 
 
@@ -140,7 +173,9 @@ def _value(header: _Header, kind: int) -> Any:
     return None if count > _MAX_LIST else list(struct.unpack(f"<{count}{_FORMATS[kind][1]}", raw))
 
 
-def _entries(header: _Header, num_tensors: int, alignment: int, shard: int) -> dict[str, TensorEntry]:
+def _entries(
+    header: _Header, num_tensors: int, alignment: int, shard: int
+) -> dict[str, TensorEntry]:
     found = dict[str, tuple[str, tuple[int, ...], int]]()
     for _ in range(num_tensors):
         name = header.text()
@@ -150,18 +185,22 @@ def _entries(header: _Header, num_tensors: int, alignment: int, shard: int) -> d
         found[name] = _entry(header, name, alignment)
     first = -(-header.at // alignment) * alignment
     return {
-        name: TensorEntry(shard, kind, shape, first + lo, first + lo + GgufBlocks(kind).stored_bytes(shape))
+        name: TensorEntry(
+            shard, kind, shape, first + lo, first + lo + GgufBlocks(kind).stored_bytes(shape)
+        )
         for name, (kind, shape, lo) in found.items()
     }
 
 
 def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
     """Type, shape and offset of one tensor."""
-    where, num_dims = f"{header.path.name}: {name:.80}", header.number("<I")
+    where = f"{header.path.name}: {name:.80}"
+    num_dims = header.number("<I")
     if not 0 < num_dims <= _MAX_DIMS:
         raise damaged(f"{where} has {num_dims} dimensions")
     shape = tuple(reversed([header.number("<Q") for _ in range(num_dims)]))
-    number, lo = header.number("<I"), header.number("<Q")
+    number = header.number("<I")
+    lo = header.number("<Q")
     kind = _TYPES.get(number, f"of type {number}")
     if kind not in BLOCKS and kind not in ENCODINGS:
         what = f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M or Q8_0"

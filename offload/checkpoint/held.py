@@ -1,9 +1,11 @@
-"""Weights of a draft that are held in fewer bits than they are stored in: which ones, and what they take.
+"""Weights of a draft that are held in fewer bits than they are stored in: which ones, and what they
+take.
 
-What a draft says is only proposed, so rounding costs guesses and never exactness. Of the layers all matrices that one
-row after another is multiplied with are held so; embeddings, norms, head and fused experts stay as they are. At 4 bits
-columns go in groups, each with a scale and an offset; at 8 bits a row has one scale. No torch. Invariant: planning and
-loading go by the same rules, so that what is planned is what is held.
+What a draft says is only proposed, so rounding costs guesses and never exactness. Of the layers all
+matrices that one row after another is multiplied with are held so; embeddings, norms, head and
+fused experts stay as they are. At 4 bits columns go in groups, each with a scale and an offset; at
+8 bits a row has one scale. No torch. Invariant: planning and loading go by the same rules, so that
+what is planned is what is held.
 """
 
 import math
@@ -14,10 +16,13 @@ from typing import NamedTuple
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import Encoding
 
-# As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes (docs/drafts.md).
+# As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
+# (docs/drafts.md).
 _GROUPS = (64, 32)
 _BLOCK_ROWS = 64  # rows are made up to a multiple of it
-_CHUNK_NUMBERS, _CHUNK_ITEM_BYTES = 1 << 20, 10  # rounded at once by torch: float32, codes, words on the way
+# rounded at once by torch: float32, codes, words on the way
+_CHUNK_NUMBERS = 1 << 20
+_CHUNK_ITEM_BYTES = 10
 FEW_ROWS = 4  # that a CPU multiplies with its integer products, unless trials say otherwise
 _NOT_LINEAR = re.compile(r"\bexperts\.|\.(gate|router)\b|relative_attention_bias|embed|norm")
 
@@ -39,7 +44,9 @@ class HeldSizes(NamedTuple):
 
 
 def group_of(num_columns: int) -> int | None:
-    """Columns that share a scale at 4 bits; None where they cannot be divided, and 8 bits are taken."""
+    """Columns that share a scale at 4 bits; None where they cannot be divided, and 8 bits are
+    taken.
+    """
     return next((group for group in _GROUPS if num_columns % group == 0), None)
 
 
@@ -63,21 +70,31 @@ def is_held(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def held_sizes(
-    tensors: Mapping[str, TensorEntry], layers: Iterable[Iterable[TensorEntry]], held: Held, computed: Encoding
+    tensors: Mapping[str, TensorEntry],
+    layers: Iterable[Iterable[TensorEntry]],
+    held: Held,
+    computed: Encoding,
 ) -> HeldSizes:
     """Of a draft with these layers."""
     names = {entry: name for name, entry in tensors.items()}
-    item_bytes, layer_bytes, matrices, passing_bytes = computed.align_bytes, [], [], 0
+    item_bytes = computed.align_bytes
+    layer_bytes = []
+    matrices = []
+    passing_bytes = 0
     for entries in layers:
         own = [entry for entry in entries if is_held(names[entry], entry.shape)]
         others = sum(computed.stored_bytes(entry.shape) for entry in entries if entry not in own)
-        layer_bytes.append(sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own) + others)
+        layer_bytes.append(
+            sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own) + others
+        )
         matrices += [entry.shape for entry in own]
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
         rounded = max((_rounded_at_once(*entry.shape) for entry in own), default=0)
         passing_bytes = max(passing_bytes, stored + rounded * _CHUNK_ITEM_BYTES)
     scratch = max((padded_rows(rows) * columns for rows, columns in matrices), default=0)
-    return HeldSizes(tuple(layer_bytes), scratch * item_bytes, passing_bytes, sum(map(math.prod, matrices)))
+    return HeldSizes(
+        tuple(layer_bytes), scratch * item_bytes, passing_bytes, sum(map(math.prod, matrices))
+    )
 
 
 def _rounded_at_once(num_rows: int, num_columns: int) -> int:

@@ -1,15 +1,31 @@
-"""What a model weighs, before any of its weights are here: from its folder, from the hub's headers, or a config.json.
+"""What a model weighs, before any of its weights are here: from its folder, from the hub's headers,
+or a config.json.
 
-Invariant: nothing is read of weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants
-to read asks `is_here` first.
+Invariant: nothing is read of weights, and what comes back is a `Checkpoint` whose shards need not
+exist; whoever wants to read asks `is_here` first.
+
+Whether two models mean the same by their token ids, as far as their files tell before anything is
+built.
+
+Invariant: no pair is refused that loading accepts, where complete tokenizers are compared.
+
+What a stranger's tokenizer files may claim that ends a process, or fills its memory, inside of a
+library.
+
+Rust ends a process that asks for more memory than there is, and Python can catch nothing.
+Invariant: what passes may still be refused by the library, but as an exception.
 """
 
+import base64
+import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.download import in_cache, is_hub_id, not_on_the_hub
+from offload.checkpoint.files import read_small
 from offload.checkpoint.gguf import gguf_file, open_gguf
 from offload.checkpoint.safetensors import (
     Checkpoint,
@@ -18,35 +34,56 @@ from offload.checkpoint.safetensors import (
     has_weights,
     open_checkpoint,
     read_config,
+    read_json,
     weights_of,
 )
-from offload.checkpoint.tensors import TensorEntry
-from offload.config import require
-from offload.encoding.registry import PLAIN_OF
-from offload.errors import UserError
+from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.tensors import TensorEntry, check_counts, check_types, objects
+from offload.encoding.base import PLAIN_OF
+from offload.errors import UserError, ensure, reason
+from offload.units import require
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # one block, but for biases and norms of heads
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 _DEFAULTED = ("num_key_value_heads", "head_dim")
-_MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 32  # no model has as many; each layer takes memory even here
+# no model has as many; each layer takes memory even here
+_MAX_LAYERS = 10_000
+_MAX_SIZE = 1 << 32
 
 
 def config_alone(model: str | os.PathLike[str]) -> Path | None:
-    """A config.json that was named itself, or lies in a folder without weights; None for other models."""
+    """A config.json that was named itself, or lies in a folder without weights; None for other
+    models.
+    """
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path) and os.path.isfile(path / "config.json"):
         return None if has_weights(path) else path / "config.json"
     return path if os.path.isfile(path) and path.suffix == ".json" else None
 
 
-def open_headers(model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """A model as planning sees it: a folder, a GGUF file or a hub id. Raises `UserError` for anything else.
+def open_headers(
+    model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
+) -> Checkpoint:
+    """A model as planning sees it: a folder, a GGUF file or a hub id. Raises `UserError` for
+    anything else.
 
     `config` is the folder or hub id that a GGUF file was made from, for its config and tokenizer.
     """
     is_name = isinstance(model, str | os.PathLike)
-    require(is_name, "a model must be a folder, a GGUF file or a hub id", f"{model!r:.80}", "give its path or name")
-    path, file = Path(os.path.expanduser(model)), gguf_file(model)
+    require(
+        is_name,
+        "a model must be a folder, a GGUF file or a hub id",
+        f"{model!r:.80}",
+        "give its path or name",
+    )
+    path = Path(os.path.expanduser(model))
+    file = gguf_file(model)
     if file is not None:
         return open_gguf(file, config)
     require(config is None, "`config` goes with a model in a GGUF file", f"{model}", "leave it out")
@@ -56,10 +93,13 @@ def open_headers(model: str | os.PathLike[str], config: str | os.PathLike[str] |
 
 
 def fetch(
-    models: Sequence[str | os.PathLike[str]], check: Callable[..., object], on_phase: Callable[[str], None],
+    models: Sequence[str | os.PathLike[str]],
+    check: Callable[..., object],
+    on_phase: Callable[[str], None],
     config: str | os.PathLike[str] | None = None,
-) -> tuple[Checkpoint, ...]:  # fmt: skip
-    """Checkpoints to read weights from, fetched if need be once `check` has found the headers of all models useful.
+) -> tuple[Checkpoint, ...]:
+    """Checkpoints to read weights from, fetched if need be once `check` has found the headers of
+    all models useful.
 
     `config` is that of the first, see `open_headers`.
     """
@@ -79,7 +119,9 @@ def is_here(checkpoint: Checkpoint) -> bool:
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
-    """The headers that a Llama-like model of this config has, in a file that does not exist. Raises `UserError`."""
+    """The headers that a Llama-like model of this config has, in a file that does not exist. Raises
+    `UserError`.
+    """
     assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
     for name in (*_SIZES, *_DEFAULTED):
         _check_size(config, name, path)
@@ -88,16 +130,25 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def stored_dtype(config: dict[str, Any], path: Path) -> str:
-    """What most weights of a model of this config are stored in. Raises `UserError` where nothing computes in it."""
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    """What most weights of a model of this config are stored in. Raises `UserError` where nothing
+    computes in it.
+    """
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     if named not in PLAIN_OF:
-        raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
+        raise UserError(
+            f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be"
+        )
     return named
 
 
-def imagined(config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkpoint:
+def imagined(
+    config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Checkpoint:
     """Headers with these types and shapes by name, in one file beside `path` that does not exist."""
-    entries, at = {}, 0
+    entries = {}
+    at = 0
     for name, (dtype, shape) in tensors.items():
         num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
         entries[name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
@@ -106,26 +157,39 @@ def imagined(config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str
 
 
 def _check_size(config: dict[str, Any], name: str, path: Path) -> None:
-    size, limit = config.get(name), _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
+    size = config.get(name)
+    limit = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
     if (size is None and name in _DEFAULTED) or (type(size) is int and 0 < size < limit):
         return
-    raise UserError(f"{path}: {name} must be a whole number above 0 and below {limit}, got {size!r:.80}: fix it")
+    raise UserError(
+        f"{path}: {name} must be a whole number above 0 and below {limit}, got {size!r:.80}: fix it"
+    )
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width, vocab = config["hidden_size"], config["vocab_size"]
+    width = config["hidden_size"]
+    vocab = config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()}
+        shapes |= {
+            f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()
+        }
     shapes["model.norm.weight"] = (width,)
-    return shapes if config.get("tie_word_embeddings") else {**shapes, "lm_head.weight": (vocab, width)}
+    return (
+        shapes
+        if config.get("tie_word_embeddings")
+        else {**shapes, "lm_head.weight": (vocab, width)}
+    )
 
 
 def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of the tensors of one layer, in the order of their use."""
-    width, inner, num_heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    width, inner, num_heads = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
     head = config.get("head_dim") or width // num_heads
-    queries, keys = num_heads * head, (config.get("num_key_value_heads") or num_heads) * head
+    queries = num_heads * head
+    keys = (config.get("num_key_value_heads") or num_heads) * head
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (width,),
         "self_attn.q_proj.weight": (queries, width),
@@ -138,18 +202,24 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (width, inner),
     }
     if config["model_type"] == "qwen2" or config.get("attention_bias"):
-        shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", queries), ("k", keys), ("v", keys))}
+        shapes |= {
+            f"self_attn.{name}_proj.bias": (size,)
+            for name, size in (("q", queries), ("k", keys), ("v", keys))
+        }
     if config["model_type"] == "qwen3":
         shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     return shapes
 
 
 def _on_the_hub(repo: str) -> Checkpoint:
-    """The hub's copy where it is in the cache, else its config and headers alone: kilobytes, not gigabytes."""
+    """The hub's copy where it is in the cache, else its config and headers alone: kilobytes, not
+    gigabytes.
+    """
     from huggingface_hub import errors as hub
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
-    network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes
+    # of the HTTP library beneath, which changes
+    network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]
     unusable = (
         OSError,
         network_error,
@@ -167,14 +237,133 @@ def _on_the_hub(repo: str) -> Checkpoint:
         found = get_safetensors_metadata(repo)
     except unusable as error:
         raise not_on_the_hub(repo, error) from None
-    files, tensors = sorted(found.files_metadata), {}
+    files = sorted(found.files_metadata)
+    tensors = {}
     check_shard_names(Path(repo), files)
     for index, file in enumerate(files):
         for name, tensor in found.files_metadata[file].tensors.items():
-            meta = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": tensor.data_offsets}
+            meta = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": tensor.data_offsets,
+            }
             if found.weight_map.get(name) == file:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
     shards = tuple(Path(f"{repo}/{file}") for file in files)
     weights, left_out = weights_of(repo, settings, tensors)
     return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out)
+
+
+def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+    """Raises `UserError` where tokenizers differ, or where there are none and widths do."""
+    sizes = [model_shape(checkpoint).vocab_size for checkpoint in (target, draft)]
+    known = [_vocabulary(checkpoint.tokenizer_path) for checkpoint in (target, draft)]
+    is_bare = any(
+        all(map(os.path.isfile, one.shards)) and not _has_tokenizer(one.tokenizer_path)
+        for one in (target, draft)
+    )
+    if known[0] != known[1] if None not in known else is_bare and sizes[0] != sizes[1]:
+        raise other_vocabulary(draft.directory.name, *sizes)
+
+
+def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
+    """Whether two vocabularies mean the same by their ids.
+
+    GGUF files fill theirs up to the width of the embedding, and tokenizers are made anew of them
+    (not `is_exact`): then it is enough that the smaller has no token with another id.
+    """
+    if is_exact:
+        return one == other
+    small, large = sorted((one, other), key=len)
+    return all(large.get(token) == index for token, index in small.items())
+
+
+def other_vocabulary(draft: str, target_size: int, draft_size: int) -> UserError:
+    """What to say of a draft whose tokens are not the target's."""
+    return UserError(
+        f"the draft must share the target's vocabulary, {draft} has {draft_size} entries "
+        f"of its own against {target_size}: choose a smaller model of the target's family"
+    )
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Without what transformers may add; None where there is none to be read."""
+    from tokenizers import Tokenizer
+
+    if not os.path.isfile(directory / "tokenizer.json"):
+        return None
+    try:
+        return dict(
+            Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(
+                with_added_tokens=False
+            )
+        )
+    except Exception:  # nothing more specific; loading says what is wrong with it
+        return None
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return os.path.isfile(directory) or any(
+        map(os.path.isfile, (directory / "vocab.json", *directory.glob("tokenizer*")))
+    )
+
+
+_COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs of what stands there
+# how JSON may write a letter, so that a word is not seen as such
+_AS_NUMBER = re.compile(r"\\u00[2-7]")
+# What libraries read whole: vocabularies and settings by the names that they give them, no weights
+# or texts beside.
+READ_BY_LIBRARIES = re.compile(
+    r"(tokenizer(\..*)?|added_tokens|special_tokens_map|tekken.*|(.*[-_])?vocab(-.*)?|.*config|.*template)\.json"
+    r"|(emoji|normalizer|byte_maps|word_\w+)\.json|(vocab|merges|dict)\.txt|tokenizer\.model.*|.*\.(jinja|model|spm)"
+)
+_MOST_BYTES = 256 << 20  # the largest take some 40 MiB
+_AGAIN = "download its files again"
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Raises `UserError` for files that must not reach a library."""
+    _check_sizes(directory)
+    for path in (directory / name for name in _COUNTED):
+        if os.path.isfile(path):
+            config = read_json(path)
+            check_types(directory.name, config, path.name)
+            check_counts(directory.name, config, path.name)
+    path = directory / "tokenizer.json"
+    try:
+        text = read_small(path, _MOST_BYTES) if os.path.isfile(path) else ""
+        may_have_map = "Precompiled" in text or _AS_NUMBER.search(text) is not None
+        for part in objects(json.loads(text)) if may_have_map else ():
+            if part.get("type") == "Precompiled":
+                _check_map(part.get("precompiled_charsmap"))
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): {_AGAIN}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"cannot read the tokenizer in {directory} ({reason(error)}): {_AGAIN}"
+        ) from None
+
+
+def _check_sizes(directory: Path) -> None:
+    for path in directory.iterdir():
+        size = (
+            os.path.getsize(path)
+            if READ_BY_LIBRARIES.fullmatch(path.name) and os.path.isfile(path)
+            else 0
+        )
+        if size > _MOST_BYTES:
+            what = (
+                f"{path.name} has {size >> 20} MiB, no such file has more than {_MOST_BYTES >> 20}"
+            )
+            raise UserError(f"{directory.name}: {what}: {_AGAIN}")
+
+
+def _check_map(encoded: Any) -> None:
+    """A table of so many bytes as its first four say, then texts. Raises `ValueError`."""
+    ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
+    raw = base64.b64decode(encoded)
+    ensure(
+        int.from_bytes(raw[:4], "little") <= max(0, len(raw) - 4),
+        "precompiled_charsmap is cut short",
+    )

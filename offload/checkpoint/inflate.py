@@ -1,13 +1,17 @@
-"""Makes a small trained Llama or Qwen3-MoE as large on disk as is wished; it goes on computing the same function.
+"""Makes a small trained Llama or Qwen3-MoE as large on disk as is wished; it goes on computing the
+same function.
 
-Speculation is only worth measuring against a trained target, and the package carries a small one. So that is padded:
-hidden coordinates that are always zero, query heads and feed-forward rows that nothing listens to, whole layers that
-add nothing. The padding is random wherever it only meets zeros, so its bytes are real work. The number of experts stays
-and each grows; a layer that adds nothing routes as the nearest real one does, so which experts a text needs stays real.
+Speculation is only worth measuring against a trained target, and the package carries a small one.
+So that is padded: hidden coordinates that are always zero, query heads and feed-forward rows that
+nothing listens to, whole layers that add nothing. The padding is random wherever it only meets
+zeros, so its bytes are real work. The number of experts stays and each grows; a layer that adds
+nothing routes as the nearest real one does, so which experts a text needs stays real.
 
-Invariant: what is *read* from a new coordinate is any finite number, what is *written* to one is zero. The hidden size
-grows by 4, so RMSNorm divides by a root that is half as large, and its weight takes the factor back: exact in any
-binary float. Norms of queries and keys keep their width, but meet the same smaller epsilon: queries and keys arrive
+Invariant: what is *read* from a new coordinate is any finite number, what is *written* to one is
+zero. The hidden size
+grows by 4, so RMSNorm divides by a root that is half as large, and its weight takes the factor
+back: exact in any binary float. Norms of queries and keys keep their width, but meet the same
+    smaller epsilon: queries and keys arrive
 half as large. Logits therefore equal the small model's up to the order of summation.
 """
 
@@ -27,31 +31,46 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offload.checkpoint.folder_lock import locked_anew
+from offload.checkpoint.files import locked_anew
 from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import INFLATED, read_json
-from offload.config import format_bytes
-from offload.encoding.registry import PLAIN_OF
+from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError
+from offload.units import format_bytes
 
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
-_WIDTH_FACTOR, _NORM_DIVISOR = 4, 2  # RMSNorm of a vector padded with zeros is larger by the root of the factor
-_LAYER_BYTES, _EXPERT_BYTES, _SHARD_BYTES, _SEED = 25_000_000, 2_500_000, 1 << 30, 0
+# RMSNorm of a vector padded with zeros is larger by the root of the factor
+_WIDTH_FACTOR = 4
+_NORM_DIVISOR = 2
+_LAYER_BYTES = 25_000_000
+_EXPERT_BYTES = 2_500_000
+_SHARD_BYTES = 1 << 30
+_SEED = 0
 _FFN_STEP = 64
 _LAYER = "model.layers.{}."
 _BALLAST_STD = 0.02
-# What writes into the hidden state adds nothing to new coordinates, and nothing from new heads or ffn rows.
+# What writes into the hidden state adds nothing to new coordinates, and nothing from new heads or
+# ffn rows.
 _HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj"})
 _ROUTER = "mlp.gate"
 _ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # what a layer chooses experts by
-_HEAD_NORMED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})  # where a family norms queries and keys
+# where a family norms queries and keys
+_HEAD_NORMED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})
 _HEAD_NORMS = frozenset({"self_attn.q_norm", "self_attn.k_norm"})
-_COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template*")
+_COPIED = (
+    "generation_config.json",
+    "*token*.json",
+    "tokenizer.model",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
 _BLOCK_BYTES = 4 << 20  # written at once: large for the disk, small beside a layer
 _POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
 _DISK_MARGIN_BYTES = 64 << 20  # headers, tokenizer, the file system's own blocks
-# one entry per stored dimension; where the rows of all query heads lie, (kv group, row within the group)
+# one entry per stored dimension; where the rows of all query heads lie, (kv group, row within the
+# group)
 Axes = tuple[tuple[int, ...], ...]
 
 
@@ -67,47 +86,74 @@ class InflationPlan(NamedTuple):
 
 
 def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
-    """The feed-forward size that gives the wished layers, then the fewest of these to reach `target_bytes`.
+    """The feed-forward size that gives the wished layers, then the fewest of these to reach
+    `target_bytes`.
 
-    Layers are of about `_LAYER_BYTES`, experts of about `_EXPERT_BYTES`, or smaller where the small model's own number
-    of layers would overshoot. The total is never below `target_bytes`, and less than a layer above it unless the
-    narrowest inflated model is bigger already.
+    Layers are of about `_LAYER_BYTES`, experts of about `_EXPERT_BYTES`, or smaller where the small
+    model's own number of layers would overshoot. The total is never below `target_bytes`, and less
+    than a layer above it unless the narrowest inflated model is bigger already.
     """
-    wide, grown = {**small, **_widened(small)}, _grown(small)
+    wide = {**small, **_widened(small)}
+    grown = _grown(small)
 
     def layer_bytes(ffn_size: int) -> int:
         return _num_bytes(_layer_axes({**wide, grown: ffn_size}), small["dtype"])
 
-    outer_bytes, fixed_bytes = _num_bytes(_outer_axes(wide), small["dtype"]), layer_bytes(0)
-    wish_bytes = min(_most_layer_bytes(small), (target_bytes - outer_bytes) / small["num_hidden_layers"])
+    outer_bytes = _num_bytes(_outer_axes(wide), small["dtype"])
+    fixed_bytes = layer_bytes(0)
+    wish_bytes = min(
+        _most_layer_bytes(small), (target_bytes - outer_bytes) / small["num_hidden_layers"]
+    )
     num_steps = round((wish_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
     ffn_size = max(math.ceil(small[grown] / _FFN_STEP), num_steps) * _FFN_STEP
     each_bytes = layer_bytes(ffn_size)
-    num_layers = max(small["num_hidden_layers"], math.ceil((target_bytes - outer_bytes) / each_bytes))
+    num_layers = max(
+        small["num_hidden_layers"], math.ceil((target_bytes - outer_bytes) / each_bytes)
+    )
     total_bytes = outer_bytes + num_layers * each_bytes
     return InflationPlan(
-        wide["hidden_size"], wide["num_attention_heads"], ffn_size, num_layers, each_bytes, total_bytes
+        wide["hidden_size"],
+        wide["num_attention_heads"],
+        ffn_size,
+        num_layers,
+        each_bytes,
+        total_bytes,
     )
 
 
-def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Callable[[int, int], None]) -> Path:
-    """Write the inflated checkpoint of `source`; return its folder, at once when `destination` already holds it.
+def inflate(
+    source: Path, destination: Path, target_bytes: int, *, progress: Callable[[int, int], None]
+) -> Path:
+    """Write the inflated checkpoint of `source`; return its folder, at once when `destination`
+    already holds it.
 
     Args:
-        source: a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in one file and one
-            type, which its config names.
+        source: a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
+            one file and one type, which its config names.
         progress: is called after every block with the bytes done and those of all.
 
-    Raises `UserError` where `destination` holds anything else, another process writes it, or the disk is full.
+    Raises `UserError` where `destination` holds anything else, another process writes it, or the
+    disk is full.
     """
-    destination, small = destination.resolve(), read_json(source / "config.json")
+    destination = destination.resolve()
+    small = read_json(source / "config.json")
     made_from = {
-        **{"format": _FORMAT_VERSION, "source_sha256": _digest(source), "seed": _SEED, "target_bytes": target_bytes},
-        **{"layer_bytes": _most_layer_bytes(small), "width_factor": _WIDTH_FACTOR, "shard_bytes": _SHARD_BYTES},
+        **{
+            "format": _FORMAT_VERSION,
+            "source_sha256": _digest(source),
+            "seed": _SEED,
+            "target_bytes": target_bytes,
+        },
+        **{
+            "layer_bytes": _most_layer_bytes(small),
+            "width_factor": _WIDTH_FACTOR,
+            "shard_bytes": _SHARD_BYTES,
+        },
     }
     if _is_finished(destination, made_from):
         return destination
-    plan, big = plan_inflation(small, target_bytes), inflated_config(source, target_bytes)
+    plan = plan_inflation(small, target_bytes)
+    big = inflated_config(source, target_bytes)
     with _workspace(destination) as folder:
         _check_disk(folder, plan.total_bytes)
         shards = _shards(_Corners(source, small), big, plan)
@@ -117,7 +163,9 @@ def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Cal
         for path in _companions(source):
             shutil.copyfile(path, folder / path.name)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        _write_json(folder / INFLATED, {"made_from": made_from, "plan": plan._asdict(), "files": files})
+        _write_json(
+            folder / INFLATED, {"made_from": made_from, "plan": plan._asdict(), "files": files}
+        )
     return destination
 
 
@@ -125,7 +173,12 @@ def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
     """The config that `inflate` will write."""
     small = read_json(source / "config.json")
     plan = plan_inflation(small, target_bytes)
-    return {**small, **_widened(small), _grown(small): plan.ffn_size, "num_hidden_layers": plan.num_layers}
+    return {
+        **small,
+        **_widened(small),
+        _grown(small): plan.ffn_size,
+        "num_hidden_layers": plan.num_layers,
+    }
 
 
 def _grown(config: dict[str, Any]) -> str:
@@ -138,7 +191,9 @@ def _most_layer_bytes(config: dict[str, Any]) -> int:
 
 
 def _num_experts(config: dict[str, Any]) -> int:
-    """Of each layer; 0 in a Llama. transformers 5 writes the second name for what Qwen wrote as the first."""
+    """Of each layer; 0 in a Llama. transformers 5 writes the second name for what Qwen wrote as the
+    first.
+    """
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
@@ -152,29 +207,46 @@ def _widened(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
-    """One layer in file order. The small tensor is the low corner of the big one on every axis, groups included."""
+    """One layer in file order. The small tensor is the low corner of the big one on every axis,
+    groups included.
+    """
     shapes = (_moe_shapes if _num_experts(config) else layer_shapes)(config).items()
-    axes = {name.removesuffix(".weight"): tuple((size,) for size in shape) for name, shape in shapes}
-    groups, hidden = config["num_key_value_heads"], (config["hidden_size"],)
+    axes = {
+        name.removesuffix(".weight"): tuple((size,) for size in shape) for name, shape in shapes
+    }
+    groups = config["num_key_value_heads"]
+    hidden = (config["hidden_size"],)
     queries = (groups, config["num_attention_heads"] // groups * config["head_dim"])
     return {**axes, "self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
 
 
 def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of a layer's tensors by name, as safetensors sorts them: those of an expert lie together."""
-    width, inner, num_experts = config["hidden_size"], config["moe_intermediate_size"], _num_experts(config)
+    """Name and shape of a layer's tensors by name, as safetensors sorts them: those of an expert
+    lie together.
+    """
+    width = config["hidden_size"]
+    inner = config["moe_intermediate_size"]
+    num_experts = _num_experts(config)
     dense = layer_shapes({**config, "model_type": "qwen3"}).items()
     shapes = {name: shape for name, shape in dense if not name.startswith("mlp.")}
     shapes[f"{_ROUTER}.weight"] = (num_experts, width)
-    for part, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
-        shapes |= {f"mlp.experts.{expert}.{part}_proj.weight": shape for expert in range(num_experts)}
+    for part, shape in {
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+    }.items():
+        shapes |= {
+            f"mlp.experts.{expert}.{part}_proj.weight": shape for expert in range(num_experts)
+        }
     return dict(sorted(shapes.items()))
 
 
 def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
     """What lies outside the layers; the head is tied."""
-    return {"model.embed_tokens": ((config["vocab_size"],), (config["hidden_size"],)),
-            "model.norm": ((config["hidden_size"],),)}  # fmt: skip
+    return {
+        "model.embed_tokens": ((config["vocab_size"],), (config["hidden_size"],)),
+        "model.norm": ((config["hidden_size"],),),
+    }
 
 
 def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
@@ -184,9 +256,13 @@ def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
 def _digest(source: Path) -> str:
     """sha256 over names and contents of everything that an inflation depends on."""
     digest = hashlib.sha256()
-    for path in sorted({*source.glob("config.json"), *source.glob("*.safetensors*"), *_companions(source)}):
+    for path in sorted(
+        {*source.glob("config.json"), *source.glob("*.safetensors*"), *_companions(source)}
+    ):
         with path.open("rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            digest.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
     return digest.hexdigest()
 
 
@@ -200,7 +276,8 @@ class _Piece(NamedTuple):
     name: str
     axes: Axes
     is_ballast: bool  # padded with random values, else with zeros
-    corner: Tensor | None  # the small model's tensor, along the same axes; None in an inserted layer
+    # the small model's tensor, along the same axes; None in an inserted layer
+    corner: Tensor | None
 
 
 class _Corners:
@@ -212,34 +289,48 @@ class _Corners:
     def outer(self, big: dict[str, Any]) -> list[_Piece]:
         """What lies outside the layers."""
         old = _outer_axes(self.config)
-        return [self._piece(part, axes, self._corner(part, old[part])) for part, axes in _outer_axes(big).items()]
+        return [
+            self._piece(part, axes, self._corner(part, old[part]))
+            for part, axes in _outer_axes(big).items()
+        ]
 
     def layer(self, big: dict[str, Any], index: int, real: int, *, is_real: bool) -> list[_Piece]:
-        """Layer `index`, with the small model's layer `real` in its corners, or of an inserted one how that routes."""
-        old, new = _layer_axes(self.config), _layer_axes(big)
+        """Layer `index`, with the small model's layer `real` in its corners, or of an inserted one
+        how that routes.
+        """
+        old = _layer_axes(self.config)
+        new = _layer_axes(big)
         kept = new.keys() if is_real else _ROUTING if _ROUTER in new else frozenset()
         return [
             self._piece(
-                _LAYER.format(index) + part, axes,
+                _LAYER.format(index) + part,
+                axes,
                 self._corner(part, old[part], _LAYER.format(real)) if part in kept else None,
             )
             for part, axes in new.items()
-        ]  # fmt: skip
+        ]
 
     def _piece(self, name: str, axes: Axes, corner: Tensor | None) -> _Piece:
-        return _Piece(f"{name}.weight", axes, name.rpartition(".")[2] not in _HIDDEN_WRITERS, corner)
+        return _Piece(
+            f"{name}.weight", axes, name.rpartition(".")[2] not in _HIDDEN_WRITERS, corner
+        )
 
     def _corner(self, part: str, axes: Axes, prefix: str = "") -> Tensor:
         weight = self._weights[f"{prefix}{part}.weight"].view(*chain(*axes))
         has_head_norms = f"{prefix}self_attn.q_norm.weight" in self._weights
         is_hidden_norm = len(axes) == 1 and part not in _HEAD_NORMS
-        return weight / _NORM_DIVISOR if is_hidden_norm or (has_head_norms and part in _HEAD_NORMED) else weight
+        return (
+            weight / _NORM_DIVISOR
+            if is_hidden_norm or (has_head_norms and part in _HEAD_NORMED)
+            else weight
+        )
 
 
 def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[list[_Piece]]:
     """All pieces in file order: what is outside the layers first; a layer never crosses a shard."""
     num_real = small.config["num_hidden_layers"]
-    # evenly spread, and never two at one place since there are at least as many places as real layers
+    # evenly spread, and never two at one place since there are at least as many places as real
+    # layers
     real_at = {(2 * real + 1) * plan.num_layers // (2 * num_real): real for real in range(num_real)}
     shards = [small.outer(big)]
     filled_bytes = plan.total_bytes - plan.num_layers * plan.layer_bytes
@@ -265,9 +356,13 @@ class _Padding:
         num_rows, *row = chain(*piece.axes)
         step = max(1, _BLOCK_BYTES // (math.prod(row) * self._pool.element_size()))
         for lo in range(0, num_rows, step):
-            block = self._take((min(step, num_rows - lo)) * math.prod(row), piece.is_ballast).view(-1, *row)
+            block = self._take((min(step, num_rows - lo)) * math.prod(row), piece.is_ballast).view(
+                -1, *row
+            )
             if piece.corner is not None and lo < len(piece.corner):
-                corner, block = piece.corner[lo : lo + step], block.clone()  # the pool is shared
+                # the pool is shared
+                corner = piece.corner[lo : lo + step]
+                block = block.clone()
                 block[tuple(map(slice, corner.shape))] = corner
             yield block
 
@@ -282,10 +377,18 @@ class _Padding:
 
 
 def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Iterator[int]:
-    """Write all shards, and the index when there are several; yields the bytes of every block once it is written."""
-    padding, weight_map, total_bytes = _Padding(dtype), dict[str, str](), 0
+    """Write all shards, and the index when there are several; yields the bytes of every block once
+    it is written.
+    """
+    padding = _Padding(dtype)
+    weight_map = dict[str, str]()
+    total_bytes = 0
     for number, pieces in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         for num_bytes in _write_shard(folder / name, pieces, dtype, map(padding.blocks, pieces)):
             total_bytes += num_bytes
             yield num_bytes
@@ -295,14 +398,23 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Itera
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_shard(path: Path, pieces: list[_Piece], dtype: str, blocks: Iterable[Iterator[Tensor]]) -> Iterator[int]:
-    """One safetensors file: u64 header length, JSON padded to a block, tensors in the order of the pieces."""
+def _write_shard(
+    path: Path, pieces: list[_Piece], dtype: str, blocks: Iterable[Iterator[Tensor]]
+) -> Iterator[int]:
+    """One safetensors file: u64 header length, JSON padded to a block, tensors in the order of the
+    pieces.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
         shape = [math.prod(axis) for axis in piece.axes]
-        lo, end = end, end + PLAIN_OF[dtype].stored_bytes(shape)
-        header[piece.name] = {"dtype": PLAIN_OF[dtype].name, "shape": shape, "data_offsets": (lo, end)}
+        lo = end
+        end = end + PLAIN_OF[dtype].stored_bytes(shape)
+        header[piece.name] = {
+            "dtype": PLAIN_OF[dtype].name,
+            "shape": shape,
+            "data_offsets": (lo, end),
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % BLOCK_BYTES)  # so that tensors begin where wide loads can
     with path.open("wb") as file:
@@ -318,7 +430,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
-    """Whether the folder holds this very inflation; False when it is empty. Raises `UserError` for anything else."""
+    """Whether the folder holds this very inflation; False when it is empty. Raises `UserError` for
+    anything else.
+    """
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
     if not (destination / INFLATED).is_file():
@@ -330,13 +444,17 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
     for name, num_bytes in manifest["files"].items():
         path = destination / name
         if not path.is_file() or path.stat().st_size != num_bytes:
-            raise UserError(f"{path} should be a file of {num_bytes} bytes: remove {destination} and start again")
+            raise UserError(
+                f"{path} should be a file of {num_bytes} bytes: remove {destination} and start again"
+            )
     return True
 
 
 @contextmanager
 def _workspace(destination: Path) -> Iterator[Path]:
-    """An empty sibling folder, locked: `destination` when the body ends well, removed when it does not."""
+    """An empty sibling folder, locked: `destination` when the body ends well, removed when it does
+    not.
+    """
     folder = destination.with_name(f".{destination.name}.inflating")
     with locked_anew(folder):
         for leftover in folder.iterdir():
@@ -350,7 +468,8 @@ def _workspace(destination: Path) -> Iterator[Path]:
 
 
 def _check_disk(folder: Path, total_bytes: int) -> None:
-    needed_bytes, free_bytes = total_bytes + _DISK_MARGIN_BYTES, shutil.disk_usage(folder).free
+    needed_bytes = total_bytes + _DISK_MARGIN_BYTES
+    free_bytes = shutil.disk_usage(folder).free
     sizes = f"needs {format_bytes(needed_bytes)} of disk, {folder.parent} has {format_bytes(free_bytes)}"
     if needed_bytes > free_bytes:
         raise UserError(f"the inflated model {sizes}: free some or ask for less")

@@ -1,12 +1,20 @@
-"""How the tensors of one layer become one run of bytes (a slab), and which bytes of which file fill it.
+"""How the tensors of one layer become one run of bytes (a slab), and which bytes of which file fill
+it.
 
-A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into place. Tensors that
-must be regrouped (fused experts) or that start at an odd offset make it *scattered*: the same reads go through a small
-bounce buffer. A float32 matrix begins a line of a cache in any slab, or MKL's product of one row has other bits.
+A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into
+place. Tensors that must be regrouped (fused experts) or that start at an odd offset make it
+*scattered*: the same reads go through a small bounce buffer. A float32 matrix begins a line of a
+    cache in any slab, or MKL's product of one row has other bits.
 
-The blocks of a direct slab begin before its first weight, which may lie anywhere. A device, whose wide loads want 16
-bytes and more, gets the slab from its first weight on. Invariant: pieces never leave the slab, and a parameter's bytes
-are covered exactly once; so are the words of coded weights, which lie wherever their file has them.
+The blocks of a direct slab begin before its first weight, which may lie anywhere. A device, whose
+wide loads want 16 bytes and more, gets the slab from its first weight on. Invariant: pieces never
+leave the slab, and a parameter's bytes are covered exactly once; so are the words of coded weights,
+which lie wherever their file has them.
+
+Routed experts one by one: what of a stack's tensors belongs to each of them.
+
+Files hold experts as tensors of their own or as one stack of all; models have stacks. Invariant: an
+expert's parts are bytes of its own alone, and together they are the stack's.
 """
 
 import math
@@ -19,24 +27,26 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.registry import STORED
+from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.encoding.base import STORED
 
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
-_MATRIX_ALIGN_BYTES = 64  # of a float32 matrix anywhere: what MKL asks for, to give the same bits in any place
-_MAX_GAP_BYTES = 64 << 10  # reading over a small gap is cheaper than a second run; a rank's rows have many gaps
+# of a float32 matrix anywhere: what MKL asks for, to give the same bits in any place
+_MATRIX_ALIGN_BYTES = 64
+# reading over a small gap is cheaper than a second run; a rank's rows have many gaps
+_MAX_GAP_BYTES = 64 << 10
 _LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A checkpoint tensor and where its numbers start inside the parameter that it belongs to."""
 
     entry: TensorEntry
     first: int = 0
 
 
-class Piece(NamedTuple):
+class SlabRead(NamedTuple):
     """File bytes [lo, hi) of one shard, which go to [slab_lo, slab_lo + hi - lo) of the slab."""
 
     shard: int
@@ -64,7 +74,7 @@ class Placed(NamedTuple):
 class Words(NamedTuple):
     """Words of a coded parameter, or of some of its rows, inside a slab."""
 
-    part: Part
+    part: TensorPart
     slab_lo: int
 
     @property
@@ -76,7 +86,7 @@ class Words(NamedTuple):
 class SlabLayout:
     """One layer (or the weights outside the layers) as one flat buffer."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlabRead, ...]
     parameters: Mapping[str, Placed]
     slab_bytes: int
     is_direct: bool
@@ -84,8 +94,13 @@ class SlabLayout:
 
     @cached_property
     def lead_bytes(self) -> int:
-        """What lies before the first weight, as far as weights of the widest type keep their own alignment without."""
-        held: list[Placed | Words] = [*self.parameters.values(), *chain.from_iterable(self.coded.values())]
+        """What lies before the first weight, as far as weights of the widest type keep their own
+        alignment without.
+        """
+        held: list[Placed | Words] = [
+            *self.parameters.values(),
+            *chain.from_iterable(self.coded.values()),
+        ]
         width = math.lcm(1, *(one.align_bytes for one in held))
         return min((one.slab_lo for one in held), default=0) // width * width
 
@@ -95,8 +110,12 @@ class SlabLayout:
         return slice(self.lead_bytes, self.slab_bytes)
 
 
-def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
-    """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
+def slab_layout(
+    parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
+) -> SlabLayout:
+    """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else
+    scattered.
+    """
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     whole = all(is_coded(parts) or _adjoin(parts) for _, parts in parameters.values())
     if whole and all(map(_is_in_place, entries)):
@@ -104,13 +123,13 @@ def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
     return _scattered(parameters)
 
 
-def _adjoin(parts: Sequence[Part]) -> bool:
+def _adjoin(parts: Sequence[TensorPart]) -> bool:
     """Whether they lie in their file one behind the other, as in the parameter."""
     entries = pairwise(part.entry for part in parts)
     return all((one.shard, one.hi) == (two.shard, two.lo) for one, two in entries)
 
 
-def is_coded(parts: Sequence[Part]) -> bool:
+def is_coded(parts: Sequence[TensorPart]) -> bool:
     """Whether a parameter of these parts has to be expanded."""
     return any(part.entry.coded is not None for part in parts)
 
@@ -126,7 +145,9 @@ def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
 def group_by_layer(
     checkpoint: Checkpoint, num_layers: int, num_encoder_layers: int = 0
 ) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
-    """Tensors of each decoder layer, then of each of an encoder, and the rest, by name alone: for planning."""
+    """Tensors of each decoder layer, then of each of an encoder, and the rest, by name alone: for
+    planning.
+    """
     layers: list[list[TensorEntry]] = [[] for _ in range(num_layers + num_encoder_layers)]
     own = {"encoder.block": layers[num_layers:]}
     rest = []
@@ -140,19 +161,27 @@ def group_by_layer(
     return layers, rest
 
 
-def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], entries: list[TensorEntry]) -> SlabLayout:
-    pieces, base = [], 0
-    for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):  # a device has the largest aligned
-        pieces.append(Piece(shard, lo, hi, base + lo % BLOCK_BYTES))
+def _direct(
+    parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
+    entries: list[TensorEntry],
+) -> SlabLayout:
+    pieces = []
+    base = 0
+    # a device has the largest aligned
+    for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):
+        pieces.append(SlabRead(shard, lo, hi, base + lo % BLOCK_BYTES))
         base += _aligned_span(lo, hi)
 
     by_start = sorted(pieces)
 
     def place(entry: TensorEntry) -> int:
-        run = by_start[bisect(by_start, (entry.shard, entry.lo), key=lambda piece: (piece.shard, piece.lo)) - 1]
+        run = by_start[
+            bisect(by_start, (entry.shard, entry.lo), key=lambda piece: (piece.shard, piece.lo)) - 1
+        ]
         return run.slab_lo + entry.lo - run.lo
 
-    placed, coded = {}, {}
+    placed = {}
+    coded = {}
     for name, (shape, parts) in parameters.items():
         if is_coded(parts):
             coded[name] = tuple(Words(part, place(part.entry)) for part in parts)
@@ -161,20 +190,37 @@ def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], en
     return SlabLayout(tuple(pieces), placed, base, is_direct=True, coded=coded)
 
 
-def _scattered(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
-    pieces, placed, coded, base = [], {}, {}, 0
+def _scattered(
+    parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
+) -> SlabLayout:
+    pieces = []
+    placed = {}
+    coded = {}
+    base = 0
     for name, (shape, parts) in parameters.items():
         if is_coded(parts):
-            starts = [*accumulate((_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts), initial=base)]
-            coded[name] = tuple(Words(part, start) for part, start in zip(parts, starts, strict=False))
+            starts = [
+                *accumulate(
+                    (_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts),
+                    initial=base,
+                )
+            ]
+            coded[name] = tuple(
+                Words(part, start) for part, start in zip(parts, starts, strict=False)
+            )
         else:
             item_bytes = STORED[parts[0].entry.dtype].align_bytes
             placed[name] = Placed(parts[0].entry.dtype, shape, base)
             starts = [base + item_bytes * part.first for part in parts]
             starts.append(base + _up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES))
-        pieces += [Piece(e.shard, e.lo, e.hi, start) for (e, _), start in zip(parts, starts, strict=False)]
+        pieces += [
+            SlabRead(e.shard, e.lo, e.hi, start)
+            for (e, _), start in zip(parts, starts, strict=False)
+        ]
         base = starts[-1]
-    return SlabLayout(tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False, coded=coded)
+    return SlabLayout(
+        tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False, coded=coded
+    )
 
 
 def _is_in_place(entry: TensorEntry) -> bool:
@@ -183,7 +229,11 @@ def _is_in_place(entry: TensorEntry) -> bool:
 
 
 def _align_of(entry: TensorEntry) -> int:
-    return _align_bytes(entry.dtype, entry.shape) if entry.coded is None else entry.coded.coding.align_bytes
+    return (
+        _align_bytes(entry.dtype, entry.shape)
+        if entry.coded is None
+        else entry.coded.coding.align_bytes
+    )
 
 
 def _align_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -209,3 +259,76 @@ def _aligned_span(lo: int, hi: int) -> int:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+Stack = tuple[tuple[int, ...], Sequence[TensorPart]]  # its shape, (E, ...), and what it is made of
+
+# Model types whose experts transformers dispatches one by one; others multiply every row with every
+# expert.
+ON_DEMAND = frozenset(
+    (
+        "afmoe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "hunyuan_v1_moe",
+        "mellum",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "solar_open",
+        "glm4v_moe_text",
+        "minimax_m3_vl_text",
+        "qwen3_vl_moe_text",
+    )
+)
+
+
+def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:
+    """One layout for each expert of these stacks, by name; what they have is without the first
+    dimension.
+    """
+    split = {name: _split(stack) for name, stack in stacks.items()}
+    return [
+        slab_layout({name: own[expert] for name, own in split.items()})
+        for expert in range(num_experts)
+    ]
+
+
+def _split(stack: Stack) -> list[Stack]:
+    """Shape and parts of each expert."""
+    (num_experts, *rest), parts = stack
+    # of a single expert the only part may be its own
+    if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):
+        slices = (slice_of(parts[0].entry, expert, num_experts) for expert in range(num_experts))
+        return [(tuple(rest), [TensorPart(one)]) for one in slices]
+    size = math.prod(rest)
+    own = [list[TensorPart]() for _ in range(num_experts)]
+    for part in parts:
+        expert, first = divmod(part.first, size)
+        assert first + math.prod(part.entry.shape) <= size, "parts of one expert"
+        own[expert].append(part._replace(first=first))
+    return [(tuple(rest), parts) for parts in own]
+
+
+def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
+    """Of a stack's tensor, coded or not, the part of one expert."""
+    size = entry.num_bytes // num_experts
+    assert size * num_experts == entry.num_bytes and entry.shape[0] == num_experts, (
+        "stacks begin with experts"
+    )
+    coded = entry.coded
+    if coded is not None:
+        companions = ((name, slice_of(one, expert, num_experts)) for name, one in coded.companions)
+        coded = Coded(coded.coding, tuple(companions))
+    lo = entry.lo + expert * size
+    return entry._replace(shape=entry.shape[1:], lo=lo, hi=lo + size, coded=coded)

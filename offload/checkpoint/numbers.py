@@ -1,8 +1,10 @@
-"""What stored numbers show of themselves at a glance: the largest of them, told by bits alone, at the speed of memory.
+"""What stored numbers show of themselves at a glance: the largest of them, told by bits alone, at
+the speed of memory.
 
-Among floats of one sign the larger has the larger bits, and what is not finite has the largest. So two maxima of whole
-numbers tell whether a run of weights is finite, whether it is all zero, and how large its numbers are. No torch, whose
-reductions bring threads of their own. Invariant: nothing is written, and no more is read than what is handed in.
+Among floats of one sign the larger has the larger bits, and what is not finite has the largest. So
+two maxima of whole numbers tell whether a run of weights is finite, whether it is all zero, and how
+large its numbers are. No torch, whose reductions bring threads of their own. Invariant: nothing is
+written, and no more is read than what is handed in.
 """
 
 import math
@@ -10,18 +12,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload.encoding.gguf_blocks import BLOCKS
-from offload.encoding.registry import STORED
+from offload.encoding.base import STORED
+from offload.encoding.gguf import BLOCKS
 
-MOST, LEAST = 2.0**20, 2.0**-40  # beyond both no trained matrix has its largest number; damage to an exponent has
+# beyond both no trained matrix has its largest number; damage to an exponent has
+MOST = 2.0**20
+LEAST = 2.0**-40
 NOT_FINITE = "has numbers that are not finite"
 
 _ENDLESS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C,
             "F8_E8M0": 0xFF}  # fmt: skip
 _SIGNED = _ENDLESS.keys() - {"F8_E8M0"}
 _SIZED = ("BF16", "F16", "F32", "F64")  # of others scales beside them say how large they are
-_MASK = "masked_bias"  # of GPT-NeoX and GPT-J: -1e9, infinite in float16; no weight, but it lies between weights
-_BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}  # others: (0, 2)
+# of GPT-NeoX and GPT-J: -1e9, infinite in float16; no weight, but it lies between weights
+_MASK = "masked_bias"
+# others: (0, 2)
+_BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
 
 
 class Form(NamedTuple):
@@ -29,7 +35,8 @@ class Form(NamedTuple):
 
     item_bytes: int  # of a number, or of a block, which is looked at as a whole or not at all
     number_bytes: int
-    endless: int | None  # from these bits on, the sign left out, a number is not finite; None: all are
+    # from these bits on, the sign left out, a number is not finite; None: all are
+    endless: int | None
     places: tuple[int, int] | None = None  # where a block has its scales; None: there are no blocks
     dtype: str = "F16"
 
@@ -40,7 +47,9 @@ class Form(NamedTuple):
 
 
 def form_of(dtype: str, name: str = "") -> Form | None:
-    """Of a type that headers name, GGUF's included; None for one that nobody knows, and for a tensor of no weights."""
+    """Of a type that headers name, GGUF's included; None for one that nobody knows, and for a
+    tensor of no weights.
+    """
     if name.endswith(_MASK):
         return None
     if dtype in BLOCKS:
@@ -52,9 +61,13 @@ def form_of(dtype: str, name: str = "") -> Form | None:
 
 
 def top_bits(stored: np.ndarray, form: Form) -> int:
-    """The largest bits, signs left out, among bytes (uint8) that are whole items; 0 where all are zero."""
+    """The largest bits, signs left out, among bytes (uint8) that are whole items; 0 where all are
+    zero.
+    """
     if form.places is not None:
-        stored = np.ascontiguousarray(stored.reshape(-1, form.item_bytes)[:, slice(*form.places)]).ravel()
+        stored = np.ascontiguousarray(
+            stored.reshape(-1, form.item_bytes)[:, slice(*form.places)]
+        ).ravel()
     if not len(stored):
         return 0
     most = int(stored.view(f"<u{form.number_bytes}").max())
@@ -77,7 +90,7 @@ def magnitude(bits: int, form: Form) -> float:
     return float(wide.view("<f2")[0]) if form.dtype == "F16" else float(wide.view("<f4")[0])
 
 
-class Top(NamedTuple):
+class TensorMaximum(NamedTuple):
     """A tensor, and the largest of its numbers."""
 
     name: str
@@ -92,11 +105,13 @@ class Top(NamedTuple):
         return not self.is_matrix and "norm" in self.name and not self.name.endswith("bias")
 
 
-def remarks(tops: list[Top], *, has_zeros: bool) -> list[str]:
-    """What is odd about finite tensors, in a line for each kind of oddness; damage looks so, and nothing trained does.
+def remarks(tops: list[TensorMaximum], *, has_zeros: bool) -> list[str]:
+    """What is odd about finite tensors, in a line for each kind of oddness; damage looks so, and
+    nothing trained does.
 
-    Vectors are zero in models that are whole (biases, and norms to which 1 is added): only where others of their kind
-    are not it is odd. With `has_zeros` a checkpoint says that its matrices may be zero.
+    Vectors are zero in models that are whole (biases, and norms to which 1 is added): only where
+    others of their kind are not it is odd. With `has_zeros` a checkpoint says that its matrices may
+    be zero.
     """
     has_norms = any(one.bits and one.is_norm for one in tops)
     zero = [one for one in tops if not one.bits and (one.is_matrix or (has_norms and one.is_norm))]
@@ -105,13 +120,17 @@ def remarks(tops: list[Top], *, has_zeros: bool) -> list[str]:
     small = [(size, one) for size, one in sized if size < LEAST and one.is_matrix]
     lines = [f"all zero: {named(zero)}"] if zero and not has_zeros else []
     if large:
-        lines.append(f"numbers as large as {max(large)[0]:.1e}, as no model has: {named([one for _, one in large])}")
+        lines.append(
+            f"numbers as large as {max(large)[0]:.1e}, as no model has: {named([one for _, one in large])}"
+        )
     if small:
-        lines.append(f"no number above {max(small)[0]:.1e}, as in no model: {named([one for _, one in small])}")
+        lines.append(
+            f"no number above {max(small)[0]:.1e}, as in no model: {named([one for _, one in small])}"
+        )
     return lines
 
 
-def named(tops: list[Top]) -> str:
+def named(tops: list[TensorMaximum]) -> str:
     """The first of them, and how many more there are."""
     more = f" and {len(tops) - 1} more" if len(tops) > 1 else ""
     return f"{tops[0].name:.200} in {tops[0].file}{more}"

@@ -1,7 +1,14 @@
-"""Safetensors checkpoints, read by their headers alone: where every tensor lies, proved before a byte of it is used.
+"""Safetensors checkpoints, read by their headers alone: where every tensor lies, proved before a
+byte of it is used.
 
-The files come from strangers, so sizes, offsets, names and shard references are checked here, once; everything
-downstream works with `TensorEntry` values that are known to lie inside their file.
+The files come from strangers, so sizes, offsets, names and shard references are checked here, once;
+everything downstream works with `TensorEntry` values that are known to lie inside their file.
+
+The type that quantised weights are expanded into, where nobody names one.
+
+They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2 to 8 times slower
+than bfloat16, even such as have instructions for both; in memory both take the same. What is packed
+is no other model than it was.
 """
 
 import json
@@ -13,19 +20,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.coded import with_codings
-from offload.checkpoint.download import download_shards, download_small, download_unindexed, is_hub_id
+from offload.checkpoint.download import (
+    download_shards,
+    download_small,
+    download_unindexed,
+    is_hub_id,
+)
+from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
-from offload.checkpoint.quant_methods import check_method
-from offload.checkpoint.small_files import open_regular, read_object
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.remembered import remembered
+from offload.checkpoint.tensors import TensorEntry, check_method, with_codings
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
-from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
+from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
+from offload.encoding.exponents import Exponents
 from offload.errors import UnreadError, UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
-_MAX_TENSORS = 1 << 19  # of a model; Kimi K2 with four for each matrix has 280,000, and a million take a minute
+# beyond any tensor that a file can hold; arithmetic on them stays cheap
+_MAX_DIMS = 8
+_MAX_SIZE = 2**63
+# of a model; Kimi K2 with four for each matrix has 280,000, and a million take a minute
+_MAX_TENSORS = 1 << 19
 _MAX_NAME_CHARS = 1024  # patterns that names are told by take up to the square of it
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
@@ -69,8 +84,10 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
-    stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
-    beside: Path | None = None  # folder of small files such as generation_config.json, where it is not `directory`
+    # of the shards as their headers were read; none where only headers are known
+    stamps: tuple[Stamp, ...] = ()
+    # folder of small files such as generation_config.json, where it is not `directory`
+    beside: Path | None = None
     tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
     left_out: Mapping[str, int] = field(
@@ -85,7 +102,9 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        companions = (entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None)
+        companions = (
+            entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None
+        )
         return sum(entry.num_bytes for entry in self.tensors.values()) + sum(companions)
 
     @property
@@ -100,7 +119,9 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Read config and headers of a Hugging Face directory or hub id. Raises `UserError` where they make no sense."""
+    """Read config and headers of a Hugging Face directory or hub id. Raises `UserError` where they
+    make no sense.
+    """
     directory = _resolve(model)
     if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)
@@ -108,7 +129,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     config = read_config(directory / "config.json")
     shards, weight_map = find_shards(directory)
     _require_files(directory, shards)
-    tensors, stamps = dict[str, TensorEntry](), list[Stamp]()
+    tensors = dict[str, TensorEntry]()
+    stamps = list[Stamp]()
     for index, shard in enumerate(shards):
         entries, stamp = read_header(shard, index)
         stamps.append(stamp)
@@ -118,25 +140,44 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            raise damaged(f"{directory.name}: the index places {name} in {file}, which lacks it", directory)
+            raise damaged(
+                f"{directory.name}: the index places {name} in {file}, which lacks it", directory
+            )
     weights, left_out = weights_of(directory.name, config, tensors)
-    return Checkpoint(directory, config, shards, weights, tuple(stamps), left_out=left_out, config_stamp=config_stamp)
+    return Checkpoint(
+        directory,
+        config,
+        shards,
+        weights,
+        tuple(stamps),
+        left_out=left_out,
+        config_stamp=config_stamp,
+    )
 
 
 def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
-    """What a model of text has of these tensors, by its own names. Raises `UserError` where they contradict."""
+    """What a model of text has of these tensors, by its own names. Raises `UserError` where they
+    contradict.
+    """
     check_method(where, config)
     found = text_part(where, config, tensors)
     weights = with_codings(where, config, found.tensors)
     if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
-        raise UserError(f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}")
+        raise UserError(
+            f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}"
+        )
     return found._replace(tensors=weights)
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
-    """The type to compute in: the wish, or for `auto` what the config says, or what most of the bytes are."""
-    if wish != "auto":
-        return wish
+    """The type to compute in: the wish, or for `auto` what the config says, or what most of the
+    bytes are.
+    """
+    return _usual_dtype_name(checkpoint) if wish == "auto" else wish
+
+
+@remembered
+def _usual_dtype_name(checkpoint: Checkpoint) -> str:
     stored = Counter[str]()
     for entry in checkpoint.tensors.values():
         stored[_decoded_dtype(entry)] += math.prod(entry.shape)
@@ -157,13 +198,17 @@ def _decoded_dtype(entry: TensorEntry) -> str:
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
-    """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts the file."""
+    """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts
+    the file.
+    """
     raw, stamp = read_raw_header(path)
     return parse_header(path, raw, stamp.num_bytes, shard), stamp
 
 
 def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
-    """The JSON that a safetensors file begins with, and the file's stamp. Raises `UserError` where there is none."""
+    """The JSON that a safetensors file begins with, and the file's stamp. Raises `UserError` where
+    there is none.
+    """
     try:
         return _raw_header(path)
     except OSError as error:
@@ -171,11 +216,15 @@ def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
 
 
 def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
-    """What a header says of a file of so many bytes. Raises `UserError` where it contradicts itself, or the file."""
+    """What a header says of a file of so many bytes. Raises `UserError` where it contradicts
+    itself, or the file.
+    """
     data_lo = 8 + len(raw)
     found, _ = _parse_json(path, raw)
     _require_few(path.name, len(found))
-    entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()}
+    entries = {
+        name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()
+    }
     check_extents(path, entries, file_bytes)
     _check_holes(path, entries, data_lo, file_bytes)
     return entries
@@ -183,7 +232,9 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
 
 def _require_few(where: str, num_tensors: int) -> None:
     if num_tensors > _MAX_TENSORS:
-        raise UnreadError(f"{where} must have at most {_MAX_TENSORS} tensors, got {num_tensors}: {_AGAIN}")
+        raise UnreadError(
+            f"{where} must have at most {_MAX_TENSORS} tensors, got {num_tensors}: {_AGAIN}"
+        )
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -197,23 +248,32 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
         file_bytes = stamp.num_bytes
         start = file.read(len(_LFS))
         if start == _LFS:
-            raise UserError(f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+            raise UserError(
+                f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder"
+            )
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}", path.parent)
+            raise damaged(
+                f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}",
+                path.parent,
+            )
         return file.read(header_bytes), stamp
 
 
 def damaged(what: str, directory: Path | None = None) -> UserError:
-    """What to tell of a file that contradicts itself; whether it was downloaded, or packed, its folder says."""
+    """What to tell of a file that contradicts itself; whether it was downloaded, or packed, its
+    folder says.
+    """
     is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
     return UserError(f"{what}: {'pack the model again' if is_packed else _AGAIN}")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """What to tell of a file that the system does not give."""
-    return UserError(f"cannot read {path} ({error.strerror}): check that it is a file and yours to read")
+    return UserError(
+        f"cannot read {path} ({error.strerror}): check that it is a file and yours to read"
+    )
 
 
 def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
@@ -221,11 +281,17 @@ def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise damaged(f"{path.name}: its header is not valid JSON ({reason(error)})", path.parent) from None
+        raise damaged(
+            f"{path.name}: its header is not valid JSON ({reason(error)})", path.parent
+        ) from None
     if not isinstance(header, dict):
-        raise damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object", path.parent)
+        raise damaged(
+            f"{path.name}: its header is a JSON {type(header).__name__}, not an object", path.parent
+        )
     metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise damaged(f"{path.name}: __metadata__ in its header must be texts by name", path.parent)
     return header, metadata
 
@@ -238,17 +304,28 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
-    """One tensor of a header, proved sound in itself; the file's tensors begin at `data_lo`. Raises `UserError`."""
+    """One tensor of a header, proved sound in itself; the file's tensors begin at `data_lo`. Raises
+    `UserError`.
+    """
     if len(name) > _MAX_NAME_CHARS:
-        raise damaged(f"{path.name}: its header has {name:.80} with a name of {len(name)} characters", path.parent)
+        raise damaged(
+            f"{path.name}: its header has {name:.80} with a name of {len(name)} characters",
+            path.parent,
+        )
     try:
         dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
         sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
-        sound = sound and all(type(n) is int and 0 <= n < _MAX_SIZE for n in (*shape, lo, hi)) and lo <= hi
+        sound = (
+            sound
+            and all(type(n) is int and 0 <= n < _MAX_SIZE for n in (*shape, lo, hi))
+            and lo <= hi
+        )
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}", path.parent)
+        raise damaged(
+            f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}", path.parent
+        )
     wanted = STORED[dtype].stored_bytes(shape) if dtype in STORED else hi - lo
     if wanted != hi - lo:
         where = f"{path.name}: {name} of shape {shape} and {dtype}"
@@ -258,20 +335,29 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
 
 def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
     """Raises `UserError` where tensors leave the file or lie over each other."""
-    end, before = 0, ""
+    end = 0
+    before = ""
     for name, entry in _in_file_order(entries):
         if entry.hi > file_bytes:
             where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
             raise damaged(f"{path.name}: {where}: truncated", path.parent)
         if entry.lo < end:
             raise damaged(f"{path.name}: {name} and {before} overlap", path.parent)
-        end, before = entry.hi, name
+        end = entry.hi
+        before = name
 
 
-def _check_holes(path: Path, entries: dict[str, TensorEntry], data_lo: int, file_bytes: int) -> None:
-    """Raises `UserError` for bytes that are no tensor's, in which other programs may see another file."""
+def _check_holes(
+    path: Path, entries: dict[str, TensorEntry], data_lo: int, file_bytes: int
+) -> None:
+    """Raises `UserError` for bytes that are no tensor's, in which other programs may see another
+    file.
+    """
     end = data_lo
-    for lo, hi in [*((entry.lo, entry.hi) for _, entry in _in_file_order(entries)), (file_bytes, file_bytes)]:
+    for lo, hi in [
+        *((entry.lo, entry.hi) for _, entry in _in_file_order(entries)),
+        (file_bytes, file_bytes),
+    ]:
         if lo != end:
             raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
         end = hi
@@ -283,7 +369,9 @@ def _in_file_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEnt
 
 
 def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
-    """Where a model's tokenizer lies; from the hub it is fetched without the weights. Raises `UserError`."""
+    """Where a model's tokenizer lies; from the hub it is fetched without the weights. Raises
+    `UserError`.
+    """
     return _resolve(model, with_weights=False)
 
 
@@ -292,15 +380,25 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
+        raise UserError(
+            f"model must be a directory or a hub id, {path} is a file: give the folder it lies in"
+        )
     if not is_hub_id(str(model)):
-        raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
+        raise UserError(
+            f"no model directory at {path}: check the path, or give a hub id such as org/name"
+        )
     small = download_small(str(model))
     index = small / _INDEX
-    shards = _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else None
+    shards = (
+        _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else None
+    )
     if not with_weights:
         return small
-    return download_unindexed(str(model), small) if shards is None else download_shards(str(model), small, shards)
+    return (
+        download_unindexed(str(model), small)
+        if shards is None
+        else download_shards(str(model), small, shards)
+    )
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -309,7 +407,9 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config. Raises `UserError` where it is missing, or does not describe the language model inside."""
+    """A model's config. Raises `UserError` where it is missing, or does not describe the language
+    model inside.
+    """
     return with_text_sizes(path.parent.name, read_json(path))
 
 
@@ -324,18 +424,23 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path, _AGAIN)
     except FileNotFoundError:
-        raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
+        raise UserError(
+            f"no {path.name} in {path.parent}: give the folder of a Hugging Face model"
+        ) from None
     except OSError as error:
         raise unreadable(path, error) from None
 
 
 def has_weights(directory: Path) -> bool:
     """Whether a folder holds weights of any form, even such as cannot be read."""
-    return any(True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern))
+    return any(
+        True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern)
+    )
 
 
 def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """Files of weights, which need not all be there, and which of them has which tensor, where an index says so.
+    """Files of weights, which need not all be there, and which of them has which tensor, where an
+    index says so.
 
     Raises `UserError` where there are none, or the index makes no sense.
     """
@@ -348,7 +453,10 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        raise damaged(f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json", directory)
+        raise damaged(
+            f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json",
+            directory,
+        )
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -371,7 +479,11 @@ def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
 
 
 def _shard_names(directory: Path, weight_map: Any) -> list[str]:
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(f, str) for f in weight_map.values())
+    ):
         raise damaged(f"{directory}: {_INDEX} has no usable weight_map", directory)
     names = sorted(set(weight_map.values()))
     check_shard_names(directory, names)
@@ -379,13 +491,33 @@ def _shard_names(directory: Path, weight_map: Any) -> list[str]:
 
 
 def check_shard_names(directory: Path, names: Iterable[str]) -> None:
-    """Raises `UserError` for names in an index that lead out of its folder, or to other files than safetensors."""
+    """Raises `UserError` for names in an index that lead out of its folder, or to other files than
+    safetensors.
+    """
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise damaged(f"{directory}: the index names {name!r}, which is not a file beside it", directory)
+            raise damaged(
+                f"{directory}: the index names {name!r}, which is not a file beside it", directory
+            )
 
 
 def _require_files(directory: Path, shards: Iterable[Path]) -> None:
     for path in shards:
         if not os.path.isfile(path):
             raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
+
+
+def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
+    """The wish, or where there is none a type in place of float16; and what to tell the user."""
+    codings = [entry.coded.coding for entry in target.tensors.values() if entry.coded is not None]
+    is_rounded = not all(isinstance(one, Exponents) for one in codings)
+    if (
+        wish != "auto"
+        or not is_on_cpu
+        or not is_rounded
+        or compute_dtype_name(target, wish) != "float16"
+    ):
+        return wish, []
+    return "bfloat16", [
+        "computing in bfloat16: CPUs are slow with float16 (`dtype` float16 to have it)"
+    ]

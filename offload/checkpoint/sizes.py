@@ -1,31 +1,235 @@
 """The sizes of a model that memory and time depend on, from its config and tensor headers alone.
 
-No weights are read and no model is built. Invariant: a size is never smaller than what loading will take.
+No weights are read and no model is built. Invariant: a size is never smaller than what loading will
+take.
+
+The routed experts of a mixture: how many, and what each takes, from its config and tensor headers
+alone.
+
+A checkpoint has the tensors of every expert by themselves, or stacks whose first dimension counts
+the experts, coded or not. Invariant: every byte of a layer is either of one expert or dense, and a
+size is never smaller than what loading will take.
 """
 
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
-from offload.checkpoint.expert_sizes import ROUTED_NAME, SCRATCH_ALIGN_BYTES, ExpertShape, cast_bytes_of, expert_shape
 from offload.checkpoint.held import FEW_ROWS, held_sizes
-from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
+from offload.checkpoint.layout import ON_DEMAND, group_by_layer, slab_bytes_bound, slice_of
+from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.t5 import decoder_config, has_encoder
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.base import Encoding
-from offload.encoding.registry import PLAIN_OF
+from offload.encoding.base import ENCODINGS, PLAIN_OF, Encoding
 from offload.errors import UserError
+
+# Not `shared_experts.`, which every row meets.
+ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+SCRATCH_ALIGN_BYTES = 256
+_MOST_EXPERTS = 65_536  # of any model, in a layer
+_MEND = "give the config that belongs to these weights, or download the checkpoint again"
+
+Record = tuple[int, int]  # layer and expert
+# tensors of each, with their names below it
+Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
+
+
+class ExpertShape(NamedTuple):
+    """The sizes of a mixture that memory and time depend on; the record of an expert is all that it
+    consists of.
+    """
+
+    num_layers: int  # with routed experts
+    num_experts: int  # E of each
+    num_chosen: int  # k, by a router for every row
+    slot_bytes: int  # of the largest record
+    dense_bytes: tuple[int, ...]  # of every layer, without routed experts
+    # into which the coded weights of one module are expanded, an expert being one by itself
+    scratch_bytes: int = 0
+    # copies of a layer's dense part and of one expert, where another type is computed in
+    cast_bytes: int = 0
+    # what the chosen experts of a layer contribute to one row, kept until it is added up
+    row_bytes: int = 0
+
+    @property
+    def num_records(self) -> int:
+        """Of all layers."""
+        return self.num_layers * self.num_experts
+
+
+def expert_shape(
+    checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
+) -> ExpertShape | None:
+    """The experts of a model that computes in `computed`; None where there are not two that could
+    come one by one.
+
+    `config` is that of the decoder of text. Raises `UserError` where it and the tensors disagree on
+    their number.
+    """
+    num_chosen = count_of(config, _CHOSEN)
+    if config.get("model_type") not in ON_DEMAND or not num_chosen:
+        return None
+    matches = ((name, ROUTED_NAME.match(name)) for name in checkpoint.tensors)
+    routed = {
+        name: match for name, match in matches if match is not None and int(match[1]) < num_layers
+    }
+    if not routed:
+        return None
+    num_experts = count_of(config, _COUNTS) or _found_experts(checkpoint, routed)
+    records = _records(checkpoint, routed, num_experts)
+    if records is None:
+        return None
+    _check(checkpoint, records, num_experts, num_chosen)
+    if len(records) < 2:
+        return None
+    dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
+    layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
+    experts = [[entry for _, entry in record] for record in records.values()]
+    return ExpertShape(
+        num_layers=len(records) // num_experts,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        slot_bytes=max(map(slab_bytes_bound, experts)),
+        dense_bytes=tuple(map(slab_bytes_bound, layers)),
+        scratch_bytes=max(
+            _scratch_bytes_expert_sizes(dense, computed),
+            *(_expanded_bytes(one, computed) for one in experts),
+        ),
+        cast_bytes=sum(
+            max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)
+        ),
+        row_bytes=num_chosen * int(config["hidden_size"]) * computed.align_bytes,
+    )
+
+
+def count_of(config: Mapping[str, Any], keys: Sequence[str]) -> int:
+    """The first of these that a config gives as a whole number above 0; 0 where it has none."""
+    given = (config.get(key) for key in keys)
+    return next((value for value in given if type(value) is int and value > 0), 0)
+
+
+def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) -> int:
+    """Where the config does not say."""
+    numbers = [
+        int(match[2]) + 1 if match[2] else checkpoint.tensors[name].shape[0]
+        for name, match in routed.items()
+    ]
+    return max(numbers)
+
+
+def _records(
+    checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int
+) -> Records | None:
+    """Every expert's own; None where a stack cannot be taken apart."""
+    where = checkpoint.directory.name
+    if num_experts > _MOST_EXPERTS:
+        raise UserError(
+            f"{where}: a layer must have at most {_MOST_EXPERTS} experts, it has {num_experts}: {_MEND}"
+        )
+    records: dict[Record, list[tuple[str, TensorEntry]]] = {}
+    for name, match in routed.items():
+        layer = int(match[1])
+        entry = checkpoint.tensors[name]
+        if not entry.num_bytes:
+            raise UserError(
+                f"{where}: {name:.80} must not be empty, it has shape {list(entry.shape)}: {_MEND}"
+            )
+        if match[2] is not None:
+            records.setdefault((layer, int(match[2])), []).append((match[3], entry))
+            continue
+        if len(entry.shape) > 1 and entry.shape[0] != num_experts:
+            raise _disagreement(checkpoint, num_experts, f"{name} has shape {list(entry.shape)}")
+        if not _is_stack(entry, num_experts):
+            return None
+        for expert in range(num_experts):
+            own = slice_of(entry, expert, num_experts)
+            records.setdefault((layer, expert), []).append((match[3], own))
+    return records
+
+
+def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
+    """Whether an expert's part of it is a run of bytes, and so it is with what belongs to it."""
+    if len(entry.shape) < 2 or entry.num_bytes % num_experts:
+        return False
+    if entry.coded is None:
+        return True
+    coding = entry.coded.coding
+    is_even = coding.stored_bytes(entry.shape) == num_experts * coding.stored_bytes(
+        (1, *entry.shape[1:])
+    )
+    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.coded.companions)
+
+
+def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chosen: int) -> None:
+    """Every layer that has experts has all of them, and each has what the others have."""
+    if num_chosen > num_experts:
+        raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
+    for layer, found in Counter(layer for layer, _ in records).items():
+        lost = next(
+            (expert for expert in range(num_experts) if (layer, expert) not in records), None
+        )
+        if found != num_experts or lost is not None:
+            which = "" if lost is None else f", not of expert {lost}"
+            raise _disagreement(
+                checkpoint, num_experts, f"layer {layer} has tensors of {found}{which}"
+            )
+        names = {
+            expert: {name for name, _ in records[layer, expert]} for expert in range(num_experts)
+        }
+        odd = next((expert for expert, own in names.items() if own != names[0]), None)
+        if odd is not None:
+            name = min(names[odd] ^ names[0])
+            where = f"{checkpoint.directory.name}: expert {odd} of layer {layer}"
+            raise UserError(
+                f"{where} differs from expert 0 in whether it has {name}: download the checkpoint again"
+            )
+
+
+def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserError:
+    what = f"config.json and tensors must agree on the experts, it has {num_experts} and {found}"
+    return UserError(f"{checkpoint.directory.name}: {what}: {_MEND}")
+
+
+def _scratch_bytes_expert_sizes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
+    """Of the dense module that owns most in coded weights of layers."""
+    sizes = Counter[str]()
+    for name, entry in dense.items():
+        if "layers." in name:
+            sizes[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
+    return max(sizes.values(), default=0)
+
+
+def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
+    coded = [entry for entry in entries if entry.coded is not None]
+    return sum(computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES for entry in coded)
+
+
+def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
+    """What the copies of these tensors take that are not stored in the compute type; coded ones
+    have the scratch.
+    """
+    others = (
+        e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None
+    )
+    return sum(computed.stored_bytes(entry.shape) for entry in others)
+
 
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
-_TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$")
+_TABLE_NAME = re.compile(
+    rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$"
+)
 _INNER_NAME = re.compile(r"\blayers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
 _EXPERT = re.compile(r"\.experts\..*")
 _INNER_COPIES = 3  # of a row within a feed-forward: gate, what it lets through, and up
-_ALL_EXPERTS = ("llama4_text",)  # families whose rows meet every expert, with a weight of 0 where it is not theirs
+# families whose rows meet every expert, with a weight of 0 where it is not theirs
+_ALL_EXPERTS = ("llama4_text",)
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _MAX_SIZE = 1 << 63  # products of such numbers can still be told
 _NEEDED = ("num_hidden_layers", "hidden_size")
@@ -44,14 +248,18 @@ class ModelShape:
     kv_bytes_per_token: int
     row_bytes: int  # activations of one row of a forward pass
     logits_row_bytes: int
-    pair_bytes: int = 3  # of a row and a position that it may see: masks, and scores where a family keeps them
-    inner_row_bytes: int = 0  # of `row_bytes`, what lies within feed-forwards that take rows part by part
+    # of a row and a position that it may see: masks, and scores where a family keeps them
+    pair_bytes: int = 3
+    # of `row_bytes`, what lies within feed-forwards that take rows part by part
+    inner_row_bytes: int = 0
     vocab_size: int = 0
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
     table_bytes: int = 0  # of the rest, the embedding tables, of which a pass reads a few rows
-    head_bytes: int = 0  # of the rest, what has to lie where layers are computed; a tied head is the table
+    # of the rest, what has to lie where layers are computed; a tied head is the table
+    head_bytes: int = 0
     num_weights: int = 0  # numbers in the layers and the head, with which rows are multiplied
-    routed_weights: int = 0  # of these, what lies in experts that a router chooses among: a row meets its own few
+    # of these, what lies in experts that a router chooses among: a row meets its own few
+    routed_weights: int = 0
     routed_bytes: int = 0  # of the layers
     routed_share: float = 1.0  # of the experts that one row meets, k / E
     encoder_bytes: tuple[int, ...] = ()  # of layers that run once per prompt
@@ -59,65 +267,104 @@ class ModelShape:
     scratch_bytes: int = 0  # into which the coded weights of one module are expanded
     beside_bytes: int = 0  # read at once before layers, turned into something else, and let go
     layer_weights: int = 0  # numbers in the layers
-    expanded_weights: int = 0  # of these, what a pass expands, since it is coded or held in fewer bits
+    # of these, what a pass expands, since it is coded or held in fewer bits
+    expanded_weights: int = 0
     product_rows: int = 0  # up to so many rows a CPU multiplies without expanding them
-    is_compiled: bool = False  # whether functions that are compiled on the spot may expand its weights
+    # whether functions that are compiled on the spot may expand its weights
+    is_compiled: bool = False
     shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
-    experts: ExpertShape | None = None  # that may come one by one; None without any, or where all are multiplied with
+    # that may come one by one; None without any, or where all are multiplied with
+    experts: ExpertShape | None = None
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.layer_bytes) + sum(self.encoder_bytes) + self.rest_bytes + self.companion_bytes
+        return (
+            sum(self.layer_bytes) + sum(self.encoder_bytes) + self.rest_bytes + self.companion_bytes
+        )
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
-    """Sizes of a model that computes in `dtype`. Raises `UserError` where config.json lacks those of a decoder."""
+    """Sizes of a model that computes in `dtype`. Raises `UserError` where config.json lacks those
+    of a decoder.
+    """
+    return _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
+
+
+@remembered
+def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
+    """By the name of the type, which `auto` no longer hides."""
     sizes = config_sizes(checkpoint)
-    num_layers, num_encoder_layers = sizes["num_hidden_layers"], sizes.get("num_encoder_layers", 0)
+    num_layers = sizes["num_hidden_layers"]
+    num_encoder_layers = sizes.get("num_encoder_layers", 0)
     # A config may claim any number: one layer more than there are tensors shows that it is wrong.
     counts = (min(count, len(checkpoint.tensors) + 1) for count in (num_layers, num_encoder_layers))
     layers, rest = group_by_layer(checkpoint, *counts)
     empty = next((index for index, entries in enumerate(layers) if not entries), None)
     if empty is not None:
         num_all = num_layers + num_encoder_layers
-        raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}")
-    computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
+        raise UserError(
+            f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}"
+        )
+    computed = PLAIN_OF[dtype]
     routed = [entry for name, entry in checkpoint.tensors.items() if ROUTED_NAME.match(name)]
-    item_bytes, (table, head) = computed.align_bytes, table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
+    item_bytes, (table, head) = (
+        computed.align_bytes,
+        table_and_head(checkpoint, rest, sizes.get("vocab_size", 0)),
+    )
     coded = [entry for entries in layers for entry in entries if entry.coded is not None]
     shape = ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
         encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
         rest_bytes=_rest_bytes(rest, computed),
-        kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
+        kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes))
+        * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
         inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
         vocab_size=sizes.get("vocab_size", 0),
-        cast_bytes=max(cast_bytes_of(entries, one) for entries in layers for one in _types_of(checkpoint, computed)),
+        cast_bytes=max(
+            cast_bytes_of(entries, one)
+            for entries in layers
+            for one in _types_of(checkpoint, computed)
+        ),
         table_bytes=_rest_bytes(table, computed),
         head_bytes=_rest_bytes(head, computed),
-        num_weights=sum(math.prod(entry.shape) for entries in (*layers[:num_layers], head) for entry in entries),
+        num_weights=sum(
+            math.prod(entry.shape) for entries in (*layers[:num_layers], head) for entry in entries
+        ),
         routed_weights=sum(math.prod(entry.shape) for entry in routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
         routed_share=_routed_share(sizes),
-        companion_bytes=sum(coded_companion_bytes(entry) for entries in layers for entry in entries),
+        companion_bytes=sum(
+            coded_companion_bytes(entry) for entries in layers for entry in entries
+        ),
         scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
         beside_bytes=_beside_bytes(layers, rest),
-        layer_weights=sum(math.prod(entry.shape) for entries in layers[:num_layers] for entry in entries),
+        layer_weights=sum(
+            math.prod(entry.shape) for entries in layers[:num_layers] for entry in entries
+        ),
         expanded_weights=sum(math.prod(entry.shape) for entry in coded),
         is_compiled=bool(coded),
     )
     if checkpoint.held is None:
-        return replace(shape, experts=expert_shape(checkpoint, text_config(checkpoint), num_layers, computed))
+        return replace(
+            shape, experts=expert_shape(checkpoint, text_config(checkpoint), num_layers, computed)
+        )
     held = held_sizes(checkpoint.tensors, layers, checkpoint.held, computed)
     return replace(
-        shape, layer_bytes=held.layer_bytes[:num_layers], encoder_bytes=held.layer_bytes[num_layers:], cast_bytes=0,
-        companion_bytes=0, scratch_bytes=held.scratch_bytes, beside_bytes=shape.beside_bytes + held.passing_bytes,
-        expanded_weights=held.expanded_weights, product_rows=FEW_ROWS,
-        is_compiled=shape.is_compiled or checkpoint.held.bits == 4, shares_rest=checkpoint.held.is_copy,
-    )  # fmt: skip
+        shape,
+        layer_bytes=held.layer_bytes[:num_layers],
+        encoder_bytes=held.layer_bytes[num_layers:],
+        cast_bytes=0,
+        companion_bytes=0,
+        scratch_bytes=held.scratch_bytes,
+        beside_bytes=shape.beside_bytes + held.passing_bytes,
+        expanded_weights=held.expanded_weights,
+        product_rows=FEW_ROWS,
+        is_compiled=shape.is_compiled or checkpoint.held.bits == 4,
+        shares_rest=checkpoint.held.is_copy,
+    )
 
 
 def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -127,14 +374,20 @@ def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """The numbers of config.json that memory depends on, as far as it has them; of one per layer the largest."""
-    where, config = checkpoint.directory.name, text_config(checkpoint)
+    """The numbers of config.json that memory depends on, as far as it has them; of one per layer
+    the largest.
+    """
+    where = checkpoint.directory.name
+    config = text_config(checkpoint)
     given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}
     for key in _NEEDED:
         if key not in given:
             kind = checkpoint.config.get("model_type", "unknown")
             raise UserError(f"{where}: config.json has no {key} (model type {kind}): {_LOOK}")
-    each = {key: value if isinstance(value, list) and key not in _NEEDED else [value] for key, value in given.items()}
+    each = {
+        key: value if isinstance(value, list) and key not in _NEEDED else [value]
+        for key, value in given.items()
+    }
     for key, values in each.items():
         if not all(type(value) is int and 0 < value < _MAX_SIZE for value in values):
             rule = f"{key} in config.json must be a whole number above 0 and below 2^63"
@@ -142,7 +395,8 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     sizes = {key: max(values) for key, values in each.items()}
     if config.get("model_type") in _ALL_EXPERTS:
         sizes["num_experts_per_tok"] = sizes.get("num_local_experts", 1)
-        sizes["intermediate_size"] = sizes.get("intermediate_size", 0) + sizes["hidden_size"]  # and a copy of the row
+        # and a copy of the row
+        sizes["intermediate_size"] = sizes.get("intermediate_size", 0) + sizes["hidden_size"]
     return sizes
 
 
@@ -155,11 +409,16 @@ def head_dim(sizes: dict[str, int]) -> int:
 def table_and_head(
     checkpoint: Checkpoint, rest: list[TensorEntry], vocab_size: int
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """The embedding tables, and what is needed behind the layers: without a head of its own the first table as well.
+    """The embedding tables, and what is needed behind the layers: without a head of its own the
+    first table as well.
 
     Nothing is needed behind the layers of a section that has not even a norm there.
     """
-    named = {name: entry for name, entry in checkpoint.tensors.items() if _TABLE_NAME.search(name) and entry in rest}
+    named = {
+        name: entry
+        for name, entry in checkpoint.tensors.items()
+        if _TABLE_NAME.search(name) and entry in rest
+    }
     tables = list(named.values())
     others = [entry for entry in rest if entry not in tables]
     is_tied = bool(others) and not any(
@@ -171,7 +430,9 @@ def table_and_head(
 
 def _routed_share(sizes: dict[str, int]) -> float:
     """k / E; one where the config does not say both, so that no expert is left out by mistake."""
-    num_experts = max(sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_experts = max(
+        sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     num_chosen = sizes.get("num_experts_per_tok", num_experts)
     return min(1.0, num_chosen / num_experts) if num_experts else 1.0
 
@@ -190,22 +451,29 @@ def coded_companion_bytes(entry: TensorEntry) -> int:
 
 def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: Encoding) -> int:
     """Of the module that owns most in coded weights; experts of a layer are one."""
-    sizes, around = Counter[str](), set(rest)
+    sizes = Counter[str]()
+    around = set(rest)
     for name, entry in checkpoint.tensors.items():
         if entry.coded is not None and entry not in around:
-            module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else name.rpartition(".")[0]
+            module = (
+                _EXPERT.sub(".experts", name) if _EXPERT.search(name) else name.rpartition(".")[0]
+            )
             sizes[module] += computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES
     return max(sizes.values(), default=0)
 
 
 def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:
     coded = [entry for entries in (*layers, rest) for entry in entries if entry.coded is not None]
-    companions = [companion for entry in coded if entry.coded for _, companion in entry.coded.companions]
+    companions = [
+        companion for entry in coded if entry.coded for _, companion in entry.coded.companions
+    ]
     return slab_bytes_bound([*companions, *(entry for entry in rest if entry.coded is not None)])
 
 
 def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
-    """What one row holds at once inside a layer: residual, norms (partly in fp32), heads, feed-forward."""
+    """What one row holds at once inside a layer: residual, norms (partly in fp32), heads,
+    feed-forward.
+    """
     width = sizes["hidden_size"]
     feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
     heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
@@ -213,22 +481,32 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
 
 
 def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
-    """Of these what lies within feed-forwards, where all of them are such as `model.row_parts` finds by their names."""
-    named = {match[0].partition(".mlp")[0] for name in checkpoint.tensors if (match := _INNER_NAME.search(name))}
+    """Of these what lies within feed-forwards, where all of them are such as `model.row_parts`
+    finds by their names.
+    """
+    named = {
+        match[0].partition(".mlp")[0]
+        for name in checkpoint.tensors
+        if (match := _INNER_NAME.search(name))
+    }
     is_all = checkpoint.held is None and len(named) == sizes["num_hidden_layers"]
     return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
 
 
 def _types_of(checkpoint: Checkpoint, computed: Encoding) -> set[Encoding]:
-    """What layers are turned into at most: transformers keeps some of T5 in float32 where float16 is asked for."""
+    """What layers are turned into at most: transformers keeps some of T5 in float32 where float16
+    is asked for.
+    """
     is_mixed = has_encoder(checkpoint.config) and computed == PLAIN_OF["float16"]
     return {computed, PLAIN_OF["float32"]} if is_mixed else {computed}
 
 
 def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
-    """A mask for each kind of layer and the bits of the last one; where scores are capped, those of all heads.
+    """A mask for each kind of layer and the bits of the last one; where scores are capped, those of
+    all heads.
 
-    A bias by distance is looked up by whole numbers, masked, and laid out anew by the attention, for every head.
+    A bias by distance is looked up by whole numbers, masked, and laid out anew by the attention,
+    for every head.
     """
     if has_encoder(config):
         return 64 + sizes.get("num_attention_heads", 1) * (3 * item_bytes + 4)
@@ -239,18 +517,32 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
 
 
 def _projected_kv_width(checkpoint: Checkpoint) -> int:
-    """Numbers per token in the keys and values of all layers, by the projections that make them; 0 where fused."""
-    projections = {name: entry for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    """Numbers per token in the keys and values of all layers, by the projections that make them; 0
+    where fused.
+    """
+    projections = {
+        name: entry for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)
+    }
     if any(len(entry.shape) != 2 for entry in projections.values()):  # headers do not say
         return 0
     rows = {name: entry.shape[0] for name, entry in projections.items()}
     keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
-    return sum(width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items())
+    return sum(
+        width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items()
+    )
 
 
 def _kv_width(sizes: dict[str, int]) -> int:
-    """Numbers per token and layer in keys and values together; compressed ones are kept expanded, head by head."""
+    """Numbers per token and layer in keys and values together; compressed ones are kept expanded,
+    head by head.
+    """
     if "kv_lora_rank" in sizes:
-        expanded = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0) + sizes.get("v_head_dim", 0)
+        expanded = (
+            sizes.get("qk_nope_head_dim", 0)
+            + sizes.get("qk_rope_head_dim", 0)
+            + sizes.get("v_head_dim", 0)
+        )
         return sizes.get("num_attention_heads", 1) * expanded
-    return 2 * sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)) * head_dim(sizes)
+    return (
+        2 * sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)) * head_dim(sizes)
+    )

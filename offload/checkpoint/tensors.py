@@ -1,8 +1,35 @@
-"""Where one tensor of a checkpoint lies, and how its bytes become the weight that a model has."""
+"""Where one tensor of a checkpoint lies, and how its bytes become the weight that a model has.
 
-from typing import NamedTuple
+Which tensors of a checkpoint are the words and companions of one weight: told by their names, types
+and shapes.
 
-from offload.encoding.base import Coding
+The config only adds what these cannot say. Invariant: afterwards every weight has the one name that
+models know, and no tensor belongs to two.
+
+Quantised checkpoints that are not read, told by their config, by name and with what would work
+instead.
+
+What is read is decided by tensors (`coded.py`); here stands what must be refused before, because
+its tensors have the names of a format that is read, or none that would tell anybody what is wrong.
+Invariant: a config that is read passes.
+
+Numbers of a config that transformers counts up to while it reads them, as lists of layers and
+tables of labels.
+
+A config of 10^12 layers fills memory before anything could be refused, wherever in it they are
+claimed. So whoever hands a config to transformers has it looked at first. Invariant: no model that
+exists is refused here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding, RecognisedWeight
+from offload.encoding.formats import FORMATS
+from offload.errors import UserError
+from offload.units import require
 
 
 class TensorEntry(NamedTuple):
@@ -30,3 +57,248 @@ class Coded(NamedTuple):
     def num_bytes(self) -> int:
         """Of the companions in the file."""
         return sum(entry.num_bytes for _, entry in self.companions)
+
+
+_SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
+
+
+def with_codings(
+    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Tensors by the names of models; what a coded weight consists of is one entry.
+
+    Raises:
+        UserError: tensors of a weight contradict each other, or are of a version that is not known.
+    """
+    settings = _settings(config)
+    known = dict[str, TensorEntry]()
+    grouped = dict[str, dict[str, TensorEntry]]()
+    for name, entry in tensors.items():
+        suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
+        if suffix is None:
+            known[name] = entry
+        else:
+            grouped.setdefault(name[: -len(suffix)], {})[suffix] = entry
+    for stem, own in grouped.items():
+        known |= _weights_of(where, stem, own, settings)
+    return known
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    places = (config, inner if isinstance(inner, dict) else {})
+    given = (
+        place.get(key) for place in places for key in ("quantization_config", "compression_config")
+    )
+    return next((one for one in given if isinstance(one, dict)), {})
+
+
+def _weights_of(
+    where: str, stem: str, own: Mapping[str, TensorEntry], settings: Mapping[str, Any]
+) -> dict[str, TensorEntry]:
+    """One coded weight, or the tensors as they are."""
+    if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
+        return {f"{stem}.weight": own[".weight"]}
+    for one in FORMATS:
+        claimed = {suffix: entry for suffix, entry in own.items() if suffix in one.suffixes}
+        try:
+            found = one.recognise(claimed, settings)
+            if found is not None:
+                others = {
+                    f"{stem}{suffix}": entry
+                    for suffix, entry in own.items()
+                    if suffix not in claimed
+                }
+                return {**others, f"{stem}{one.parameter}": _entry(found, claimed)}
+        except ValueError as error:
+            raise UserError(f"{where}: {stem}: {error}") from None
+    return {f"{stem}{suffix}": entry for suffix, entry in own.items()}
+
+
+def _entry(found: RecognisedWeight, own: Mapping[str, TensorEntry]) -> TensorEntry:
+    for suffix in (*found.words, *found.companions):
+        if own[suffix].dtype not in STORED:
+            raise ValueError(
+                f"{suffix} must be of a type that is known, is {own[suffix].dtype:.40}: {AGAIN}"
+            )
+    words = [own[suffix] for suffix in found.words]
+    if any(one.shard != other.shard or one.hi != other.lo for one, other in pairwise(words)):
+        raise ValueError(
+            f"{' and '.join(found.words)} must lie one behind the other in a file, they do not: pack it again"
+        )
+    coded = Coded(found.coding, tuple((suffix, own[suffix]) for suffix in found.companions))
+    return words[0]._replace(shape=found.shape, hi=words[-1].hi, coded=coded)
+
+
+_WORKS = "FP8, compressed-tensors, AWQ (gemm), GPTQ, MXFP4, NVFP4 or bitsandbytes"
+_INSTEAD = f"take the same model in {_WORKS}, or in bf16"
+_READ = {
+    "fp8": "FP8", "compressed-tensors": "compressed-tensors", "awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound",
+    "intel/auto-round": "AutoRound", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
+    "modelopt_fp4": "ModelOpt", "fbgemm_fp8": "FP8",
+}  # fmt: skip
+_COMPRESSED = (
+    *(
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "nvfp4-pack-quantized",
+    ),
+    *("mixed-precision", "dense"),
+)
+_BITS = {"awq": (4,), "gptq": (4, 8)}
+_MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
+_MLX = ("group_size", "bits")
+
+
+def check_method(name: str, config: Mapping[str, Any]) -> None:
+    """Nothing where a config names no quantisation, or one that is read.
+
+    Args:
+        name: of the folder, for the message.
+        config: the model's, or its `text_config`.
+
+    Raises:
+        UserError: the method, its version or its number of bits is not read.
+    """
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and all(key in mlx for key in _MLX):
+        raise UserError(f"{name}: weights quantised by MLX are not read: {_INSTEAD}")
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings:
+        return
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"{name}: quantization_config must be an object, got {settings!r:.40}: mend config.json"
+        )
+    problem = _problem(settings)
+    if problem is not None:
+        raise UserError(f"{name}: {problem}: {_INSTEAD}")
+
+
+def _problem(settings: Mapping[str, Any]) -> str | None:
+    method = _method(settings)
+    if method is None:
+        return f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
+    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
+             "modelopt": _modelopt}  # fmt: skip
+    return kinds[method](settings) if method in kinds else None
+
+
+def _method(settings: Mapping[str, Any]) -> str | None:
+    """Which of those that are read, by one name each."""
+    method = settings.get("quant_method")
+    if method is None:  # early bitsandbytes and compressed-tensors name none
+        is_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+        method = (
+            "bitsandbytes"
+            if is_bitsandbytes
+            else "compressed-tensors"
+            if "config_groups" in settings
+            else None
+        )
+    if not isinstance(method, str) or method not in _READ:
+        return None
+    return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(method, method)
+
+
+def _awq(settings: Mapping[str, Any]) -> str | None:
+    version = str(settings.get("version", "gemm")).lower()
+    backend = settings.get("backend", "autoawq")
+    if backend != "autoawq":
+        return f"AWQ written by {backend!r:.40} is not read"
+    if version != "gemm":
+        return f"AWQ's version {version:.40} is not read, its version gemm is"
+    return _bits("awq", settings.get("bits", settings.get("w_bit", 4)))
+
+
+def _gptq(settings: Mapping[str, Any]) -> str | None:
+    form = settings.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        return f"GPTQ's checkpoint_format {form!r:.40} is not read, gptq and gptq_v2 are"
+    if settings.get("is_marlin_format"):
+        return "GPTQ in marlin's layout is not read, its own layout is"
+    return _bits("gptq", settings.get("bits", 4))
+
+
+def _auto_round(settings: Mapping[str, Any]) -> str | None:
+    form = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
+    if "gptq" not in form and "awq" not in form and "llm_compressor" not in form:
+        return f"AutoRound's packing_format {form:.40} is not read, auto_round:auto_gptq and auto_round:auto_awq are"
+    return _bits("awq" if "awq" in form else "gptq", settings.get("bits", 4))
+
+
+def _compressed(settings: Mapping[str, Any]) -> str | None:
+    # weights are stored rotated, and activations would have to be
+    if settings.get("transform_config"):
+        return "compressed-tensors with a transform_config (rotations) is not read"
+    form = settings.get("format", "pack-quantized")
+    if form in _COMPRESSED:
+        return None
+    return f"compressed-tensors' format {form!r:.40} is not read, {', '.join(_COMPRESSED[:5])} are"
+
+
+def _modelopt(settings: Mapping[str, Any]) -> str | None:
+    kind = settings.get("quant_algo", "NVFP4")
+    return (
+        None
+        if kind in _MODELOPT
+        else f"ModelOpt's {kind!r:.40} is not read, {' and '.join(_MODELOPT[:2])} are"
+    )
+
+
+def _bits(method: str, bits: Any) -> str | None:
+    if bits in _BITS[method]:
+        return None
+    return f"{_READ[method]} of {bits!r:.20} bits is not read, of {' and '.join(map(str, _BITS[method]))} it is"
+
+
+# classifiers of 20,000 labels are common
+_MOST_LAYERS = 10_000
+_MOST_LABELS = 100_000
+_LAYERS = re.compile(r"(?:(?<!per_)layers?|depth)$")  # `..._per_layer` is a size
+_LABELS = ("id2label", "label2id")
+
+
+def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
+    """Raises `UserError` for a count, in any part of a config, that no model has."""
+    for part in objects(config):
+        for key, value in part.items():
+            size = len(value) if key in _LABELS and isinstance(value, dict) else value
+            most = _most(str(key))  # tables that were built, and not read, have numbers for keys
+            if most is not None and isinstance(size, int | float):
+                require(
+                    size <= most, f"{where}: {key} in {file} must be at most {most}", size, "fix it"
+                )
+
+
+def _most(key: str) -> int | None:
+    """Of what is counted under this name; None for what is not."""
+    if key in _LABELS or key.endswith("labels"):
+        return _MOST_LABELS
+    return _MOST_LAYERS if _LAYERS.search(key) else None
+
+
+def check_types(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
+    """Raises `UserError` where a config, or a part of it, names a kind of model by anything but
+    text.
+    """
+    for kind in (part.get("model_type") for part in objects(config)):
+        require(
+            isinstance(kind, str | None),
+            f"{where}: model_type in {file} must be text",
+            kind,
+            "fix it",
+        )
+
+
+def objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects of a JSON value."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            yield part
+        own = part.values() if isinstance(part, dict) else part
+        left += (one for one in own if isinstance(one, dict | list))

@@ -1,9 +1,11 @@
-"""What a model of text has of a checkpoint's tensors, and what is left out: towers that see or hear, layers that guess.
+"""What a model of text has of a checkpoint's tensors, and what is left out: towers that see or
+hear, layers that guess.
 
-Folders of models that also see or hear hold a language model under a name of its own (`language_model.model.layers.0`,
-`model.language_model.layers.0`), or beside the towers (`model.layers.0`, `visual.blocks.0`). Some checkpoints carry
-layers more than the model has, which guess tokens further ahead. Invariant: what is left out is neither read nor
-counted in any size, and what is kept bears the names that the language model has on its own.
+Folders of models that also see or hear hold a language model under a name of its own
+(`language_model.model.layers.0`, `model.language_model.layers.0`), or beside the towers
+(`model.layers.0`, `visual.blocks.0`). Some checkpoints carry layers more than the model has, which
+guess tokens further ahead. Invariant: what is left out is neither read nor counted in any size, and
+what is kept bears the names that the language model has on its own.
 """
 
 import copy
@@ -12,16 +14,17 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from offload.checkpoint.config_counts import check_counts, check_types
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import TensorEntry, check_counts, check_types
 from offload.errors import UserError, reason
 
 _INNER = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
-_BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|lm_head)\.")  # of a language model beside towers
+# of a language model beside towers
+_BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|lm_head)\.")
 _HEAD = re.compile(r"^(?:model\.)?lm_head\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _AHEAD = re.compile(r"(?:^|\.)mtp(?![a-z])")  # multi-token prediction
-_EXTRA, _OTHER = "extra layers", "other parts"
+_EXTRA = "extra layers"
+_OTHER = "other parts"
 _KINDS = {
     _EXTRA: _AHEAD,
     "audio": re.compile("audio|speech|sound"),
@@ -29,7 +32,8 @@ _KINDS = {
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
-_SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")  # whose files have the sizes of text beside `vision_config`
+# whose files have the sizes of text beside `vision_config`
+_SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
 _USE = "give the folder of a model that transformers has, or of its language model alone"
 
 
@@ -45,46 +49,63 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
 
 
-def text_part(where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> TextPart:
+def text_part(
+    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+) -> TextPart:
     """Tell a language model from what is around it. Raises `UserError` where there is none, or two."""
-    kept, left_out = dict[str, TensorEntry](), Counter[str]()
+    kept = dict[str, TensorEntry]()
+    left_out = Counter[str]()
     inner = config.get("text_config")
     num_layers = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
-    is_around, is_named = is_wrapper(config), any(map(_INNER.match, tensors))
+    is_around = is_wrapper(config)
+    is_named = any(map(_INNER.match, tensors))
     for name, entry in tensors.items():
         own = _own_name(name, is_named=is_named) if is_around else name
         if own is None or _is_ahead(own, num_layers):
             left_out[_kind(name) if own is None else _EXTRA] += entry.hi - entry.lo
         elif own in kept:
-            raise UserError(f"{where}: {own} of the language model is stored twice: save it with save_pretrained")
+            raise UserError(
+                f"{where}: {own} of the language model is stored twice: save it with save_pretrained"
+            )
         else:
             kept[own] = entry
     if is_around and tensors and not any(map(_LAYER.search, kept)):
-        raise UserError(f"{where}: no tensors of a language model, {_words(left_out)} alone: {_USE}")
+        raise UserError(
+            f"{where}: no tensors of a language model, {_words(left_out)} alone: {_USE}"
+        )
     return TextPart(kept, dict(left_out))
 
 
 def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model around a language model, with all sizes of that: files often leave out what is usual.
+    """The config of a model around a language model, with all sizes of that: files often leave out
+    what is usual.
 
-    Raises `UserError` where it describes no language model, or names the model's type by something else than a word.
+    Raises `UserError` where it describes no language model, or names the model's type by something
+    else than a word.
     """
     check_types(where, config)
     inner = config.get("text_config")
     if inner is None or (isinstance(inner, dict) and all(key in inner for key in _SIZES)):
         return config
-    kind, rule = config.get("model_type", "unknown"), "text_config in config.json must describe a language model"
+    kind = config.get("model_type", "unknown")
+    rule = "text_config in config.json must describe a language model"
     if not isinstance(inner, dict) or not inner:
         raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {_USE}")
     check_counts(where, config)
-    from transformers import CONFIG_MAPPING  # which takes seconds, so only where it has to say something
+    from transformers import (
+        CONFIG_MAPPING,  # which takes seconds, so only where it has to say something
+    )
 
     try:
         known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
-    except Exception as error:  # transformers says what it dislikes about a config with any that lies at hand
+    # transformers says what it dislikes about a config with any that lies at hand
+    except Exception as error:
         raise UserError(f"{where}: {rule} (model type {kind}; {reason(error)}): {_USE}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
-    return {**config, "text_config": {**inner, **{key: size for key, size in usual.items() if size is not None}}}
+    return {
+        **config,
+        "text_config": {**inner, **{key: size for key, size in usual.items() if size is not None}},
+    }
 
 
 def _own_name(name: str, *, is_named: bool) -> str | None:
@@ -96,7 +117,9 @@ def _own_name(name: str, *, is_named: bool) -> str | None:
 
 
 def _is_ahead(name: str, num_layers: Any) -> bool:
-    """Whether it belongs to layers that guess further ahead: these have a name of their own, or follow the last."""
+    """Whether it belongs to layers that guess further ahead: these have a name of their own, or
+    follow the last.
+    """
     found = _LAYER.search(name)
     is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
     return bool(_AHEAD.search(name)) or is_beyond

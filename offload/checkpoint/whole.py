@@ -1,22 +1,53 @@
-"""All weights of a model as they lie on disk, whatever a text needs of them: what `offload verify` is asked about.
+"""All weights of a model as they lie on disk, whatever a text needs of them: what `offload verify`
+is asked about.
 
-Nothing has to be known of the model, so that any checkpoint of safetensors, and any GGUF file, can be asked about; what
-is of a kind that is not read is bytes, no numbers. Invariant: the spans of a file follow one another and are all of it.
+Nothing has to be known of the model, so that any checkpoint of safetensors, and any GGUF file, can
+be asked about; what is of a kind that is not read is bytes, no numbers. Invariant: the spans of a
+file follow one another and are all of it.
+
+Checksums of a model's files, by tensor, that `offload verify` leaves for the next time: checked as
+a stranger's.
+
+A CRC-32 of every 8 MiB: it tells any damage of up to 32 bits in a row for certain and other damage
+but for one in four billion, on any processor at the speed of a disk. It is no proof against people,
+who could write another manifest; the hub's own sha256 is noted where it was seen to hold.
+Invariant: a manifest that is damaged itself is refused.
+
+CRC-32, the number that zlib gives, at twice its speed where zlib has no instruction of the
+processor's own for it.
+
+x^91639 + x^41678 + 1 is a multiple of CRC-32's polynomial, and so are its powers of two, whose
+exponents are as many times as large. So a byte can be left out if it is added, by exclusive or, to
+two that come later: numpy does that at the speed of a cache, and zlib has the rest to do (Russell,
+Chorba, arXiv 2412.16398). Invariant: no other number than that of zlib comes out.
 """
 
+import json
 import os
+import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from offload.checkpoint.download import in_cache
+from offload.checkpoint.files import PART_BYTES, cache_folder, read_object, replacing
 from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.numbers import Form, form_of, is_matrix
-from offload.checkpoint.parts import PART_BYTES
-from offload.checkpoint.safetensors import MANIFEST, Stamp, find_shards, is_hub_id, read_header
+from offload.checkpoint.safetensors import (
+    MANIFEST,
+    SUMS,
+    Stamp,
+    find_shards,
+    is_hub_id,
+    read_header,
+    unreadable,
+)
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UnreadError, UserError, reason
 
@@ -60,7 +91,7 @@ class WholeFile(NamedTuple):
     unread: str = ""  # why its header is not; then there is one span, of all of it
 
 
-class Whole(NamedTuple):
+class ModelSpans(NamedTuple):
     """A model's files."""
 
     path: Path  # folder, or first GGUF file
@@ -83,14 +114,17 @@ class Whole(NamedTuple):
         return sum(file.stamp.num_bytes for file in self.files)
 
 
-def open_whole(model: str) -> Whole:
-    """Read the headers of a folder, a GGUF file or a hub id that was downloaded. Raises `UserError` for anything else.
+def open_whole(model: str) -> ModelSpans:
+    """Read the headers of a folder, a GGUF file or a hub id that was downloaded. Raises `UserError`
+    for anything else.
 
     What damage shows in headers is no error.
     """
-    file, places = gguf_file(model), dict[str, str]()
+    file = gguf_file(model)
+    places = dict[str, str]()
     if file is not None:
-        path, shards = file, files_of(file)
+        path = file
+        shards = files_of(file)
     else:
         path = _local(model)
         shards, weight_map = find_shards(path)
@@ -102,10 +136,11 @@ def open_whole(model: str) -> Whole:
             damage.append(Damage(own, name, "is not in the file that the index names"))
     words, left_out = _meaning(path, shards)
     files = (
-        WholeFile(one, stamp, _spans(entries, stamp, words.get(one, ()))) for one, (entries, stamp) in headers.items()
+        WholeFile(one, stamp, _spans(entries, stamp, words.get(one, ())))
+        for one, (entries, stamp) in headers.items()
     )
     others = (_unread_file(one, why) for one, why in unread.items())
-    return Whole(path, (*files, *others), tuple(damage), left_out)
+    return ModelSpans(path, (*files, *others), tuple(damage), left_out)
 
 
 def _local(model: str) -> Path:
@@ -114,7 +149,9 @@ def _local(model: str) -> Path:
     if os.path.isdir(path):
         return path
     if os.path.exists(path) or not is_hub_id(model):
-        raise UserError(f"no model at {path}: give a folder, a GGUF file, or a hub id that was downloaded")
+        raise UserError(
+            f"no model at {path}: give a folder, a GGUF file, or a hub id that was downloaded"
+        )
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -125,12 +162,20 @@ def _local(model: str) -> Path:
         ) from None
 
 
-def _headers(shards: tuple[Path, ...], *, is_gguf: bool) -> tuple[_Headers, dict[Path, str], list[Damage]]:
+def _headers(
+    shards: tuple[Path, ...], *, is_gguf: bool
+) -> tuple[_Headers, dict[Path, str], list[Damage]]:
     """What headers say, why others are not read, and what is damaged."""
-    found, unread, damage = _Headers(), dict[Path, str](), list[Damage]()
+    found = _Headers()
+    unread = dict[Path, str]()
+    damage = list[Damage]()
     for path in shards:
         if not os.path.isfile(path):
-            damage.append(Damage(path.name, "", "is no regular file" if os.path.lexists(path) else "is missing"))
+            damage.append(
+                Damage(
+                    path.name, "", "is no regular file" if os.path.lexists(path) else "is missing"
+                )
+            )
             continue
         if not os.access(path, os.R_OK):
             raise UserError(f"cannot read {path}: check that it is yours to read")
@@ -141,7 +186,8 @@ def _headers(shards: tuple[Path, ...], *, is_gguf: bool) -> tuple[_Headers, dict
             else:
                 found[path] = read_header(path)
         except UnreadError as error:
-            unread[path] = _without_name(error, path).rpartition(": ")[0]  # the remedy is for whoever wants to run it
+            # the remedy is for whoever wants to run it
+            unread[path] = _without_name(error, path).rpartition(": ")[0]
         except UserError as error:
             damage.append(Damage(path.name, "", _without_name(error, path)))
     return found, unread, damage
@@ -157,8 +203,12 @@ def _unread_file(path: Path, why: str) -> WholeFile:
     return WholeFile(path, stamp, spans, why)
 
 
-def _meaning(path: Path, shards: tuple[Path, ...]) -> tuple[dict[Path, set[int]], Mapping[str, int]]:
-    """Where words of coded weights begin, by file, and what no text needs; nothing of models that cannot be run."""
+def _meaning(
+    path: Path, shards: tuple[Path, ...]
+) -> tuple[dict[Path, set[int]], Mapping[str, int]]:
+    """Where words of coded weights begin, by file, and what no text needs; nothing of models that
+    cannot be run.
+    """
     words = dict[Path, set[int]]()
     try:
         checkpoint = open_headers(path)
@@ -170,7 +220,9 @@ def _meaning(path: Path, shards: tuple[Path, ...]) -> tuple[dict[Path, set[int]]
     return words, checkpoint.left_out
 
 
-def _spans(entries: Mapping[str, TensorEntry], stamp: Stamp, words: Collection[int]) -> tuple[Span, ...]:
+def _spans(
+    entries: Mapping[str, TensorEntry], stamp: Stamp, words: Collection[int]
+) -> tuple[Span, ...]:
     ordered = sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
     starts = [*(entry.lo for _, entry in ordered), stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]
@@ -180,3 +232,131 @@ def _spans(entries: Mapping[str, TensorEntry], stamp: Stamp, words: Collection[i
         matters = entry.lo in words or (is_float and is_matrix(entry.shape))
         spans.append(Span(name, entry.lo, entry.hi, end, form, matters))
     return tuple(spans)
+
+
+SUFFIX = ".sums.json"  # behind the name of a GGUF file; in a folder it is `SUMS`
+_FORMAT = "offload.sums"
+_VERSION = 1
+_HEX = re.compile(r"(?:[0-9a-f]{8})*")
+
+
+class FileSums(NamedTuple):
+    """What is known of a file."""
+
+    num_bytes: int
+    written_ns: int
+    sha256: str | None  # as the hub has it, and as it was seen to be
+    header: str  # CRC-32 of its parts, 8 characters each
+    tensors: Mapping[str, str]
+
+
+def default_manifest(model: Path) -> Path:
+    """Beside a folder's files or a first GGUF file; of a model in the hub's cache, which is not
+    ours, in our own.
+    """
+    # links are not followed: files of the cache are links out of a commit
+    path = Path(os.path.abspath(model))
+    for commit in (path, *path.parents):
+        snapshots = commit.parent
+        repo = commit.parent.parent
+        if snapshots.name == "snapshots" and repo.name.startswith("models--"):
+            name = "-".join((repo.name, commit.name[:12], *path.relative_to(commit).parts))
+            return cache_folder() / "sums" / f"{name}.json"
+    return model / SUMS if os.path.isdir(model) else model.with_name(model.name + SUFFIX)
+
+
+def read_manifest(path: Path) -> dict[str, FileSums]:
+    """Files by name; none where there is no manifest. Raises `UserError` for what is none, or is
+    damaged.
+    """
+    remedy = "remove it to have it written anew"
+    try:
+        found = read_object(path, remedy)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if found.get("format") != _FORMAT or found.get("version") != _VERSION:
+        raise UserError(
+            f"{path} is no manifest of offload verify: give another with `manifest`, or move it away"
+        )
+    files = found.get("files")
+    if (
+        not isinstance(files, dict)
+        or found.get("crc32") != _crc32(files)
+        or not all(map(_is_sound, files.values()))
+    ):
+        raise UserError(f"{path} is damaged, it does not have its own checksum: {remedy}")
+    return {name: FileSums(**own) for name, own in files.items()}
+
+
+def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
+    """All or nothing. Raises `OSError`."""
+    told = {name: own._asdict() for name, own in files.items()}
+    with replacing(path) as scratch:
+        text = json.dumps(
+            {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(told), "files": told}, indent=1
+        )
+        scratch.write_text(text + "\n", encoding="utf-8")
+
+
+def have_same_bytes(one: FileSums, other: FileSums) -> bool:
+    """Whether two files agree, whenever they were written, and whatever the hub says of them."""
+    return one._replace(written_ns=0, sha256=None) == other._replace(written_ns=0, sha256=None)
+
+
+def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> list[Damage]:
+    """What is not as it was, by tensor."""
+    what = f"its bytes are not those of {manifest.name}"
+    if found.written_ns != known.written_ns:
+        what += ", and the file was written to since: where that was meant, remove the manifest"
+    names = [
+        name
+        for name in {**known.tensors, **found.tensors}
+        if known.tensors.get(name) != found.tensors.get(name)
+    ]
+    if found.tensors.keys().isdisjoint(known.tensors):
+        names = []  # it is the header that is another
+    is_header = found.header != known.header or (found.num_bytes != known.num_bytes and not names)
+    header = [Damage(file, "", f"in its header, {what}")] if is_header else []
+    return [*header, *(Damage(file, name, what) for name in names)]
+
+
+def _crc32(files: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
+
+
+def _is_sound(own: Any) -> bool:
+    if (
+        not isinstance(own, dict)
+        or own.keys() != set(FileSums._fields)
+        or not isinstance(own["tensors"], dict)
+    ):
+        return False
+    are_sums = all(
+        isinstance(one, str) and _HEX.fullmatch(one)
+        for one in (own["header"], *own["tensors"].values())
+    )
+    are_numbers = all(type(own[name]) is int for name in ("num_bytes", "written_ns"))
+    return are_sums and are_numbers and isinstance(own["sha256"], str | None)
+
+
+# of the 32nd power, whose steps are far longer than a call of numpy takes, and lie in a cache
+_POWER_BYTES = 32 // 8
+_FAR = 91_639 * _POWER_BYTES
+_NEAR = (91_639 - 41_678) * _POWER_BYTES
+_BEGIN = 0xFF  # what CRC-32 adds to each of the first four bytes
+
+
+def crc32_of_scratch(scratch: np.ndarray) -> int:
+    """Of bytes (uint8), which are lost."""
+    num_folded = len(scratch) - _FAR
+    if num_folded <= 0:
+        return zlib.crc32(scratch.data)
+    scratch[:4] ^= _BEGIN
+    for at in range(0, num_folded, _NEAR):
+        folded = scratch[at : min(at + _NEAR, num_folded)]
+        for step in (_NEAR, _FAR):
+            scratch[at + step : at + step + len(folded)] ^= folded
+    # which takes back what zlib would begin with
+    return zlib.crc32(scratch[num_folded:].data, 0xFFFF_FFFF)

@@ -26,7 +26,8 @@ def _say_version(is_asked: bool) -> None:
 @app.callback()
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say it and exit")
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="say it and exit"),
     ] = False,
 ) -> None:
     pass

@@ -1,6 +1,7 @@
 """A file of many prompts, one JSON object a line: checked as a whole before anything is loaded.
 
-Invariant: a task's digest changes with whatever could change its text, and with nothing else.
+Invariant: a task's digest changes with whatever could change its text beside the model, and with
+nothing else.
 """
 
 import hashlib
@@ -11,55 +12,67 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.small_files import read_given
+from offload.checkpoint.files import read_given
 from offload.cli.prompt_input import decode, with_system
-from offload.config import MOST_SAMPLES, NARROWING, Sampling
 from offload.declaration import listed, options_at
 from offload.engine.request import Prompt, Request, samples_of
 from offload.errors import UserError, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
+from offload.units import MOST_SAMPLES, NARROWING, Sampling
 
 _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
 _FIELDS = ("id", "prompt", "messages", *_TEXT, *_DRAWING)
-_NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept")  # but for what the first three hold
+# but for what the first three hold
+_NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept", "is_named")
 _UNSET = [(one.name, one.default) for one in fields(Sampling)]
-_OTHERS = [(field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT]
+_OTHERS = [
+    (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
+]
 _DIGEST_CHARS = 16
 _MAX_BYTES = 1 << 30  # millions of prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class BatchTask:
     """One text to be written: a prompt of a file, or one of several samples of it."""
 
     index: int  # of the prompt among those of the file
     sample: int
     name: str | int | None  # what the file calls it
     request: Request
-    digest: str  # of all that its text depends on
+    digest: str  # of all that its text depends on beside the model
 
 
-def read_tasks(file: Path, common: Request, num_samples: int, written_by: str, system: str | None = None) -> list[Task]:
-    """All of a file; a line's own settings stand in for those of `common`. Raises `UserError` with its number.
+def read_tasks(
+    file: Path, common: Request, num_samples: int, written_by: str, system: str | None = None
+) -> list[BatchTask]:
+    """All of a file; a line's own settings stand in for those of `common`. Raises `UserError` with
+    its number.
 
     Args:
-        written_by: model and rule, on which texts depend as well.
+        written_by: type and rule, on which texts depend as well; the model is told of beside.
         system: what the model is told before a prompt; messages say that for themselves.
     """
     try:
         text = decode(read_given(file, _MAX_BYTES), str(file)).removeprefix("\ufeff")
     except OSError as error:
-        raise UserError(f"cannot read prompts from {file} ({error.strerror}): check the path") from None
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    require(bool(lines), f"{file} must hold prompts", "none", 'give lines such as {"prompt": "Hello"}')
-    tasks = list[Task]()
+        raise UserError(
+            f"cannot read prompts from {file} ({error.strerror}): check the path"
+        ) from None
+    lines = [
+        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+    ]
+    require(
+        bool(lines), f"{file} must hold prompts", "none", 'give lines such as {"prompt": "Hello"}'
+    )
+    tasks = list[BatchTask]()
     for index, (number, line) in enumerate(lines):
         try:
             name, request = _request(line, common, system)
             tasks += [
-                Task(index, sample, name, one, _digest(one, written_by))
+                BatchTask(index, sample, name, one, _digest(one, written_by))
                 for sample, one in enumerate(varied(request, num_samples))
             ]
         except UserError as error:
@@ -73,7 +86,12 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
     is_varied = num_samples == 1 or not request.sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
-    require(num_samples <= MOST_SAMPLES, f"`samples` must be at most {MOST_SAMPLES}", num_samples, "ask for fewer")
+    require(
+        num_samples <= MOST_SAMPLES,
+        f"`samples` must be at most {MOST_SAMPLES}",
+        num_samples,
+        "ask for fewer",
+    )
     return samples_of(request, num_samples)
 
 
@@ -81,7 +99,12 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     """A line's name and request. Raises `UserError`."""
     told = _object(line)
     for key in told:
-        require(key in _FIELDS, f"a field must be one of {', '.join(_FIELDS)}", repr(key), "mend or take it out")
+        require(
+            key in _FIELDS,
+            f"a field must be one of {', '.join(_FIELDS)}",
+            repr(key),
+            "mend or take it out",
+        )
     name = told.get("id")
     is_name = name is None or (isinstance(name, str | int) and not isinstance(name, bool))
     require(is_name, "id must be text or a whole number", f"{name!r:.80}", "mend it")
@@ -92,7 +115,9 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     kept = find_grammar(**{key: own.pop(key) for key in GRAMMARS if key in own})
     prompt = _prompt(told, system, raw=common.raw)
     sampling = _sampling(told, common.sampling)
-    request = replace(common, prompt=prompt, sampling=sampling, grammar=kept or common.grammar, **own)
+    request = replace(
+        common, prompt=prompt, sampling=sampling, grammar=kept or common.grammar, **own
+    )
     request.check()
     return name, request
 
@@ -107,19 +132,31 @@ def _object(line: str) -> dict[str, Any]:
         told = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"a line must be JSON, this one is not ({error!s:.80}): mend it") from None
-    require(isinstance(told, dict), "a line must be a JSON object", f"{line:.80}", 'such as {"prompt": "Hello"}')
+    require(
+        isinstance(told, dict),
+        "a line must be a JSON object",
+        f"{line:.80}",
+        'such as {"prompt": "Hello"}',
+    )
     return {key: value for key, value in told.items() if value is not None}
 
 
 def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:
     given = [key for key in ("prompt", "messages") if key in told]
-    require(len(given) == 1, "a line must have one of prompt and messages", " and ".join(given) or "neither", "mend it")
+    require(
+        len(given) == 1,
+        "a line must have one of prompt and messages",
+        " and ".join(given) or "neither",
+        "mend it",
+    )
     value: Any = told[given[0]]
     if given == ["prompt"]:
         is_text = isinstance(value, str) and value != ""
         require(is_text, "prompt must be text, and not empty", f"{value!r:.80}", "give some")
         return with_system(value, system, raw=raw)
-    are_messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    are_messages = (
+        isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    )
     remedy = 'such as [{"role": "user", "content": "Hello"}]'
     require(are_messages, "messages must be a list of objects", f"{value!r:.80}", remedy)
     require(not raw, "messages need the chat template", "raw", "leave raw out, or give prompt")
@@ -132,7 +169,9 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
     if not own:  # of a million lines most, and what was checked needs no check
         return common
     if isinstance(biases := own.get("logit_bias"), dict):  # JSON's keys are text
-        own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in biases.items()}
+        own["logit_bias"] = {
+            int(key) if key.isdecimal() else key: value for key, value in biases.items()
+        }
     sampling = replace(common, **own)
     useless = [name for name in NARROWING if name in own]
     rule = f"{listed(NARROWING)} choose among tokens that are drawn: there must be a temperature"
@@ -141,8 +180,12 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
 
 
 def _digest(request: Request, written_by: str) -> str:
-    """Of what is set otherwise than usual, so that settings of later versions change none that does without."""
-    told = {name: value for name, unset in _UNSET if (value := getattr(request.sampling, name)) != unset}
+    """Of what is set otherwise than usual, so that settings of later versions change none that does
+    without.
+    """
+    told = {
+        name: value for name, unset in _UNSET if (value := getattr(request.sampling, name)) != unset
+    }
     told |= {"prompt": request.prompt, "stop": request.stops}
     told |= {name: value for name, unset in _OTHERS if (value := getattr(request, name)) != unset}
     whole = json.dumps([written_by, told], sort_keys=True, default=asdict)

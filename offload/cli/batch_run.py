@@ -7,19 +7,23 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import NamedTuple
 
-from offload.cli.batch_file import Task
-from offload.cli.console import Console, Names, place_line
+from offload.checkpoint.hub import is_here, open_headers
+from offload.cli.batch_file import BatchTask
+from offload.cli.console import Console, ModelNames, place_line
 from offload.cli.flags import as_flags
-from offload.cli.progress import ManyTexts, duration, plural
-from offload.cli.results_file import Results
+from offload.cli.progress import BatchProgress, duration, plural
+from offload.cli.results_file import ResultsFile
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
+from offload.engine.identities import Identities
 from offload.engine.load import open_decoder
 from offload.engine.many import Finished, write_all
 from offload.engine.request import Request
 from offload.errors import RunError, UserError
+from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 
 
@@ -32,24 +36,47 @@ class Loading(NamedTuple):
     note: str  # for the user, about the sampling
 
 
-def write_batch(loading: Loading, console: Console, tasks: Sequence[Task], results: Results) -> None:
-    """Write what is not done yet, a line for each. Raises `RunError` in the end if prompts have failed."""
+def write_batch(
+    loading: Loading, console: Console, tasks: Sequence[BatchTask], results: ResultsFile
+) -> None:
+    """Write what is not done yet, a line for each. Raises `RunError` in the end if prompts have
+    failed.
+    """
+    follows_draft = loading.options.lenience < 1
+    identities = _identities(loading, console) if results.models else None
+    if identities is not None:
+        results.require(partial(identities.difference, follows_draft=follows_draft))
     todo = [task for task in tasks if (task.index, task.sample) not in results.done]
     if results.done:
-        console.say(f"{results.name} has {len(results.done):,} of {plural(len(tasks), 'text')} already")
+        console.say(
+            f"{results.name} has {len(results.done):,} of {plural(len(tasks), 'text')} already"
+        )
     if todo:
         sampling = todo[0].request.sampling
-        with _opened(loading, Request(sampling=sampling), console) as decoder:
+        with _opened(
+            loading, Request(sampling=sampling, is_named=bool(results.name)), console
+        ) as decoder:
+            if identities is None:  # files had to be fetched first
+                results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
+            # while files are those that were opened
+            decoder.identities.identity(follows_draft=follows_draft)
             for index, outcome in _finished(decoder, [task.request for task in todo], console):
+                results.model = decoder.identities.identity(follows_draft=follows_draft).as_dict()
                 results.add(todo[index], _result(outcome))
     if results.num_failed:
         where = f" in {results.name}" if results.name else ""
         what = f"{results.num_failed:,} of {plural(len(tasks), 'text')} could not be written"
-        raise RunError(f'{what}: their lines{where} have an "error"; mend the prompts, and take those lines out')
+        raise RunError(
+            f'{what}: their lines{where} have an "error"; mend the prompts, and take those lines out'
+        )
 
 
-def write_samples(loading: Loading, console: Console, requests: Sequence[Request], *, as_json: bool) -> None:
-    """Write texts of one prompt, each under a heading as it finishes, or in the end as one list of objects."""
+def write_samples(
+    loading: Loading, console: Console, requests: Sequence[Request], *, as_json: bool
+) -> None:
+    """Write texts of one prompt, each under a heading as it finishes, or in the end as one list of
+    objects.
+    """
     objects = dict[int, dict[str, object]]()
     with _opened(loading, requests[0], console) as decoder:
         try:
@@ -58,37 +85,65 @@ def write_samples(loading: Loading, console: Console, requests: Sequence[Request
                     raise outcome
                 objects[index] = {"sample": index, **outcome.as_dict()}
                 if not as_json:
-                    console.text(f"--- sample {index}, seed {outcome.sampling.seed}\n{outcome.text}\n")
+                    console.text(
+                        f"--- sample {index}, seed {outcome.sampling.seed}\n{outcome.text}\n"
+                    )
         finally:
             if as_json:
                 console.text(json.dumps([objects[index] for index in sorted(objects)]) + "\n")
 
 
+def _identities(loading: Loading, console: Console) -> Identities | None:
+    """Of models whose files are here, before anything is loaded."""
+    console.wait("comparing models")
+    models = models_to_read(loading.model, loading.draft)
+    options = loading.options
+    headers = [
+        open_headers(model, None if index else options.config) for index, model in enumerate(models)
+    ]
+    if not all(map(is_here, headers)):
+        return None
+    files = files_of(headers, loading.draft, options.draft_dtype)
+    return Identities(files, limit_bytes_per_s=options.limit_bytes_per_s)
+
+
 @contextmanager
 def _opened(loading: Loading, request: Request, console: Console) -> Iterator[Decoder]:
-    with open_decoder(loading.model, loading.draft, loading.options, request, hooks=console.hooks) as decoder:
+    with open_decoder(
+        loading.model, loading.draft, loading.options, request, hooks=console.hooks
+    ) as decoder:
         console.clear()
-        name = Names.of(loading.model, loading.draft, loading.options.ranks).model
-        console.say("\n".join([*decoder.notes, place_line(name, decoder.plan, is_decimal=console.is_decimal)]))
+        name = ModelNames.of(loading.model, loading.draft, loading.options.ranks).model
+        console.say(
+            "\n".join(
+                [*decoder.notes, place_line(name, decoder.plan, is_decimal=console.is_decimal)]
+            )
+        )
         console.say(loading.note)
         yield decoder
 
 
-def _finished(decoder: Decoder, requests: Sequence[Request], console: Console) -> Iterator[Finished]:
-    """Results in the order of finishing; in the end, and where it is interrupted, a line tells how fast they came."""
-    progress = ManyTexts(len(requests), len(decoder.plan.layer_bytes))
+def _finished(
+    decoder: Decoder, requests: Sequence[Request], console: Console
+) -> Iterator[Finished]:
+    """Results in the order of finishing; in the end, and where it is interrupted, a line tells how
+    fast they came.
+    """
+    progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
     console.follow_many(progress)
     try:
         with closing(write_all(decoder, requests, progress.advance)) as finished:
             for one in finished:
-                progress.finish(0 if isinstance(one.outcome, UserError) else len(one.outcome.token_ids))
+                progress.finish(
+                    0 if isinstance(one.outcome, UserError) else len(one.outcome.token_ids)
+                )
                 yield one
     finally:
         console.clear()
         console.say(_closing_line(progress))
 
 
-def _closing_line(progress: ManyTexts) -> str:
+def _closing_line(progress: BatchProgress) -> str:
     texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
     speed = f"{progress.tokens_per_s:.2f} tokens/s over all, {progress.tokens_per_pass:.2f} a pass"
     return f"{texts}, {plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}: {speed}"
@@ -106,6 +161,10 @@ def _result(outcome: Generation | UserError) -> dict[str, object]:
         "seed": sampling.pop("seed"),
         "sampling": sampling,
         "tokens": {"prompt": outcome.stats.num_prompt_tokens, "new": len(outcome.token_ids)},
-        **({} if outcome.logprobs is None else {"logprobs": [one._asdict() for one in outcome.logprobs]}),
+        **(
+            {}
+            if outcome.logprobs is None
+            else {"logprobs": [one._asdict() for one in outcome.logprobs]}
+        ),
         **({} if outcome.is_exact else {"lenience": outcome.lenience}),
     }

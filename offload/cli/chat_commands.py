@@ -10,12 +10,12 @@ from typing import Any
 from offload.cli.console import Console, turn_line
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
-from offload.config import Sampling, format_bytes
 from offload.declaration import listed, options_at
 from offload.engine.chat import Chat
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
+from offload.units import Sampling, format_bytes
 
 LEAVE = ("/bye", "/exit", "/quit")
 _SAMPLING = options_at("chat", Sampling)
@@ -41,7 +41,9 @@ class ChatCommands:
     """What can be done to a conversation but to ask."""
 
     def __init__(self, chat: Chat, plan: MemoryPlan, console: Console) -> None:
-        self._chat, self._plan, self._console = chat, plan, console
+        self._chat = chat
+        self._plan = plan
+        self._console = console
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
             "/clear": lambda _: self._clear(),
@@ -55,7 +57,9 @@ class ChatCommands:
         }
 
     def obey(self, command: str, text: str) -> Generator[str, None, None] | None:
-        """Do it; returns the answer where there is going to be one. Raises `UserError` for what is no command."""
+        """Do it; returns the answer where there is going to be one. Raises `UserError` for what is
+        no command.
+        """
         if command not in self._table:
             known = " ".join([*self._table, LEAVE[0]])
             raise UserError(
@@ -88,7 +92,8 @@ class ChatCommands:
         self._say(f"going on with {path}: questions {num_asked}")
 
     def _retry(self) -> Generator[str, None, None]:
-        before, pieces = self._chat.turn, self._chat.retry()
+        before = self._chat.turn
+        pieces = self._chat.retry()
         is_whole = before is not None and before.finish_reason != "interrupted"
         samplings = [self._chat.sampling, *([before.sequence.sampler.sampling] if before else [])]
         if is_whole and not any(one.temperature for one in samplings):
@@ -107,15 +112,25 @@ class ChatCommands:
         name, value = _SHORT.get(name, name), value.strip()
         if name in _SAMPLING:
             one = _SAMPLING[name]
-            self._chat.sampling = replace(self._chat.sampling, **{one.name: _number(name, one.kind, value)})
+            self._chat.sampling = replace(
+                self._chat.sampling, **{one.name: _number(name, one.kind, value)}
+            )
         elif name in _TEXT:
             one = _TEXT[name].of("chat")
-            own = _number(name, int, value, least=one.least or 0) if one.kind is int else value or None
+            own = (
+                _number(name, int, value, least=one.least or 0)
+                if one.kind is int
+                else value or None
+            )
             setattr(self._chat, one.name, own)
         elif name:
             raise UserError(f"/set knows {', '.join(_NAMES)}, got {name}: try /set temperature 0.7")
         chat = self._chat
-        length = f"at most {chat.max_new_tokens} tokens" if chat.max_new_tokens else "as long as there is room"
+        length = (
+            f"at most {chat.max_new_tokens} tokens"
+            if chat.max_new_tokens
+            else "as long as there is room"
+        )
         stop = f", stop {chat.stop!r}" if chat.stop else ""
         self._say(f"{sampling_words(chat.sampling)}, seed {chat.sampling.seed}; {length}{stop}")
 
@@ -127,7 +142,9 @@ class ChatCommands:
         sizes = result.stats.peak_rss_bytes, self._plan.ram_bytes
         peak, budget = (format_bytes(size, is_decimal=self._console.is_decimal) for size in sizes)
         used = f"{num_used} of {self._plan.context} positions used"
-        self._say(f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}")
+        self._say(
+            f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}"
+        )
 
 
 def _file(name: str) -> Path:
@@ -144,5 +161,7 @@ def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) 
     if number is None or number < least:
         what = "a whole number" if kind is int else "a number"
         above = f" of at least {least}" if least > 0 else ""
-        raise UserError(f"{name} must be {what}{above}, got {value!r}: try /set {name} {1 if kind is int else 0.7}")
+        raise UserError(
+            f"{name} must be {what}{above}, got {value!r}: try /set {name} {1 if kind is int else 0.7}"
+        )
     return number

@@ -1,8 +1,8 @@
 """What is typed or piped into a conversation: questions of one line or several, and commands.
 
-A block between two lots of three quotes is one question, and so is what was pasted: terminals that bracket a paste say
-so, of the others whatever waits already when a line ends belongs to it. What waits before there is a prompt was typed
-ahead, and comes line by line.
+A block between two lots of three quotes is one question, and so is what was pasted: terminals that
+bracket a paste say so, of the others whatever waits already when a line ends belongs to it. What
+waits before there is a prompt was typed ahead, and comes line by line.
 """
 
 import os
@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.files import cache_folder
 from offload.cli.prompt_input import decode
 from offload.errors import UserError
-from offload.planning.profile import cache_folder
 
 _QUOTES = '"""'
 _TAKE_BLOCKS = ("", "/system")
@@ -34,16 +34,23 @@ class Entry(NamedTuple):
 
 
 class ChatInput:
-    """Reads entries from standard input. At a terminal lines can be edited, and those of earlier days called back."""
+    """Reads entries from standard input. At a terminal lines can be edited, and those of earlier
+    days called back.
+    """
 
     def __init__(self, hint: str) -> None:
         self._hint, self._is_typed, self._has_ended = hint, sys.stdin.isatty(), False
         self._asks = self._is_typed and sys.stdout.isatty()
-        self._readline: Any = import_module("readline") if self._is_typed and find_spec("readline") else None
+        self._readline: Any = (
+            import_module("readline") if self._is_typed and find_spec("readline") else None
+        )
 
     def __enter__(self) -> "ChatInput":
         if self._readline is not None:
-            if "libedit" not in (self._readline.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb":
+            if (
+                "libedit" not in (self._readline.__doc__ or "")
+                and os.environ.get("TERM", "dumb") != "dumb"
+            ):
                 self._readline.parse_and_bind("set enable-bracketed-paste on")
             with suppress(OSError):  # none yet
                 self._readline.read_history_file(_history())
@@ -99,7 +106,9 @@ class ChatInput:
         self._readline.append_history_file(max(0, num_new), _history())
 
     def _block(self, first: str) -> str:
-        """What lies between the quotes, the first of which were just read; the end of the input closes them as well."""
+        """What lies between the quotes, the first of which were just read; the end of the input
+        closes them as well.
+        """
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES) and (line := self._line("... ")) is not None:
             lines.append(line)

@@ -1,4 +1,6 @@
-"""What a person sees besides the text: what goes on, what runs, the plan as a picture, the closing figures."""
+"""What a person sees besides the text: what goes on, what runs, the plan as a picture, the closing
+figures.
+"""
 
 import sys
 import threading
@@ -8,23 +10,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.calibration.kernel_comparison import Outcome, used
+from offload.calibration.trial import ComparisonOutcome, used
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
-from offload.cli.progress import ManyTexts, Phase, Progress, Writing, plural
-from offload.config import format_bytes, is_decimal
-from offload.engine.hooks import Hooks
-from offload.memory.plan import MemoryPlan, Tier
+from offload.cli.progress import BatchProgress, Phase, Progress, TextProgress, plural
+from offload.engine.team import Hooks
+from offload.memory.plan import LayerTier, MemoryPlan
 from offload.stats import Stats
+from offload.units import format_bytes, is_decimal
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
     from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
-    from offload.planning.tree_policy import TreeChoice
+    from offload.planning.selector import TreeChoice
 
-_CHOICES_SHOWN, _TREES_SHOWN, _RANKS_SHOWN = 2, 5, 6
+_CHOICES_SHOWN = 2
+_TREES_SHOWN = 5
+_RANKS_SHOWN = 6
 
 
 class Console:
@@ -35,11 +39,18 @@ class Console:
         sizes_like: a size as the user has written it, for the unit of those that are shown.
     """
 
-    def __init__(self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None) -> None:
-        self._is_quiet, self._is_verbose, self.is_decimal = is_quiet, is_verbose, is_decimal(sizes_like)
+    def __init__(
+        self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None
+    ) -> None:
+        self._is_quiet, self._is_verbose, self.is_decimal = (
+            is_quiet,
+            is_verbose,
+            is_decimal(sizes_like),
+        )
         self._line = LiveLine(is_off=is_quiet)
         self._shown: Progress | None = None
-        self._saying = threading.RLock()  # threads that read weights have notes; a signal's handler may interrupt one
+        # threads that read weights have notes; a signal's handler may interrupt one
+        self._saying = threading.RLock()
 
     def __enter__(self) -> "Console":
         return self
@@ -67,7 +78,7 @@ class Console:
         if self._is_verbose:
             self.say(lines)
 
-    def open(self, names: "Names", decoder: "Decoder", choice: "TreeChoice") -> None:
+    def open(self, names: "ModelNames", decoder: "Decoder", choice: "TreeChoice") -> None:
         """What is about to run; loading is over."""
         self.clear()
         self.say(opening_lines(names, decoder, choice, is_decimal=self.is_decimal))
@@ -87,7 +98,9 @@ class Console:
         self._show(Phase(label))
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
-        """Progress of something that is measured in bytes; without a label of what is under way anyhow."""
+        """Progress of something that is measured in bytes; without a label of what is under way
+        anyhow.
+        """
         phase = self._phase(label)
         phase.is_in_bytes, phase.is_decimal = True, self.is_decimal
         phase.reach(done_bytes, total_bytes)
@@ -100,10 +113,12 @@ class Console:
         """A text is about to be written: the next calls of `layer_done` are its sweeps."""
         stats = run.sequence.stats
         num_sweeps = plan.num_prompt_sweeps(stats.num_prompt_tokens - stats.num_kept_tokens)
-        self._show(Writing(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
+        self._show(TextProgress(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
 
-    def follow_many(self, progress: ManyTexts) -> None:
-        """Texts are about to be written together: the next calls of `layer_done` are of their passes."""
+    def follow_many(self, progress: BatchProgress) -> None:
+        """Texts are about to be written together: the next calls of `layer_done` are of their
+        passes.
+        """
         self._show(progress)
 
     def layer_done(self) -> None:
@@ -129,60 +144,81 @@ class Console:
         self._line.show(progress)
 
 
-class Names(NamedTuple):
+class ModelNames(NamedTuple):
     """What runs, as the user calls it."""
 
     model: str
     draft: str | None
 
     @classmethod
-    def of(cls, model: str, draft: str | None, ranks: str | None = None) -> "Names":
-        """Without the folders around them, or the owner on the hub; of several `ranks` what is told is the head's."""
+    def of(cls, model: str, draft: str | None, ranks: str | None = None) -> "ModelNames":
+        """Without the folders around them, or the owner on the hub; of several `ranks` what is told
+        is the head's.
+        """
         name = Path(model).absolute().name
-        return cls(name if ranks is None else f"{name} on rank 0", draft and Path(draft).absolute().name)
+        return cls(
+            name if ranks is None else f"{name} on rank 0", draft and Path(draft).absolute().name
+        )
 
 
-def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:
-    """What is not as fast as it could be; then in two lines what runs, where it lies, and what to expect."""
-    drafting, sources = list[str](), str(decoder.sources)
+def opening_lines(
+    names: ModelNames, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False
+) -> str:
+    """What is not as fast as it could be; then in two lines what runs, where it lies, and what to
+    expect.
+    """
+    drafting = list[str]()
+    sources = str(decoder.sources)
     if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
         drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
     elif choice and choice.shape.num_nodes > 1:
         drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a sweep by {sources}"]
-    return "\n".join([*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting])
+    return "\n".join(
+        [*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting]
+    )
 
 
 def place_line(name: str, plan: MemoryPlan, *, is_decimal: bool = False) -> str:
     """Where the layers lie, and what a sweep moves."""
-    num_layers, moved = len(plan.layer_bytes), format_bytes(plan.streamed_bytes, is_decimal=is_decimal)
+    num_layers = len(plan.layer_bytes)
+    moved = format_bytes(plan.streamed_bytes, is_decimal=is_decimal)
     if plan.gpu_bytes is not None:
-        num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
+        num_host = plan.num_layers_in(LayerTier.HOST)
+        num_disk = plan.num_layers_in(LayerTier.DISK)
         where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
         return f"{name}: {where}" + (f"; {moved} a sweep" if plan.num_slots else "")
     budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
     if plan.has_experts:
-        where = (
-            f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts and {plan.num_resident} of {num_layers} layers"
+        experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts"
+        where = f"{experts} and {plan.num_resident} of {num_layers} layers"
+        return (
+            f"{name}: {where} around them in RAM ({budget} allowed), others come as they are needed"
         )
-        return f"{name}: {where} around them in RAM ({budget} allowed), others come as they are needed"
     if not plan.num_slots:
-        return f"{name}: all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
+        return (
+            f"{name}: all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
+        )
     return f"{name}: {plan.num_resident} of {num_layers} layers in RAM ({budget} allowed), {moved} a sweep from disk"
 
 
 def _expectation(choice: "TreeChoice") -> str:
-    from offload.tree.spec import label_of  # which brings numpy along
+    from offload.trees.spec import label_of  # which brings numpy along
 
     speed = f"{choice.tokens_per_sweep:.1f} tokens per sweep"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
-    tree = f"chains, of {choice.shape.depth} at first" if choice.chains else f"tree {label_of(choice.shape)}"
+    tree = (
+        f"chains, of {choice.shape.depth} at first"
+        if choice.chains
+        else f"tree {label_of(choice.shape)}"
+    )
     return f"{tree}, {speed} expected"
 
 
 def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
     """Threads, slots, kernels, and why this tree."""
-    plan, modes = decoder.plan, decoder.threads.start
+    plan = decoder.plan
+    modes = decoder.threads.start
     threads = plural(modes.sweep.num_threads, "compute thread")
     if modes.draft.num_threads != modes.sweep.num_threads:
         threads += f", {modes.draft.num_threads} for drafting"
@@ -191,7 +227,7 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
     return "\n".join([f"{slots}{threads}", *kernels, *([choice_lines(choice)] if choice else [])])
 
 
-def kernel_line(outcomes: Sequence[Outcome]) -> str:
+def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
     """Which kernels, and functions that expand weights, run here, and why others do not."""
     reasons = {one.kernel: one.reason for one in outcomes if one.reason}
     running = ", ".join(kernel for kernel, is_used in used(outcomes).items() if is_used) or "none"
@@ -225,12 +261,19 @@ def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
 
 def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     """What a tune has found: acceptance by rank, the curves, and the trees that follow."""
-    costs, settings = tuned.costs, tuned.identity
+    costs = tuned.costs
+    settings = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
     ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
     basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
-    traced = f"the traces, smoothed by {tuned.smoothing:g}" if tuned.follows_traces else "the product form"
-    sampling = f"temperature {settings.temperature:g}, top-p {settings.top_p:g}, top-k {settings.top_k}"
+    traced = (
+        f"the traces, smoothed by {tuned.smoothing:g}"
+        if tuned.follows_traces
+        else "the product form"
+    )
+    sampling = (
+        f"temperature {settings.temperature:g}, top-p {settings.top_p:g}, top-k {settings.top_k}"
+    )
     return "\n".join(
         [
             f"rule {settings.rule}, {sampling}",
@@ -247,12 +290,18 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
 
 
 def _curve_line(label: str, curve: "Curve") -> str:
-    points = "  ".join(f"{size}: {second:.4g}" for size, second in zip(curve.sizes, curve.seconds, strict=True))
+    points = "  ".join(
+        f"{size}: {second:.4g}" for size, second in zip(curve.sizes, curve.seconds, strict=True)
+    )
     return f"{label} by rows: {points}"
 
 
-def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: bool = False) -> str:
-    """Speed, what one sweep yields, the link and memory; `own_bytes` is what the program took before it loaded."""
+def closing_lines(
+    stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: bool = False
+) -> str:
+    """Speed, what one sweep yields, the link and memory; `own_bytes` is what the program took
+    before it loaded.
+    """
     if stats.num_new_tokens == 0:
         return "no tokens generated"
     first = f"{plural(stats.num_new_tokens, 'token')}, the first after {stats.ttft_s:.2f} s"
@@ -260,7 +309,9 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
     if stats.runs:
-        return f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({_runs_words(stats.runs)})\n{memory}"
+        return (
+            f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({_runs_words(stats.runs)})\n{memory}"
+        )
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
     if stats.chain_lengths:
@@ -269,7 +320,9 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
     if stats.bytes_streamed:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
         there = stats.expert_hit_rate
-        experts = "" if there is None else f"; {there:.0%} of the experts that were needed were there"
+        experts = (
+            "" if there is None else f"; {there:.0%} of the experts that were needed were there"
+        )
         lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}{experts}")
     return "\n".join(lines)
 
@@ -286,9 +339,8 @@ def alpha_line(stats: Stats) -> str:
         return ""
     error = stats.alpha.standard_error
     doubt = "" if error is None else f"±{error:.3f}"
-    return (
-        f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {plural(stats.alpha.count, 'position')}"
-    )
+    positions = plural(stats.alpha.count, "position")
+    return f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {positions}"
 
 
 def _memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, is_decimal: bool) -> str:
@@ -299,9 +351,15 @@ def _memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, is_decimal: boo
 
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
-    """One answer of a conversation: how long it took, and how much of what was said before had to be read again."""
+    """One answer of a conversation: how long it took, and how much of what was said before had to
+    be read again.
+    """
     how = {"interrupted": ", stopped", "length": ", cut off"}.get(finish_reason, "")
-    speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} a sweep" if stats.tpot_s else ""
+    speed = (
+        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} a sweep"
+        if stats.tpot_s
+        else ""
+    )
     read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {plural(stats.num_prompt_tokens, 'token')} read"
     return f"({plural(stats.num_new_tokens, 'token')}{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
 

@@ -1,4 +1,6 @@
-"""The commands that make and look after datastores, corpora that drafts are looked up in: `offload datastore ...`."""
+"""The commands that make and look after datastores, corpora that drafts are looked up in: `offload
+datastore ...`.
+"""
 
 import json
 import sys
@@ -13,9 +15,9 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
-from offload.config import parse_size
 from offload.machine import available_ram_bytes
 from offload.options import OutputOptions
+from offload.units import parse_size
 
 if TYPE_CHECKING:
     from offload.cli.datastore_run import Write
@@ -28,16 +30,26 @@ datastore = typer.Typer(
     rich_markup_mode=None,
     invoke_without_command=True,
 )
-app.add_typer(datastore, name="datastore", short_help="Make a store of text that drafts are looked up in.")
+app.add_typer(
+    datastore, name="datastore", short_help="Make a store of text that drafts are looked up in."
+)
 
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", help="UTF-8 text, folders of it, or .jsonl of samples")
+    list[Path],
+    typer.Argument(
+        metavar="FILES|DIR|JSONL...", help="UTF-8 text, folders of it, or .jsonl of samples"
+    ),
 ]
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
 Ram = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free")
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free"
+    ),
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="pass over bad files and lines, and name them")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="pass over bad files and lines, and name them")
+]
 
 
 @datastore.callback()
@@ -57,18 +69,28 @@ def _group(context: typer.Context) -> None:
 )
 def build(
     files: Files,
-    tokenizer: Annotated[str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")
+    ],
     out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
     output: OutputOptions,
     ram: Ram = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Make a store of text, code or chats. A line of a .jsonl file has text, messages, conversations or a prompt."""
+    """Make a store of text, code or chats. A line of a .jsonl file has text, messages,
+    conversations or a prompt.
+    """
     from offload.datastore import build as building
 
     with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
         _write(
-            console, partial(building.build, out.expanduser()), tokenizer, files, ram, skip_bad, as_json=output.as_json
+            console,
+            partial(building.build, out.expanduser()),
+            tokenizer,
+            files,
+            ram,
+            skip_bad,
+            as_json=output.as_json,
         )
 
 
@@ -86,19 +108,30 @@ def append(
     files: Files,
     output: OutputOptions,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was")
+        str | None,
+        typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was"),
     ] = None,
     ram: Ram = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it was."""
+    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it
+    was.
+    """
     from offload.datastore import build as building
     from offload.datastore.store import read_store
 
     found = read_store(store)
     with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
         write = partial(building.append, found.path)
-        _write(console, write, tokenizer or found.tokenizer, files, ram, skip_bad, as_json=output.as_json)
+        _write(
+            console,
+            write,
+            tokenizer or found.tokenizer,
+            files,
+            ram,
+            skip_bad,
+            as_json=output.as_json,
+        )
 
 
 @flags.command(
@@ -132,19 +165,30 @@ def verify(store: Store, output: OutputOptions) -> None:
     """Read every byte of a store: sizes, checksums, tokens, and the order of every position."""
     from offload.cli.datastore_run import store_line
     from offload.datastore.store import read_store
-    from offload.datastore.verify import verify as check
+    from offload.datastore.store import verify as check
 
     found = read_store(store)
     with Console(is_quiet=output.quiet or output.as_json) as console:
         check(found, partial(console.bytes_landed, label="reading"))
-    print(json.dumps({**found.as_dict(), "is_sound": True}) if output.as_json else f"{store_line(found)}: sound")
+    print(
+        json.dumps({**found.as_dict(), "is_sound": True})
+        if output.as_json
+        else f"{store_line(found)}: sound"
+    )
 
 
 def _write(
-    console: Console, write: "Write", model: str, files: list[Path], ram: str | None, skip_bad: bool, *, as_json: bool
+    console: Console,
+    write: "Write",
+    model: str,
+    files: list[Path],
+    ram: str | None,
+    skip_bad: bool,
+    *,
+    as_json: bool,
 ) -> None:
     """Build or append, and say what came of it."""
-    from offload.datastore.corpus import Corpus
+    from offload.datastore.build import Corpus
 
     ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
     corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")

@@ -1,4 +1,6 @@
-"""Building a datastore as a person sees it: a tokenizer, a corpus, how far it is, and what came of it."""
+"""Building a datastore as a person sees it: a tokenizer, a corpus, how far it is, and what came of
+it.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,19 +12,18 @@ from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import tokenizer_folder
 from offload.cli.console import Console
 from offload.cli.progress import plural
-from offload.config import format_bytes
-from offload.datastore.build import Coder, OnPhase
-from offload.datastore.chunk import Width
-from offload.datastore.corpus import Corpus, Messages, joined
+from offload.datastore.build import Coder, Corpus, Messages, OnPhase, joined
+from offload.datastore.index import TokenWidth
 from offload.datastore.store import Store
 from offload.engine.text import Tokenizer, load_tokenizer, render_chat
 from offload.errors import UserError, reason
 from offload.machine import peak_rss_bytes
+from offload.units import format_bytes
 
 Write = Callable[[Iterator[str], Coder, int, OnPhase], Store]
 
 
-class Outcome(NamedTuple):
+class StoreResult(NamedTuple):
     """A store that was just written to, and what it took."""
 
     store: Store
@@ -40,12 +41,18 @@ class Outcome(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
         own = {name: getattr(self, name) for name in (*self._fields[2:], "tokens_per_s")}
-        seen = {name: getattr(self.corpus, name) for name in ("num_files", "num_binary", "num_hidden", "bad")}
+        seen = {
+            name: getattr(self.corpus, name)
+            for name in ("num_files", "num_binary", "num_hidden", "bad")
+        }
         return {**self.store.as_dict(), **own, **seen}
 
     def lines(self, *, is_decimal: bool) -> str:
         """What a person wants to know, with what was passed over first."""
-        peak, budget = (format_bytes(size, is_decimal=is_decimal) for size in (self.peak_rss_bytes, self.ram_bytes))
+        peak, budget = (
+            format_bytes(size, is_decimal=is_decimal)
+            for size in (self.peak_rss_bytes, self.ram_bytes)
+        )
         passed = [f"{self.corpus.num_hidden} hidden"] if self.corpus.num_hidden else []
         passed += [f"{self.corpus.num_binary} binary"] if self.corpus.num_binary else []
         notes = [f"skipped: {line}" for line in self.corpus.bad]
@@ -64,18 +71,21 @@ def store_line(store: Store, *, is_decimal: bool = False) -> str:
 
 def info_lines(store: Store) -> str:
     """What a store is for, and what it takes to build one like it."""
-    width = Width.of(store.vocab_size).num_bytes
+    width = TokenWidth.of(store.vocab_size).num_bytes
     ids = f"{store.vocab_size:,} ids in {width} bytes each, sha256 {store.tokenizer_sha256[:12]}"
     sorting = f"sorting its largest chunk took {format_bytes(store.sorting_bytes)} beside the process's own memory"
     return "\n".join([store_line(store), f"tokenizer of {store.tokenizer}: {ids}", sorting])
 
 
-def write_store(write: Write, corpus: Corpus, model: str, ram_bytes: int, console: Console) -> Outcome:
+def write_store(
+    write: Write, corpus: Corpus, model: str, ram_bytes: int, console: Console
+) -> StoreResult:
     """Write what a corpus holds by `write`, one of the two functions of `offload.datastore.build`."""
     console.wait(f"reading the tokenizer of {model}")
     coder, render = load_coder(model)
     progress = _Progress(corpus, console)
-    started_s, num_new_tokens = time.monotonic(), 0
+    started_s = time.monotonic()
+    num_new_tokens = 0
 
     def counted(texts: list[str]) -> Iterator[Any]:
         nonlocal num_new_tokens
@@ -86,18 +96,26 @@ def write_store(write: Write, corpus: Corpus, model: str, ram_bytes: int, consol
     documents = progress.documents(corpus.documents(render))
     store = write(documents, coder._replace(encode=counted), ram_bytes, progress.wait)
     console.clear()
-    return Outcome(store, corpus, num_new_tokens, time.monotonic() - started_s, ram_bytes, peak_rss_bytes())
+    return StoreResult(
+        store, corpus, num_new_tokens, time.monotonic() - started_s, ram_bytes, peak_rss_bytes()
+    )
 
 
 class _Progress:
-    """How much of the corpus is encoded since something else was last under way: so what is left is foretold well."""
+    """How much of the corpus is encoded since something else was last under way: so what is left is
+    foretold well.
+    """
 
     def __init__(self, corpus: Corpus, console: Console) -> None:
-        self._corpus, self._console, self._since_bytes = corpus, console, 0
+        self._corpus = corpus
+        self._console = console
+        self._since_bytes = 0
 
     def documents(self, texts: Iterator[str]) -> Iterator[str]:
         for text in texts:
-            done_bytes, total_bytes = (n - self._since_bytes for n in (self._corpus.done_bytes, self._corpus.num_bytes))
+            done_bytes, total_bytes = (
+                n - self._since_bytes for n in (self._corpus.done_bytes, self._corpus.num_bytes)
+            )
             self._console.bytes_landed(done_bytes, total_bytes, "encoding")
             yield text
 
@@ -107,24 +125,36 @@ class _Progress:
 
 
 def load_coder(model: str) -> tuple[Coder, Callable[[Messages], str]]:
-    """A model's tokenizer, and what makes one text of a conversation. Raises `UserError` where there is none."""
-    folder = tokenizer_folder(model) if gguf_file(model) is None else open_headers(model).tokenizer_path
+    """A model's tokenizer, and what makes one text of a conversation. Raises `UserError` where
+    there is none.
+    """
+    folder = (
+        tokenizer_folder(model) if gguf_file(model) is None else open_headers(model).tokenizer_path
+    )
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name the model that the store is for")
     is_folder = Path(model).expanduser().exists()
-    coder = Coder(str(folder.absolute()) if is_folder else model, tokenizer.get_vocab(), _encoder(tokenizer))
-    return coder, (lambda messages: _in_template(tokenizer, messages)) if tokenizer.chat_template else joined
+    coder = Coder(
+        str(folder.absolute()) if is_folder else model, tokenizer.get_vocab(), _encoder(tokenizer)
+    )
+    return coder, (
+        lambda messages: _in_template(tokenizer, messages)
+    ) if tokenizer.chat_template else joined
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterator[list[int]]]:
     """All texts of a batch at once, whole, on all cores where the tokenizer can."""
     if not tokenizer.is_fast:
-        return lambda texts: iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        return lambda texts: iter(
+            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        )
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False))
+    return lambda texts: (
+        found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)
+    )
 
 
 def _in_template(tokenizer: Tokenizer, messages: Messages) -> str:

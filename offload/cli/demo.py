@@ -1,8 +1,9 @@
-"""The embedded default: a real run on any machine, without a network, a GPU or a model of one's own.
+"""The embedded default: a real run on any machine, without a network, a GPU or a model of one's
+own.
 
-The target of a packaged pair is inflated to about a gigabyte without changing what it computes, allowed a quarter of
-that in memory, and decodes first one token per sweep, then with a tree. Both speeds are printed only after every token
-was found to be the original model's own.
+The target of a packaged pair is inflated to about a gigabyte without changing what it computes,
+allowed a quarter of that in memory, and decodes first one token per sweep, then with a tree. Both
+speeds are printed only after every token was found to be the original model's own.
 """
 
 from collections.abc import Callable
@@ -10,26 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.files import cache_folder
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflate, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
-from offload.config import Sampling, require
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
-from offload.engine.hooks import Progress
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
+from offload.engine.team import Progress
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import Files, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.planning.options import LoadOptions
-from offload.planning.profile import cache_folder
+from offload.reports.proof import draw_gaps, rounding
 from offload.stats import Stats
-from offload.tree.spec import parse_tree
-from offload.tuning.audit import draw_gaps, rounding
-from offload.verification.rules import find_rule
+from offload.trees.spec import parse_tree
+from offload.trees.verification import find_rule
+from offload.units import Sampling, require
 
 PAIR = Path(__file__).parents[1] / "demo_pair"
 _CONTEXT = 512
@@ -46,38 +47,52 @@ class Settings:
 '''
 
 
-class Comparison(NamedTuple):
+class DemoResult(NamedTuple):
     """Both runs of the demo and what the proof found."""
 
     plain: Generation  # one token per sweep
     tree: Generation
     num_exact: int  # tokens of both runs that are the float32 draw of the original model
     num_near: int  # tokens that lie within bf16 rounding of it
-    num_same: int | None  # tokens of the tree's text that were found to be those without one; None: not promised here
+    # tokens of the tree's text that were found to be those without one; None: not promised here
+    num_same: int | None
 
     @property
     def speedup(self) -> float | None:
-        """How many times more tokens per second the tree gives; None where they came with the prompt's."""
-        tree, plain = self.tree.stats.tokens_per_s, self.plain.stats.tokens_per_s
+        """How many times more tokens per second the tree gives; None where they came with the
+        prompt's.
+        """
+        tree = self.tree.stats.tokens_per_s
+        plain = self.plain.stats.tokens_per_s
         return tree / plain if tree and plain else None
 
 
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
-    """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would stream."""
+    """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would
+    stream.
+    """
     looks_up = True if parse_tree(tree).kind in ("best", "dynamic") else None
-    return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", lookup=looks_up, **options)
+    return LoadOptions(
+        ram=ram, tree=tree, context=_CONTEXT, device="cpu", lookup=looks_up, **options
+    )
 
 
 def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str | int:
-    """What a target of that size may take: a quarter of it, or the least that works. Raises `UserError`.
+    """What a target of that size may take: a quarter of it, or the least that works. Raises
+    `UserError`.
 
     Args:
         ram: what was asked for instead.
     """
-    target = checkpoint_of_config(inflated_config(PAIR / "target", size_bytes), PAIR / "target" / "config.json")
-    spec, files = parse_tree(tree), Files(target, open_checkpoint(PAIR / "draft"))
+    target = checkpoint_of_config(
+        inflated_config(PAIR / "target", size_bytes), PAIR / "target" / "config.json"
+    )
+    spec = parse_tree(tree)
+    files = ModelFiles(target, open_checkpoint(PAIR / "draft"))
     num_nodes = 1 if spec.is_chosen else spec.num_nodes
-    plan = partial(plan_memory, files, dtype="auto", context=_CONTEXT, num_nodes=num_nodes, rule=rule)
+    plan = partial(
+        plan_memory, files, dtype="auto", context=_CONTEXT, num_nodes=num_nodes, rule=rule
+    )
     if ram is None:
         return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
     try:
@@ -89,46 +104,74 @@ def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str 
 
 def check(request: Request) -> None:
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
-    require(request.max_new_tokens > 1, "two speeds need -n of 2 or more", request.max_new_tokens, "try -n 96")
+    require(
+        request.max_new_tokens > 1,
+        "two speeds need -n of 2 or more",
+        request.max_new_tokens,
+        "try -n 96",
+    )
     vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
     request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
 
 
-def inflated_target(size_bytes: int, progress: Progress, source: Path = PAIR / "target", name: str = "demo") -> Path:
-    """The packaged target, or another, inflated to about `size_bytes`; made once, then reused. Raises `UserError`."""
+def inflated_target(
+    size_bytes: int, progress: Progress, source: Path = PAIR / "target", name: str = "demo"
+) -> Path:
+    """The packaged target, or another, inflated to about `size_bytes`; made once, then reused.
+    Raises `UserError`.
+    """
     folder = cache_folder() / f"{name}-{size_bytes // 10**6}MB"
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         return inflate(source, folder, size_bytes, progress=progress)
     except OSError as error:
-        raise UserError(f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
+        raise UserError(
+            f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder"
+        ) from None
 
 
 def compare(
-    decoder: Decoder, prompt: str, sampling: Sampling, *,
-    num_plain: int, num_tree: int, show: Callable[[str, Run], None],
-) -> Comparison:  # fmt: skip
+    decoder: Decoder,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    num_plain: int,
+    num_tree: int,
+    show: Callable[[str, Run], None],
+) -> DemoResult:
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
-    With a rule that draws afresh no single token is right, and none is proved. `show` receives a heading and
-    each run, and must exhaust it. Raises `UserError` where a token is not the original model's.
+    With a rule that draws afresh no single token is right, and none is proved. `show` receives a
+    heading and each run, and must exhaust it. Raises `UserError` where a token is not the original
+    model's.
     """
     results: list[Generation] = []
-    for heading, num_tokens, tree in (("one token per sweep", num_plain, "none"), ("with a tree", num_tree, None)):
+    for heading, num_tokens, tree in (
+        ("one token per sweep", num_plain, "none"),
+        ("with a tree", num_tree, None),
+    ):
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
         show(heading, run)
         results.append(run.result())
         if not results[-1].is_exact:
-            raise UserError(f"`lenience` {results[-1].lenience:g} is not exact, so nothing can be proved: leave it out")
+            raise UserError(
+                f"`lenience` {results[-1].lenience:g} is not exact, so nothing can be proved: leave it out"
+            )
     if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
-        return Comparison(results[0], results[1], 0, 0, None)
+        return DemoResult(results[0], results[1], 0, 0, None)
     prompt_ids = decoder.encode(prompt, raw=True)
     num_same = _require_same_text(*results) if results[0].is_invariant else None
-    gaps = [gap for result in results for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)]
+    gaps = [
+        gap
+        for result in results
+        for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)
+    ]
     if max(gaps) > rounding(sampling):
-        raise UserError(f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug")
+        raise UserError(
+            f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug"
+        )
     num_exact = sum(gap == 0 for gap in gaps)
-    return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact, num_same)
+    return DemoResult(results[0], results[1], num_exact, len(gaps) - num_exact, num_same)
 
 
 def _require_same_text(plain: Generation, tree: Generation) -> int:
@@ -136,35 +179,48 @@ def _require_same_text(plain: Generation, tree: Generation) -> int:
     pairs = list(zip(plain.token_ids, tree.token_ids, strict=False))
     at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if at is not None:
-        raise UserError(f"token {at} with a tree is not that without one: please report this as a bug")
+        raise UserError(
+            f"token {at} with a tree is not that without one: please report this as a bug"
+        )
     return len(pairs)
 
 
-def open_demo(target: Path, options: LoadOptions, console: Console, request: Request | None = None) -> Decoder:
+def open_demo(
+    target: Path, options: LoadOptions, console: Console, request: Request | None = None
+) -> Decoder:
     """The inflated target with its packaged draft."""
     return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
 
 
-def comparison_lines(found: Comparison) -> str:
+def comparison_lines(found: DemoResult) -> str:
     """Both speeds side by side, and what was proved of both texts."""
-    plain, tree, num_proved = found.plain.stats, found.tree.stats, found.num_exact + found.num_near
+    plain = found.plain.stats
+    tree = found.tree.stats
+    num_proved = found.num_exact + found.num_near
     head = f"{'':>20} {'tokens/s':>9} {'a sweep':>8} {'s/token':>8}"
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     rows = [
         _speed_row("one token per sweep", plain),
         _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
     ]
-    fast = "too few tokens to tell how fast: raise -n"  # all came at once, those of the tree with the prompt's sweep
+    # all came at once, those of the tree with the prompt's sweep
+    fast = "too few tokens to tell how fast: raise -n"
     if found.speedup:
         fast = f"{found.speedup:.1f} times as fast"
     if not num_proved:
-        drawn = "this rule draws afresh, so only the distribution of the tokens is the original model's"
+        drawn = (
+            "this rule draws afresh, so only the distribution of the tokens is the original model's"
+        )
         return "\n".join([head, *rows, f"{fast}; {drawn}"])
     near = f", {found.num_near} within bf16 rounding of it" if found.num_near else ""
     proof = f"{found.num_exact} of {num_proved} tokens are the original model's own draw in float32{near}"
-    same = [] if found.num_same is None else [
-        f"identical to the text without a tree, bit for bit: all {found.num_same} tokens that both have"
-    ]  # fmt: skip
+    same = (
+        []
+        if found.num_same is None
+        else [
+            f"identical to the text without a tree, bit for bit: all {found.num_same} tokens that both have"
+        ]
+    )
     return "\n".join([head, *rows, fast, *same, proof])
 
 

@@ -17,12 +17,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.checkpoint.small_files import read_small
+from offload import machine as cores
+from offload.checkpoint.files import read_small
 from offload.declaration import Option, build, options_of
 from offload.errors import UserError, reason, require
 from offload.options import RECORDS, ModelOptions
-from offload.planning.place import Place, find_place, own_value
-from offload.threads import cores
+from offload.rank_roles import RankInfo, find_place, own_value
 
 _DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
 
@@ -35,7 +35,9 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
 
     def wrap(main: Callable[..., None]) -> Callable[..., None]:
         taken = inspect.signature(main, eval_str=True).parameters
-        kinds = {name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)}
+        kinds = {
+            name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
+        }
         records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
         params = [one for name, one in taken.items() if name not in records]
         for record in records.values():
@@ -46,7 +48,12 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
             ]
 
         def run(**given: Any) -> None:
-            main(**{name: build(records[name], given) if name in records else given[name] for name in taken})
+            main(
+                **{
+                    name: build(records[name], given) if name in records else given[name]
+                    for name in taken
+                }
+            )
 
         params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
         run.__name__, run.__doc__ = main.__name__, main.__doc__
@@ -68,30 +75,47 @@ def annotation(one: Option) -> Any:
         more = {"callback": _of_this_rank}
     is_open = (one.default is None or one.is_several) and not one.is_required
     told = typer.Option(
-        *one.flags, metavar=one.metavar, help=one.help, hidden=one.is_hidden, is_eager=one.is_eager, **more
+        *one.flags,
+        metavar=one.metavar,
+        help=one.help,
+        hidden=one.is_hidden,
+        is_eager=one.is_eager,
+        **more,
     )
     return Annotated[kind | None if is_open else kind, told]
 
 
 def _parameter(one: Option) -> inspect.Parameter:
-    default = inspect.Parameter.empty if one.is_required else None if one.is_several else one.default
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation(one))
+    default = (
+        inspect.Parameter.empty if one.is_required else None if one.is_several else one.default
+    )
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation(one)
+    )
 
 
-GpuMem = annotation(options_of(ModelOptions)["gpu_memory"])  # of benches, which name the others otherwise
+GpuMem = annotation(
+    options_of(ModelOptions)["gpu_memory"]
+)  # of benches, which name the others otherwise
 
 
 def as_flags(message: str) -> str:
     """A line of the library, which names arguments in backticks, with the flags that they are given by."""
-    return re.sub(r"`(\w+)`", lambda match: _DECLARED[match[1]].flag if match[1] in _DECLARED else match[0], message)
+    return re.sub(
+        r"`(\w+)`",
+        lambda match: _DECLARED[match[1]].flag if match[1] in _DECLARED else match[0],
+        message,
+    )
 
 
-def _place(context: typer.Context) -> Place | None:
+def _place(context: typer.Context) -> RankInfo | None:
     """This process's place, where the command runs on many ranks: RANK may also be that of a job which calls it."""
     return None if context.params.get("ranks") is None else find_place()
 
 
-def _of_this_rank(context: typer.Context, param: typer.CallbackParam, text: str | None) -> str | None:
+def _of_this_rank(
+    context: typer.Context, param: typer.CallbackParam, text: str | None
+) -> str | None:
     """This rank's own of one value per rank; a list where there are no ranks is left to what reads the value."""
     return None if text is None else own_value(text, param.opts[0], _place(context))
 
@@ -142,7 +166,9 @@ class Defaults(NamedTuple):
         """
         if isinstance(value, dict) or not any(key in known for known in scope.values()):
             known = ", ".join(sorted({flag for flags in scope.values() for flag in flags}))
-            raise UserError(f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}")
+            raise UserError(
+                f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}"
+            )
         for name, param in ((name, flags[key]) for name, flags in scope.items() if key in flags):
             self.by_command[name].pop(param.name, None)
             self.sources.pop((name, param.name), None)
@@ -187,7 +213,11 @@ def config_file() -> Path | None:
 
 def _settings(command: Any) -> dict[str, Any]:
     """What may be set of a command by key."""
-    return {key: one for one in command.params if (key := _key(one)) not in ("", "help") and _may(one, "is_setting")}
+    return {
+        key: one
+        for one in command.params
+        if (key := _key(one)) not in ("", "help") and _may(one, "is_setting")
+    }
 
 
 def _may(param: Any, what: str) -> bool:

@@ -1,6 +1,8 @@
-"""Many ranks of one command on this host, by torchrun's own launcher, which is called in this process.
+"""Many ranks of one command on this host, by torchrun's own launcher, which is called in this
+process.
 
-Standard streams are the ranks' own; this process only starts them, hands on Ctrl-C, and makes one exit code of theirs.
+Standard streams are the ranks' own; this process only starts them, hands on Ctrl-C, and makes one
+exit code of theirs.
 Invariant: no rank outlives it, however it ends (see `rank_process`).
 """
 
@@ -15,16 +17,18 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from offload.config import require
 from offload.errors import UserError, reason
+from offload.units import require
 
 LAUNCHER = "OFFLOAD_LAUNCHER"  # the process that the ranks' parent must be
 EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
-EXIT_HEAD_SILENT = 4  # of others: they have not heard of rank 0 for too long, and the launcher says so
+# of others: they have not heard of rank 0 for too long, and the launcher says so
+EXIT_HEAD_SILENT = 4
 _COMMANDS = ("generate", "chat", "bench decode")
 _MEET_S = 120
 _HOST_RULE = "--hosts must name this host once"
-_KILLING_PRESSES = {"chat": 3}  # there the second ends the program in order; elsewhere two are enough
+# there the second ends the program in order; elsewhere two are enough
+_KILLING_PRESSES = {"chat": 3}
 _PRESSES_WITHIN_S = 10.0
 
 
@@ -47,18 +51,39 @@ def plan_launch(
     num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
 ) -> Launch:
     """What the flags say. Raises `UserError`."""
-    rule, named = f"offload launch starts one of {', '.join(_COMMANDS)}", command[: 1 + (command[0] == "bench")]
+    rule = f"offload launch starts one of {', '.join(_COMMANDS)}"
+    named = command[: 1 + (command[0] == "bench")]
     require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
     if hosts is None:
-        require(host_index is None, "--host-index is a place in --hosts", host_index, "give --hosts, or leave it out")
+        require(
+            host_index is None,
+            "--host-index is a place in --hosts",
+            host_index,
+            "give --hosts, or leave it out",
+        )
         return Launch(num_ranks, ["127.0.0.1"], 0, port or free_port(), command)
     names = hosts.split(",")
-    require(all(names), "--hosts must be names or addresses, with commas between them", hosts, "such as alpha,beta")
+    require(
+        all(names),
+        "--hosts must be names or addresses, with commas between them",
+        hosts,
+        "such as alpha,beta",
+    )
     is_even = num_ranks % len(names) == 0
-    require(is_even, f"-n must be a multiple of {len(names)}, the number of hosts", num_ranks, f"try {len(names)}")
+    require(
+        is_even,
+        f"-n must be a multiple of {len(names)}, the number of hosts",
+        num_ranks,
+        f"try {len(names)}",
+    )
     if host_index is None:
         host_index = _find_host(names)
-    require(host_index < len(names), f"--host-index must be less than {len(names)}", host_index, "the first is 0")
+    require(
+        host_index < len(names),
+        f"--host-index must be less than {len(names)}",
+        host_index,
+        "the first is 0",
+    )
     return Launch(num_ranks // len(names), names, host_index, port or 29500, command)
 
 
@@ -73,8 +98,11 @@ def names_ranks(command: Sequence[str]) -> bool:
 
 
 def launch(plan: Launch) -> tuple[int, list[str]]:
-    """Start the ranks and wait for their end: an exit code, and lines on those that could not say a word."""
-    logging.disable(logging.CRITICAL)  # what torchrun would log stands in the code and lines that are returned
+    """Start the ranks and wait for their end: an exit code, and lines on those that could not say a
+    word.
+    """
+    # what torchrun would log stands in the code and lines that are returned
+    logging.disable(logging.CRITICAL)
     os.environ.update({LAUNCHER: str(os.getpid()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not names_ranks(plan.command):
@@ -86,13 +114,22 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
-        min_nodes=len(plan.hosts), max_nodes=len(plan.hosts), nproc_per_node=plan.num_here, run_id="offload",
-        rdzv_backend="static", rdzv_endpoint=f"{plan.address}:{plan.port}", max_restarts=0, local_addr=plan.address,
-        rdzv_configs={"rank": plan.host_index, "timeout": _MEET_S}, signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        min_nodes=len(plan.hosts),
+        max_nodes=len(plan.hosts),
+        nproc_per_node=plan.num_here,
+        run_id="offload",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{plan.address}:{plan.port}",
+        max_restarts=0,
+        local_addr=plan.address,
+        rdzv_configs={"rank": plan.host_index, "timeout": _MEET_S},
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )  # fmt: skip
+    )
     try:
-        elastic_launch(config, sys.executable)(*_own_program(), *(one.replace("$", "$$") for one in plan.command))
+        elastic_launch(config, sys.executable)(
+            *_own_program(), *(one.replace("$", "$$") for one in plan.command)
+        )
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         exit_codes = {rank: failure.exitcode for rank, failure in failures}
@@ -101,27 +138,35 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
         return 128 + error.sigval, []
     except (RuntimeError, OSError, TimeoutError) as error:
         rule = f"all hosts must meet at {plan.address}:{plan.port} within {_MEET_S} s"
-        raise UserError(f"{rule}, got {reason(error)}: is the port free there, and open to the others?") from None
+        raise UserError(
+            f"{rule}, got {reason(error)}: is the port free there, and open to the others?"
+        ) from None
     return 0, []
 
 
 def verdict(
     exit_codes: Mapping[int, int], *, has_head: bool = True, is_interrupted: bool = False
 ) -> tuple[int, list[str]]:
-    """(exit code, lines) of ranks that failed; rank 0's code is that of the command, the others' only tell of it.
+    """(exit code, lines) of ranks that failed; rank 0's code is that of the command, the others'
+    only tell of it.
 
     Args:
-        exit_codes: by rank, of those that did not end with 0, the first to fail first; a signal's is negative.
-        has_head: whether rank 0 is one of these; if it has ended well, the others have nothing more to lose.
+        exit_codes: by rank, of those that did not end with 0, the first to fail first; a signal's
+            is negative.
+        has_head: whether rank 0 is one of these; if it has ended well, the others have nothing more
+            to lose.
     """
     if is_interrupted:
         return 128 + signal.SIGINT, []
     if has_head and 0 not in exit_codes:
         return 0, []
-    own, silent = exit_codes.get(0, 0), (EXIT_UNSAID, EXIT_HEAD_SILENT, 128 + signal.SIGTERM)
+    own = exit_codes.get(0, 0)
+    silent = (EXIT_UNSAID, EXIT_HEAD_SILENT, 128 + signal.SIGTERM)
     if EXIT_HEAD_SILENT in exit_codes.values() and (own < 0 or own in silent):
         return 1, ["rank 0 has been silent for too long"]
-    killed = sorted(rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM)
+    killed = sorted(
+        rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM
+    )
     if own == EXIT_UNSAID:
         killed = killed or [rank for rank in exit_codes if rank][:1]
     elif own > 0 and own not in silent:  # it has said why, and whoever was slow to end was killed
@@ -132,11 +177,17 @@ def verdict(
 
 
 def _death_line(rank: int, code: int) -> str:
-    return f"rank {rank} was killed (signal {-code})" if code < 0 else f"rank {rank} is gone (exit code {code})"
+    return (
+        f"rank {rank} was killed (signal {-code})"
+        if code < 0
+        else f"rank {rank} is gone (exit code {code})"
+    )
 
 
 class _Presses:
-    """Ctrl-C: the first goes to the ranks, of which rank 0 heeds it; some more in a row kill what does not end."""
+    """Ctrl-C: the first goes to the ranks, of which rank 0 heeds it; some more in a row kill what
+    does not end.
+    """
 
     def __init__(self, num_killing: int) -> None:
         self._num_killing, self._times_s = num_killing, list[float]()
@@ -172,7 +223,9 @@ def _find_host(names: Sequence[str]) -> int:
     """Which of these this host is. Raises `UserError` where that is none or not certain."""
     found = [index for index, name in enumerate(names) if _is_here(name)]
     own = socket.gethostname()
-    remedy = f"name it as others reach it, or say which it is with --host-index 0 to {len(names) - 1}"
+    remedy = (
+        f"name it as others reach it, or say which it is with --host-index 0 to {len(names) - 1}"
+    )
     require(len(found) == 1, f"{_HOST_RULE}, which is {own}", ",".join(names), remedy)
     return found[0]
 

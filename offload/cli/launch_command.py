@@ -21,18 +21,31 @@ from offload.cli.live_line import fitted
     offload launch -n 2 --hosts alpha,beta -- generate -m big -p "the same on each host" """,
 )
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="generate, chat or bench decode, with flags")],
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="generate, chat or bench decode, with flags"),
+    ],
     num_ranks: Annotated[
-        int, typer.Option("-n", metavar="N", min=1, help="ranks on all hosts together; see docs/ranks.md")
+        int,
+        typer.Option(
+            "-n", metavar="N", min=1, help="ranks on all hosts together; see docs/ranks.md"
+        ),
     ],
     hosts: Annotated[
-        str | None, typer.Option(metavar="A,B", help="start the same on each; rank 0 is on the first")
+        str | None,
+        typer.Option(metavar="A,B", help="start the same on each; rank 0 is on the first"),
     ] = None,
     host_index: Annotated[
-        int | None, typer.Option(metavar="I", min=0, help="which of the hosts this is; default: found by its name")
+        int | None,
+        typer.Option(
+            metavar="I", min=0, help="which of the hosts this is; default: found by its name"
+        ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(metavar="PORT", min=1, max=65535, help="where hosts meet; default: 29500, alone any")
+        int | None,
+        typer.Option(
+            metavar="PORT", min=1, max=65535, help="where hosts meet; default: 29500, alone any"
+        ),
     ] = None,
 ) -> None:
     """Run a command on many ranks, by torchrun's launcher; rank 0 reads and writes here."""

@@ -1,7 +1,9 @@
-"""torch and transformers, imported without what no decoder needs of them, and what they say as lines of our own.
+"""torch and transformers, imported without what no decoder needs of them, and what they say as
+lines of our own.
 
-Importing them is most of a command's start, and half of that is torch's compiler and parts for many machines: named in
-decorators and type checks of functions that are never called here. Only the command line does this, whose process is
+Importing them is most of a command's start, and half of that is torch's compiler and parts for many
+machines: named in decorators and type checks of functions that are never called here. Only the
+    command line does this, whose process is
 its own. `python -X importtime -m offload generate ...` tells what is left.
 """
 
@@ -20,11 +22,12 @@ from typing import Any
 from offload.cli.console import Console
 from offload.machine import has_cuda_driver
 
-# Used where they are installed: by losses, by candidates of assisted generation, by pictures and by quantisers.
+# Used where they are installed: by losses, by candidates of assisted generation, by pictures and by
+# quantisers.
 _UNUSED = ("scipy", "sklearn", "torchvision", "torchao")
 _COMPILER = "torch._dynamo"
-# What every model class and every tokenizer of transformers imports, and any pass over a model without weights: its
-# sympy counts as the program's own then, not as a run's.
+# What every model class and every tokenizer of transformers imports, and any pass over a model
+# without weights: its sympy counts as the program's own then, not as a run's.
 _PARTS = (
     "offload.engine.load", "transformers.modeling_layers", "transformers.tokenization_utils_tokenizers",
     "torch.fx.experimental.symbolic_shapes",
@@ -33,7 +36,9 @@ _PARTS = (
 
 @contextmanager
 def libraries(console: Console) -> Iterator[None]:
-    """Import what computes, while somebody waits; meanwhile and afterwards their warnings are lines of the console."""
+    """Import what computes, while somebody waits; meanwhile and afterwards their warnings are lines
+    of the console.
+    """
     console.wait("importing torch and transformers")
     with _heard(console.say):
         if "torch" not in sys.modules:
@@ -43,7 +48,9 @@ def libraries(console: Console) -> Iterator[None]:
 
 
 class _NoCompiler(ModuleType):
-    """Decorators of torch's compiler that leave a function alone; whatever else is asked for is the compiler's own."""
+    """Decorators of torch's compiler that leave a function alone; whatever else is asked for is the
+    compiler's own.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name in ("allow_in_graph", "assume_constant_result"):
@@ -59,11 +66,15 @@ class _NoCompiler(ModuleType):
 
 
 def _import() -> None:
-    """Import quickly; Ctrl-C ends the program at once: there is nothing to keep, and much that could swallow it."""
+    """Import quickly; Ctrl-C ends the program at once: there is nothing to keep, and much that
+    could swallow it.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, _leave)
-    gc.disable()  # all that is made now stays: looking for waste takes a fifth of the time, and a second at the end
+    # all that is made now stays: looking for waste takes a fifth of the time, and a second at the
+    # end
+    gc.disable()
     try:
         _import_parts()
     finally:
@@ -75,15 +86,21 @@ def _import() -> None:
 
 def _import_parts() -> None:
     needs_triton = has_cuda_driver() or "TRITON_INTERPRET" in os.environ
-    absent = [name for name in (*_UNUSED, *(() if needs_triton else ("triton",))) if name not in sys.modules]
+    absent = [
+        name
+        for name in (*_UNUSED, *(() if needs_triton else ("triton",)))
+        if name not in sys.modules
+    ]
     sys.modules.update(dict.fromkeys(absent))  # None is what makes an import fail
     try:
         torch = importlib.import_module("torch")
         compiler = _NoCompiler(_COMPILER)
-        compiler.__path__ = [os.path.join(torch.__path__[0], "_dynamo")]  # from where its own modules are taken
-        sys.modules.setdefault(_COMPILER, compiler)  # and stays: any product on the meta device asks for it
-        # As on systems where torch comes without it; for as long as the process lives, because modules that are
-        # imported later must find what they expect in those that are imported now.
+        # from where its own modules are taken
+        compiler.__path__ = [os.path.join(torch.__path__[0], "_dynamo")]
+        # and stays: any product on the meta device asks for it
+        sys.modules.setdefault(_COMPILER, compiler)
+        # As on systems where torch comes without it; for as long as the process lives, because
+        # modules that are imported later must find what they expect in those that are imported now.
         torch.distributed.is_available = lambda: False
         for name in _PARTS:
             importlib.import_module(name)
@@ -113,7 +130,8 @@ def _once(say: Callable[[str], None]) -> Callable[[str, object], None]:
 
 def _hear(library: str, say: Callable[[str], None]) -> None:
     """Instead of writing to stderr itself; how much it says is for its own settings."""
-    handler, tell = logging.Handler(), _once(say)
+    handler = logging.Handler()
+    tell = _once(say)
     handler.emit = lambda record: tell(library, record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(library).handlers[:] = [handler]
 

@@ -1,9 +1,10 @@
 """One line that lives at the bottom of a terminal while text is streamed above it.
 
-Text goes to stdout and the line to stderr, and both may be the same terminal. Where text stands in mid-line, the line
-lies in the row below, and the cursor goes back to where text goes on. A thread of its own keeps the line moving, for an
-import or a large read tells nothing of itself. Invariant: no byte of the line is on the screen while text is written;
-what cannot be drawn over (`TERM=dumb`, a file, a pipe) gets a plain line now and then instead.
+Text goes to stdout and the line to stderr, and both may be the same terminal. Where text stands in
+mid-line, the line lies in the row below, and the cursor goes back to where text goes on. A thread
+of its own keeps the line moving, for an import or a large read tells nothing of itself. Invariant:
+no byte of the line is on the screen while text is written; what cannot be drawn over (`TERM=dumb`,
+a file, a pipe) gets a plain line now and then instead.
 """
 
 import os
@@ -17,13 +18,23 @@ from typing import TextIO
 
 from offload.cli.progress import Progress
 
-_TICK_S, _DUMB_S, _FILE_S = 0.25, 5.0, 30.0  # between two lines on a terminal, on one that cannot redraw, in a file
-_LEAVE_ROOM, _UP = "\x1bD\x1b[A", "\x1b[A"  # for one row below, scrolling if need be; the column stays
-_SAVE_CURSOR, _RESTORE_CURSOR, _CLEAR_ROW, _CLEAR_BELOW = "\x1b7", "\x1b8", "\x1b[K", "\x1b[J"
+# between two lines on a terminal, on one that cannot redraw, in a file
+_TICK_S = 0.25
+_DUMB_S = 5.0
+_FILE_S = 30.0
+# for one row below, scrolling if need be; the column stays
+_LEAVE_ROOM = "\x1bD\x1b[A"
+_UP = "\x1b[A"
+_SAVE_CURSOR = "\x1b7"
+_RESTORE_CURSOR = "\x1b8"
+_CLEAR_ROW = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
 
 
 class LiveLine:
-    """Shows how far something is; `write` is for text on stdout, `hide` comes before anything else on stderr."""
+    """Shows how far something is; `write` is for text on stdout, `hide` comes before anything else
+    on stderr.
+    """
 
     def __init__(self, *, is_off: bool) -> None:
         self._is_off, self._stream = is_off, sys.stderr
@@ -35,7 +46,9 @@ class LiveLine:
         self._lock, self._has_ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
-        self._column, self._is_drawn, self._has_wrapped = 0, False, False
+        self._column = 0
+        self._is_drawn = False
+        self._has_wrapped = False
         self.num_written = 0
 
     def show(self, progress: Progress) -> None:
@@ -48,7 +61,9 @@ class LiveLine:
                 self._draw()
         self._begins_at_once = False
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_moving, name="offload-line", daemon=True)
+            self._thread = threading.Thread(
+                target=self._keep_moving, name="offload-line", daemon=True
+            )
             self._thread.start()
 
     def write(self, text: str) -> None:
@@ -58,7 +73,8 @@ class LiveLine:
         with self._lock:
             self._erase()
             up = _UP if self._has_wrapped and text.startswith("\n") else ""
-            self.num_written += len(text)  # before the writing, because Ctrl-C strikes right after it
+            # before the writing, because Ctrl-C strikes right after it
+            self.num_written += len(text)
             sys.stdout.write(up + text)
             if self._is_shared:
                 self._follow(text)
@@ -86,7 +102,8 @@ class LiveLine:
             while not self._has_ended.wait(self._pause_s):
                 with self._lock:
                     self._draw()
-        except (OSError, ValueError):  # nobody looks any more, which whoever writes text will find out by itself
+        # nobody looks any more, which whoever writes text will find out by itself
+        except (OSError, ValueError):
             return
 
     def _draw(self) -> None:
@@ -113,7 +130,8 @@ class LiveLine:
     def _follow(self, text: str) -> None:
         """Know the column where text has left the cursor.
 
-        Behind the last one terminals differ in what they do next, so the row is ended there by a blank that goes.
+        Behind the last one terminals differ in what they do next, so the row is ended there by a
+        blank that goes.
         """
         width = columns(self._stream)
         self._column = column_after(text, self._column, width)
@@ -133,10 +151,13 @@ def columns(stream: TextIO) -> int:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """Lines broken between words where a terminal is narrower; for a file or a pipe they stay whole."""
+    """Lines broken between words where a terminal is narrower; for a file or a pipe they stay
+    whole.
+    """
     if not stream.isatty():
         return text
-    width, lines = columns(stream), list[str]()
+    width = columns(stream)
+    lines = list[str]()
     for line in text.split("\n"):
         indent = " " * (2 + len(line) - len(line.lstrip()))
         how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}

@@ -1,6 +1,8 @@
-"""What the machine refuses wherever it likes: files, memory, threads. One line each, whoever asked for it.
+"""What the machine refuses wherever it likes: files, memory, threads. One line each, whoever asked
+for it.
 
-Where a refusal is expected it has a message of its own; this is what is left, so that none ends in a traceback.
+Where a refusal is expected it has a message of its own; this is what is left, so that none ends in
+a traceback.
 """
 
 import errno
@@ -30,7 +32,9 @@ def machine_failure(error: BaseException) -> str | None:
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
         return _NO_DEVICE_MEMORY
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in text for w in _TORCH_NO_MEMORY)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(w in text for w in _TORCH_NO_MEMORY)
+    ):
         return _NO_MEMORY
     if isinstance(error, RuntimeError) and _NO_THREAD in text:
         return f"the system starts no more threads: {_REMEDIES[errno.EAGAIN]}"

@@ -1,6 +1,8 @@
-"""The command line: flags become calls of the Python interface, errors become one line and an exit code.
+"""The command line: flags become calls of the Python interface, errors become one line and an exit
+code.
 
-Text goes to stdout as it is accepted, everything else to stderr. torch is imported only by commands that compute.
+Text goes to stdout as it is accepted, everything else to stderr. torch is imported only by commands
+that compute.
 """
 
 import errno
@@ -20,22 +22,29 @@ from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError
-from offload.planning.place import Place
+from offload.rank_roles import RankInfo
 
 _TRACEBACK = "OFFLOAD_TRACEBACK"  # for whoever takes a line for a fault of ours
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
-    given, own, place = sys.argv[1:] or ["--help"], flags.Defaults({}, {}, {}), None
+    given = sys.argv[1:] or ["--help"]
+    own = flags.Defaults({}, {}, {})
+    place = None
     try:
         command: Any = typer.main.get_command(app)
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live line tells what is under way
+        # the live line tells what is under way
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--version"} & {*given}:
-            own = flags.find_defaults({name: one for name, one in command.commands.items() if name != "bench"})
+            own = flags.find_defaults(
+                {name: one for name, one in command.commands.items() if name != "bench"}
+            )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         with command.make_context("offload", given, default_map=own.by_command) as context:
@@ -56,19 +65,30 @@ def main() -> None:
         output.leave(0)
     except Exception as error:
         if isinstance(error, OSError) and output.is_stuck():
-            print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
+            print(
+                error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr
+            )
             output.leave(EXIT_FAILED)
         if (line := machine_failure(error)) is not None:
-            is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # by who named the file
+            # by who named the file
+            is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
             _fail(line, EXIT_USER_ERROR if is_given else EXIT_FAILED, place, error)
-        if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
+        # what the option parser raises carries its line in this method
+        if not hasattr(error, "format_message"):
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood
         command_path = misread.command_path if misread else "offload"
-        _fail(own.blame(f"{error.format_message()} (see {command_path} --help)", given), EXIT_USER_ERROR, place, error)
+        _fail(
+            own.blame(f"{error.format_message()} (see {command_path} --help)", given),
+            EXIT_USER_ERROR,
+            place,
+            error,
+        )
 
 
-def _fail(message: str, code: int, place: Place | None = None, error: Exception | None = None) -> NoReturn:
+def _fail(
+    message: str, code: int, place: RankInfo | None = None, error: Exception | None = None
+) -> NoReturn:
     if error is not None and os.environ.get(_TRACEBACK):
         _print_traceback(error)
     if place is not None and error is not None:

@@ -1,4 +1,6 @@
-"""`offload generate` where it is asked for more than one text: what goes together, and what is read before it loads."""
+"""`offload generate` where it is asked for more than one text: what goes together, and what is read
+before it loads.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,8 +10,7 @@ from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.rank_process import is_worker
 from offload.cli.results_file import open_results
-from offload.config import require
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.options import TextOptions
 
 if TYPE_CHECKING:
@@ -26,10 +27,17 @@ def prompts_of(text: TextOptions) -> Path | None:
     if prompts is not None and text.prompt is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     rule = f"`out` is for results of many prompts, -f FILE{_SUFFIX}"
-    require(text.out is None or prompts is not None, rule, file or "one prompt", "leave it out, stdout has the text")
+    require(
+        text.out is None or prompts is not None,
+        rule,
+        file or "one prompt",
+        "leave it out, stdout has the text",
+    )
     is_one = prompts is None and text.samples == 1
     got = "many prompts" if prompts else f"`samples` {text.samples}"
-    require(is_one or text.session is None, "`session` keeps one text", got, "leave one of them out")
+    require(
+        is_one or text.session is None, "`session` keeps one text", got, "leave one of them out"
+    )
     return prompts
 
 
@@ -42,14 +50,16 @@ def write_many(
     Raises `UserError` before anything is loaded, `RunError` in the end where prompts have failed.
     """
     prompts = prompts_of(text)
-    if prompts is None or is_worker(options.ranks):  # a worker reads nothing, and serves whatever it is
+    if prompts is None or is_worker(
+        options.ranks
+    ):  # a worker reads nothing, and serves whatever it is
         requests = [*varied(common, text.samples)]
         with libraries(console):
             from offload.cli.batch_run import Loading, write_samples
 
             write_samples(Loading(model, draft, options, note), console, requests, as_json=as_json)
         return
-    written_by = f"{Path(model).absolute().name} {options.dtype} {options.rule} {options.lenience:g}"
+    written_by = f"{options.dtype} {options.rule} {options.lenience:g}"
     console.wait("reading prompts")
     tasks = read_tasks(prompts, common, text.samples, written_by, text.system)
     with open_results(text.out, tasks, prompts, console.text) as results, libraries(console):

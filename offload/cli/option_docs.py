@@ -10,15 +10,24 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from offload.config import Sampling
 from offload.declaration import Option, options_at, options_of
 from offload.options import RECORDS, TextOptions
+from offload.units import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"
 ARGUMENTS = ROOT / "offload" / "engine" / "text_arguments.py"
-_BEGIN, _END = "<!-- options: made by python -m offload.cli.option_docs -->\n", "<!-- end of options -->\n"
-_DOORS = {"python": "Python", "http": "HTTP", "batch": "files", "chat": "`/set`", "harness": "lm-eval"}
+_BEGIN, _END = (
+    "<!-- options: made by python -m offload.cli.option_docs -->\n",
+    "<!-- end of options -->\n",
+)
+_DOORS = {
+    "python": "Python",
+    "http": "HTTP",
+    "batch": "files",
+    "chat": "`/set`",
+    "harness": "lm-eval",
+}
 _HEAD = '''"""Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
 
 Made by `python -m offload.cli.option_docs` of what is declared: change that.
@@ -70,13 +79,31 @@ def _rows() -> Iterator[str]:
 
 
 def _row(one: Option) -> str:
-    names = ", ".join(f"`{flag}`" for flag in one.flags) + (f" `{one.metavar}`" if one.metavar else "")
+    names = ", ".join(f"`{flag}`" for flag in one.flags) + (
+        f" `{one.metavar}`" if one.metavar else ""
+    )
     own = {one.of(command).default: f" ({command})" for command in one.commands}
-    defaults = {one.default: "", **{value: told for value, told in own.items() if value != one.default}}
-    shown = [f"`{value}`{told}" for value, told in defaults.items() if str(value) not in ("None", "False", "", "()")]
+    defaults = {
+        one.default: "",
+        **{value: told for value, told in own.items() if value != one.default},
+    }
+    shown = [
+        f"`{value}`{told}"
+        for value, told in defaults.items()
+        if str(value) not in ("None", "False", "", "()")
+    ]
     doors = [f"{_DOORS[door]} `{one.at(door)}`" for door in one.doors if door in _DOORS]
-    cells = (names, ", ".join(one.commands), ", ".join(shown), ", ".join(doors), one.doc or one.help)
-    return "".join(f"| {cell.replace('|', chr(92) + '|')} ".replace("  ", " ") for cell in cells) + "|\n"
+    cells = (
+        names,
+        ", ".join(one.commands),
+        ", ".join(shown),
+        ", ".join(doors),
+        one.doc or one.help,
+    )
+    return (
+        "".join(f"| {cell.replace('|', chr(92) + '|')} ".replace("  ", " ") for cell in cells)
+        + "|\n"
+    )
 
 
 if __name__ == "__main__":

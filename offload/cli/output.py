@@ -6,7 +6,9 @@ from typing import NoReturn
 
 
 def is_stuck() -> bool:
-    """Whether what was printed still cannot be written: then it was that which failed, and no other file."""
+    """Whether what was printed still cannot be written: then it was that which failed, and no other
+    file.
+    """
     try:
         sys.stdout.flush()
     except OSError:
@@ -15,6 +17,8 @@ def is_stuck() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Whoever reads our text has seen enough or has no room; the interpreter must not try to write more at exit."""
+    """Whoever reads our text has seen enough or has no room; the interpreter must not try to write
+    more at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

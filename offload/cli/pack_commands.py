@@ -1,4 +1,6 @@
-"""The commands that make a model in 16 bits smaller without loss, and give it back: `pack` and `unpack`."""
+"""The commands that make a model in 16 bits smaller without loss, and give it back: `pack` and
+`unpack`.
+"""
 
 import json
 import time
@@ -13,12 +15,12 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.progress import plural
-from offload.config import format_bytes
 from offload.errors import require
 from offload.options import OutputOptions, PackOptions
+from offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from offload.checkpoint.pack import Outcome
+    from offload.packing.pack import PackResult
 
 _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
 
@@ -36,13 +38,17 @@ def pack(
     model: Annotated[
         str,
         typer.Option(
-            "--model", "-m", metavar="MODEL", help="folder or hub id of a model in bf16; to --verify, of a packed one"
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="folder or hub id of a model in bf16; to --verify, of a packed one",
         ),
     ],
     done: PackOptions,
     output: OutputOptions,
 ) -> None:
-    """Code a bf16 model without loss in three quarters of its bytes; runs as it is, and streams in 3/4 of the time.
+    """Code a bf16 model without loss in three quarters of its bytes; runs as it is, and streams in
+    3/4 of the time.
 
     Also an fp16 model whose weights stem from bf16, as a sample of them shows; others are refused.
 
@@ -51,15 +57,24 @@ def pack(
     _require_named(model)
     out, verify = done.out, done.verify
     given = "neither" if out is None else "both"
-    require(verify == (out is None), "one of `out` and `verify` must be given", given, "--out names a folder to make")
+    require(
+        verify == (out is None),
+        "one of `out` and `verify` must be given",
+        given,
+        "--out names a folder to make",
+    )
     with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
-        from offload.checkpoint import pack as packing
         from offload.kernels.compiled import HAS_NUMBA
+        from offload.packing import pack as packing
 
         console.say("" if HAS_NUMBA else _SLOWLY)
         started_s = time.monotonic()
         show = partial(console.bytes_landed, label="verifying" if out is None else "packing")
-        found = packing.verify(Path(model), progress=show) if out is None else packing.pack(model, out, progress=show)
+        found = (
+            packing.verify(Path(model), progress=show)
+            if out is None
+            else packing.pack(model, out, progress=show)
+        )
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(_outcome_line(found, is_decimal=console.is_decimal, is_verified=out is None))
@@ -76,17 +91,23 @@ def pack(
     offload unpack -m Llama-3.1-70B-packed --out Llama-3.1-70B""",
 )
 def unpack(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="DIR", help="folder that offload pack has made")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="DIR", help="folder that offload pack has made")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="folder to make")],
     output: OutputOptions,
 ) -> None:
-    """Write the files that a model was packed from, byte for byte. An interrupted command goes on where it stopped."""
+    """Write the files that a model was packed from, byte for byte. An interrupted command goes on
+    where it stopped.
+    """
     _require_named(model)
     with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
-        from offload.checkpoint.pack import unpack as restore
+        from offload.packing.pack import unpack as restore
 
         started_s = time.monotonic()
-        folder = restore(Path(model), out, progress=partial(console.bytes_landed, label="unpacking"))
+        folder = restore(
+            Path(model), out, progress=partial(console.bytes_landed, label="unpacking")
+        )
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(f"{folder}: the files that {model} was packed from, byte for byte")
@@ -94,8 +115,10 @@ def unpack(
         print(json.dumps({"folder": str(folder), "elapsed_s": elapsed_s}))
 
 
-def _outcome_line(found: "Outcome", *, is_decimal: bool, is_verified: bool) -> str:
-    size, before = (format_bytes(n, is_decimal=is_decimal) for n in (found.packed_bytes, found.source_bytes))
+def _outcome_line(found: "PackResult", *, is_decimal: bool, is_verified: bool) -> str:
+    size, before = (
+        format_bytes(n, is_decimal=is_decimal) for n in (found.packed_bytes, found.source_bytes)
+    )
     share = f"{size} instead of {before}, {found.packed_bytes / max(1, found.source_bytes):.1%}"
     what = f"{found.folder}: {share}, in {plural(found.num_files, 'file')}"
     if is_verified:

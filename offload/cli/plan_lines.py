@@ -1,36 +1,57 @@
-"""What `offload plan` prints: first whether it runs and how fast, then with `-v` where every byte and second goes."""
+"""What `offload plan` prints: first whether it runs and how fast, then with `-v` where every byte
+and second goes.
+"""
 
 import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from offload.config import format_bytes
-from offload.memory.plan import MemoryPlan, Tier
+from offload.memory.plan import LayerTier, MemoryPlan
+from offload.units import format_bytes
 
 if TYPE_CHECKING:  # they bring numpy along
-    from offload.calibration.drafts import Drafting
-    from offload.calibration.estimate import Estimate
-    from offload.calibration.model_facts import ModelFacts
+    from offload.calibration.startup import ModelFacts
     from offload.planning.cost_model import Prediction, PromptPass
+    from offload.reports.drafts import DraftCandidate
+    from offload.reports.estimate import Estimate
 
 _gb = partial(format_bytes, is_decimal=True)
-_BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
+_BAR_WIDTH = 32
+_LINE_WIDTH = 79
+_LABEL_WIDTH = 10
 
 
 def answer_lines(
-    found: "Estimate", drafts: Sequence["Drafting"] = (), *, is_verbose: bool = False, is_decimal: bool = False
+    found: "Estimate",
+    drafts: Sequence["DraftCandidate"] = (),
+    *,
+    is_verbose: bool = False,
+    is_decimal: bool = False,
 ) -> str:
-    """Seconds per token as the headline, and what it rests on, label by label; all terms where they are asked for."""
+    """Seconds per token as the headline, and what it rests on, label by label; all terms where they
+    are asked for.
+    """
     rows = [
         ("model", model_words(found.models[0])),
-        *(("draft", f"{model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
+        *(
+            ("draft", f"{model_words(draft)}, stays {_where(found.plan)}")
+            for draft in found.models[1:]
+        ),
         ("machine", _machine_words(found, is_decimal)),
         ("layers", _layers_words(found.plan)),
-        *([("experts", _experts_words(found))] if found.plan.has_experts and found.plan.is_streamed else []),
+        *(
+            [("experts", _experts_words(found))]
+            if found.plan.has_experts and found.plan.is_streamed
+            else []
+        ),
         *([("a sweep", _sweep_words(found))] if found.plan.is_streamed else []),
         *([("prompt", _prompt_words(found.prompt))] if found.prompt else []),
-        *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
+        *(
+            [("tokens", _tokens_words(found, is_verbose=is_verbose))]
+            if len(found.predictions) > 1
+            else []
+        ),
         *([("packing", _packing_words(found))] if found.packing and found.plan.is_streamed else []),
         *_drafts_rows(drafts),
         *(("note", note) for note in found.notes),
@@ -41,7 +62,7 @@ def answer_lines(
     return "\n".join(lines)
 
 
-def _drafts_rows(drafts: Sequence["Drafting"]) -> list[tuple[str, str]]:
+def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
     """All ways to draft, the best one first, each by itself; what does not go is left to `--json`."""
     told = [
         f"{one.label} {seconds_words(one.prediction.s_per_token)} s per token"
@@ -51,18 +72,25 @@ def _drafts_rows(drafts: Sequence["Drafting"]) -> list[tuple[str, str]]:
     ]
     if drafts and not told:
         return [("drafts", "nothing is known of computing here")]
-    return [("" if index else "drafts", f"{index + 1}. {words}") for index, words in enumerate(told)]
+    return [
+        ("" if index else "drafts", f"{index + 1}. {words}") for index, words in enumerate(told)
+    ]
 
 
 def _headline(found: "Estimate") -> str:
     if found.is_link_alone and not found.plan.is_streamed:
-        return f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
+        return (
+            f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
+        )
     if not found.predictions:
         return "It runs. How fast is not known yet."
-    wanted, plain = found.predictions[-1], found.predictions[0]
+    wanted = found.predictions[-1]
+    plain = found.predictions[0]
     best = min(plain, wanted, key=lambda one: one.s_per_token)
     others = {"without a draft": plain, "with it": wanted} if wanted is not plain else {}
-    other = "".join(f" ({_range_words(one)} {how})" for how, one in others.items() if one is not best)
+    other = "".join(
+        f" ({_range_words(one)} {how})" for how, one in others.items() if one is not best
+    )
     alone = " without a draft" if others and best is plain else ""
     least = "at least " if found.is_link_alone else ""
     texts = f" over {found.plan.parallel} texts" if found.plan.parallel > 1 else ""
@@ -80,24 +108,40 @@ def _where(plan: MemoryPlan) -> str:
 
 def seconds_words(seconds: float) -> str:
     """Two digits, or whole seconds."""
-    return f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.2g}" if seconds >= 0.1 else f"{seconds:.2f}"
+    return (
+        f"{seconds:.0f}"
+        if seconds >= 9.95
+        else f"{seconds:.2g}"
+        if seconds >= 0.1
+        else f"{seconds:.2f}"
+    )
 
 
 def model_words(model: "ModelFacts") -> str:
     """A model and its size, in words."""
     how = "in memory" if model.is_held else "as stored"
     words = f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} {how}"
-    left_out = " and ".join(f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items())
+    left_out = " and ".join(
+        f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items()
+    )
     return f"{words}; left out: {left_out}" if left_out else words
 
 
 def _machine_words(found: "Estimate", is_decimal: bool) -> str:
-    plan, hardware, size = found.plan, found.hardware, partial(format_bytes, is_decimal=is_decimal)
+    plan = found.plan
+    hardware = found.hardware
+    size = partial(format_bytes, is_decimal=is_decimal)
     parts = [f"{size(plan.gpu_bytes)} on the GPU"] if plan.gpu_bytes else []
     parts.append(f"{size(plan.ram_bytes)} of memory")
     if hardware and hardware.gpu_bytes:
         parts.append(f"{_gb(hardware.feed_bytes_per_s)}/s to the GPU")
-    disk = hardware.disk_bytes_per_s if hardware else None if plan.gpu_bytes else found.link_bytes_per_s
+    disk = (
+        hardware.disk_bytes_per_s
+        if hardware
+        else None
+        if plan.gpu_bytes
+        else found.link_bytes_per_s
+    )
     if disk:
         parts.append(f"a disk of {_gb(disk)}/s{', measured just now' if found.is_measured else ''}")
     return (f"{hardware.name}: " if hardware else "") + ", ".join(parts)
@@ -107,7 +151,10 @@ def _layers_words(plan: MemoryPlan) -> str:
     if not plan.streamed_bytes:
         words = f"all {len(plan.tier_L)} stay {_where(plan)}"
         return words + (", but for routed experts" if plan.has_experts and plan.is_streamed else "")
-    others = [(plan.num_layers_in(Tier.HOST), "memory"), (plan.num_layers_in(Tier.DISK), "the disk")]
+    others = [
+        (plan.num_layers_in(LayerTier.HOST), "memory"),
+        (plan.num_layers_in(LayerTier.DISK), "the disk"),
+    ]
     come = " and ".join(f"{count} come from {place}" for count, place in others if count)
     return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every sweep"
 
@@ -117,7 +164,9 @@ def _experts_words(found: "Estimate") -> str:
     words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({plan.num_kept_experts / plan.num_experts:.0%})"
     if found.hit_share is not None:
         words += f", which is {found.hit_share:.0%} of what a token needs"
-    return words + (f"; {plan.num_host_expert_slots:,} more in memory" if plan.num_host_expert_slots else "")
+    return words + (
+        f"; {plan.num_host_expert_slots:,} more in memory" if plan.num_host_expert_slots else ""
+    )
 
 
 def _sweep_words(found: "Estimate") -> str:
@@ -142,7 +191,11 @@ _LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the 
 
 
 def _prompt_words(prompt: "PromptPass") -> str:
-    speed = f"{prompt.tokens_per_s:.3g}" if prompt.tokens_per_s < 1000 else f"{prompt.tokens_per_s:,.0f}"
+    speed = (
+        f"{prompt.tokens_per_s:.3g}"
+        if prompt.tokens_per_s < 1000
+        else f"{prompt.tokens_per_s:,.0f}"
+    )
     return f"{speed} tokens/s, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
 
 
@@ -169,14 +222,18 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
     if best.shape.num_nodes == 1:
         return f"{low} a sweep with the tree {best.label}"
     basis = found.basis if is_verbose else found.basis.partition(";")[0]
-    return f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
+    return (
+        f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
+    )
 
 
 def wrapped(label: str, words: str) -> str:
     """A label and what it says, in lines of a narrow screen."""
     indent = " " * (_LABEL_WIDTH + 2)
     first = f"  {label:<{_LABEL_WIDTH}}"
-    return textwrap.fill(words, _LINE_WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False)
+    return textwrap.fill(
+        words, _LINE_WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False
+    )
 
 
 def _table(predictions: Sequence["Prediction"]) -> list[str]:
@@ -192,12 +249,20 @@ def _row(one: "Prediction") -> str:
 
 
 def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
-    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its host."""
+    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its
+    host.
+    """
     num_streamed = len(plan.layer_bytes) - plan.num_resident
     computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
-        (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
-        (f"{plan.num_expert_slots:,} slots for experts", plan.num_expert_slots * plan.expert_slot_bytes),
+        (
+            f"{plan.num_slots} slots for {num_streamed} streamed layers",
+            plan.num_slots * plan.slot_bytes,
+        ),
+        (
+            f"{plan.num_expert_slots:,} slots for experts",
+            plan.num_expert_slots * plan.expert_slot_bytes,
+        ),
         ("encoder", plan.encoder_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
@@ -207,26 +272,42 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     ]
     if plan.gpu_bytes is None:
         return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes, is_decimal)
-    num_disk = plan.num_layers_in(Tier.DISK)
+    num_disk = plan.num_layers_in(LayerTier.DISK)
     feeding = [
-        (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
-        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", plan.num_host_slots * plan.slot_bytes),
-        (f"{plan.num_host_expert_slots:,} slots for experts", plan.num_host_expert_slots * plan.expert_slot_bytes),
+        (f"{plan.num_layers_in(LayerTier.HOST)} layers in pinned memory", plan.host_bytes),
+        (
+            f"{plan.num_host_slots} slots for {num_disk} layers from disk",
+            plan.num_host_slots * plan.slot_bytes,
+        ),
+        (
+            f"{plan.num_host_expert_slots:,} slots for experts",
+            plan.num_host_expert_slots * plan.expert_slot_bytes,
+        ),
         ("embeddings", plan.table_bytes),
         ("loading", plan.staging_bytes),
         ("program and driver", plan.runtime_bytes),
     ]
-    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes, is_decimal)
+    device = _picture(
+        [*computing, ("driver and its libraries", plan.gpu_runtime_bytes)],
+        plan.gpu_bytes,
+        is_decimal,
+    )
     return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes, is_decimal)}"
 
 
 def _positions_words(plan: MemoryPlan) -> str:
-    return f"{plan.context} positions" if plan.parallel == 1 else f"{plan.parallel} x {plan.context} positions"
+    return (
+        f"{plan.context} positions"
+        if plan.parallel == 1
+        else f"{plan.parallel} x {plan.context} positions"
+    )
 
 
 def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: bool) -> str:
     rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
-    return "\n".join(_picture_row(label, size, budget_bytes, is_decimal) for label, size in rows if size)
+    return "\n".join(
+        _picture_row(label, size, budget_bytes, is_decimal) for label, size in rows if size
+    )
 
 
 def _picture_row(label: str, size_bytes: int, budget_bytes: int, is_decimal: bool) -> str:

@@ -1,12 +1,14 @@
-"""How far something is, as the parts of one line: the most telling first, because a narrow terminal shows no more."""
+"""How far something is, as the parts of one line: the most telling first, because a narrow terminal
+shows no more.
+"""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offload.config import format_bytes
 from offload.stats import Stats
+from offload.units import format_bytes
 
 if TYPE_CHECKING:  # it brings torch along
     from offload.engine.generation import Run
@@ -39,7 +41,8 @@ class Phase:
         clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
         if not self.total:
             return [self.label, *clock, *layers]
-        share, left = self.done / self.total, clock
+        share = self.done / self.total
+        left = clock
         if clock and share >= _TELLING_SHARE:
             left = [f"{duration(self.reached_s / share - elapsed_s)} left"]
         rate = [self._rate()] if self.is_in_bytes and clock and self.reached_s else []
@@ -51,12 +54,14 @@ class Phase:
     def _amount(self) -> str:
         if not self.is_in_bytes:
             return f"{self.done:.0f} of {self.total:.0f}"
-        done, total = (format_bytes(size, is_decimal=self.is_decimal) for size in (self.done, self.total))
+        done, total = (
+            format_bytes(size, is_decimal=self.is_decimal) for size in (self.done, self.total)
+        )
         return f"{done.removesuffix(total[total.index(' ') :])} of {total}"
 
 
 @dataclass
-class Writing:
+class TextProgress:
     """A text that is being written, sweep by sweep."""
 
     stats: Stats  # of the run, which goes on changing
@@ -67,12 +72,16 @@ class Writing:
     started_s: float = field(default_factory=time.monotonic)
 
     def parts(self) -> list[str]:
-        """Such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`, `4.1 a sweep`."""
-        elapsed_s, stats = time.monotonic() - self.started_s, self.stats
+        """Such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`, `4.1 a
+        sweep`.
+        """
+        elapsed_s = time.monotonic() - self.started_s
+        stats = self.stats
         if not stats.num_first_tokens:
             return self._prompt_parts(elapsed_s)
         num_later = sum(stats.accepted_per_sweep)
-        num_done, num_run = stats.num_first_tokens + num_later, self.num_layers % self.layers_per_sweep
+        num_done = stats.num_first_tokens + num_later
+        num_run = self.num_layers % self.layers_per_sweep
         is_drafting = stats.tree_depth > 0 and not num_run
         layer = ["drafting" if is_drafting else f"layer {num_run} of {self.layers_per_sweep}"]
         if not self.num_layers:  # other ranks run them
@@ -103,7 +112,7 @@ class Writing:
 
 
 @dataclass
-class ManyTexts:
+class BatchProgress:
     """Many texts, of which some are written at a time.
 
     Attributes:
@@ -125,7 +134,10 @@ class ManyTexts:
 
     def finish(self, num_tokens: int) -> None:
         """One more is finished, with so many new tokens."""
-        self.num_done, self._num_finished_tokens = self.num_done + 1, self._num_finished_tokens + num_tokens
+        self.num_done, self._num_finished_tokens = (
+            self.num_done + 1,
+            self._num_finished_tokens + num_tokens,
+        )
         self._under_way = [run for run in self._under_way if not run.is_finished]
 
     @property
@@ -145,19 +157,24 @@ class ManyTexts:
         return self.num_tokens / max(self.num_passes, 1)
 
     def parts(self) -> list[str]:
-        """Such as `31 of 128 texts`, `8 under way`, `7.31 tokens/s`, `12:14 left`, `14.1 a pass`, `layer 12 of 80`."""
-        texts, elapsed_s = f"{self.num_done:,} of {plural(self.num_texts, 'text')}", self.elapsed_s
+        """Such as `31 of 128 texts`, `8 under way`, `7.31 tokens/s`, `12:14 left`, `14.1 a pass`,
+        `layer 12 of 80`.
+        """
+        texts = f"{self.num_done:,} of {plural(self.num_texts, 'text')}"
+        elapsed_s = self.elapsed_s
         layer = f"layer {self.num_layers % self.layers_per_pass} of {self.layers_per_pass}"
         under_way = f"{len(self._under_way)} under way"
         if not self.num_tokens:
             return [texts, under_way, layer]
-        left_s = elapsed_s * (self.num_texts - self.num_done) / self.num_done if self.num_done else 0
+        left_s = (
+            elapsed_s * (self.num_texts - self.num_done) / self.num_done if self.num_done else 0
+        )
         left = [f"{duration(left_s)} left"] if left_s else []
         speed = [f"{self.tokens_per_s:.2f} tokens/s", *left, f"{self.tokens_per_pass:.1f} a pass"]
         return [texts, under_way, *speed, layer]
 
 
-Progress = Phase | Writing | ManyTexts
+Progress = Phase | TextProgress | BatchProgress
 
 
 def plural(count: int, noun: str) -> str:

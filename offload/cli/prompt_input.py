@@ -1,11 +1,13 @@
-"""Where a prompt comes from: a flag, a file, a pipe. UTF-8 or refused, because a model should read what was meant."""
+"""Where a prompt comes from: a flag, a file, a pipe. UTF-8 or refused, because a model should read
+what was meant.
+"""
 
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.small_files import read_all_of, read_given
+from offload.checkpoint.files import read_all_of, read_given
 from offload.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,11 +15,14 @@ if TYPE_CHECKING:
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:
-    """What `-p`, `-f` or standard input give. Raises `UserError` where they give two, or none that is needed."""
+    """What `-p`, `-f` or standard input give. Raises `UserError` where they give two, or none that
+    is needed.
+    """
     if prompt is not None and file is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     if prompt not in (None, "-"):
-        name, raw = "-p", os.fsencode(str(prompt))
+        name = "-p"
+        raw = os.fsencode(str(prompt))
     elif file is None and sys.stdin.isatty() and not is_needed:
         return ""
     elif file is None and sys.stdin.isatty():
@@ -32,16 +37,21 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
 
 
 def with_system(text: str, system: str | None, *, raw: bool = False) -> "Prompt | None":
-    """A prompt behind what the model is told before it, or alone; None where it is left to a session's file.
+    """A prompt behind what the model is told before it, or alone; None where it is left to a
+    session's file.
 
     Raises `UserError`.
     """
     if not system:
         return text or None
     if raw:
-        raise UserError("`system` is put in by the chat template, which `raw` leaves out: leave one of them out")
+        raise UserError(
+            "`system` is put in by the chat template, which `raw` leaves out: leave one of them out"
+        )
     if not text:
-        raise UserError("`system` is told before a prompt, and there is none: give -p, or leave it out")
+        raise UserError(
+            "`system` is told before a prompt, and there is none: give -p, or leave it out"
+        )
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
@@ -50,12 +60,20 @@ def decode(raw: bytes, name: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"the prompt must be UTF-8, {name} is not at byte {error.start}: convert it first") from None
+        raise UserError(
+            f"the prompt must be UTF-8, {name} is not at byte {error.start}: convert it first"
+        ) from None
 
 
 def _read_bytes(file: Path | None, name: str) -> bytes:
     try:
         # What ends the line of `echo` is not meant; what a file holds is.
-        return read_given(file) if file else read_all_of(sys.stdin.buffer).removesuffix(b"\n").removesuffix(b"\r")
+        return (
+            read_given(file)
+            if file
+            else read_all_of(sys.stdin.buffer).removesuffix(b"\n").removesuffix(b"\r")
+        )
     except OSError as error:
-        raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None
+        raise UserError(
+            f"cannot read the prompt from {name} ({error.strerror}): check the path"
+        ) from None

@@ -1,7 +1,8 @@
 """What the command line does otherwise in a process that is one of many ranks.
 
-Rank 0 owns standard input and output. The others read and write nothing, leave Ctrl-C to rank 0, and tell it why they
-fail; only where it does not hear that, they print the line themselves. None outlives the launcher.
+Rank 0 owns standard input and output. The others read and write nothing, leave Ctrl-C to rank 0,
+and tell it why they fail; only where it does not hear that, they print the line themselves. None
+outlives the launcher.
 """
 
 import ctypes
@@ -14,19 +15,22 @@ from offload.cli.console import error_line
 from offload.cli.launch import EXIT_HEAD_SILENT, EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
 from offload.cli.live_line import fitted
 from offload.errors import TOLD, RankError, UserError
-from offload.planning.place import Place, find_place
+from offload.rank_roles import RankInfo, find_place
 
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-_MEET_S, _HEARD_S = 5.0, 3.0
+_MEET_S = 5.0
+_HEARD_S = 3.0
 
 
-def begin(command: Sequence[str], own: Mapping[str, object]) -> Place | None:
-    """Take this process's place, if the command is for many ranks and a launcher started it. Raises `UserError`.
+def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
+    """Take this process's place, if the command is for many ranks and a launcher started it. Raises
+    `UserError`.
 
     Args:
         own: what is set for it elsewhere, by parameter.
     """
-    is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")  # of benches the last
+    # of benches the last
+    is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")
     place = find_place() if is_told and takes_ranks(command) else None
     if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return place
@@ -48,14 +52,19 @@ def is_worker(ranks: str | None) -> bool:
     return place is not None and place.rank > 0
 
 
-def leave(place: Place, error: Exception, line: str, code: int) -> int:
-    """The exit code of a rank that has failed. Its line is printed where nobody else can tell as much.
+def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
+    """The exit code of a rank that has failed. Its line is printed where nobody else can tell as
+    much.
 
-    That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the silence of rank 0 it is
-    the launcher beside it, which will have to kill it.
+    That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the
+    silence of rank 0 it is the launcher beside it, which will have to kill it.
     """
     if place.rank == 0:
-        is_known = getattr(error, "is_death", False) and LAUNCHER in os.environ and place.num_on_host == place.num_ranks
+        is_known = (
+            getattr(error, "is_death", False)
+            and LAUNCHER in os.environ
+            and place.num_on_host == place.num_ranks
+        )
         if not is_known:
             print(fitted(error_line(line), sys.stderr), file=sys.stderr)
         return EXIT_UNSAID if is_known else code
@@ -69,9 +78,11 @@ def leave(place: Place, error: Exception, line: str, code: int) -> int:
     return code
 
 
-def _is_heard(place: Place, line: str) -> bool:
-    """Leave the line where rank 0 looks while it waits for this one. One that fails in the same way ends both."""
-    from offload.ranks.join import leave_reason
+def _is_heard(place: RankInfo, line: str) -> bool:
+    """Leave the line where rank 0 looks while it waits for this one. One that fails in the same way
+    ends both.
+    """
+    from offload.distributed.join import leave_reason
 
     try:
         return leave_reason(place, line, meet_s=_MEET_S, heard_s=_HEARD_S)
@@ -79,12 +90,14 @@ def _is_heard(place: Place, line: str) -> bool:
         return False
 
 
-def _print(place: Place, line: str) -> None:
+def _print(place: RankInfo, line: str) -> None:
     print(error_line(f"rank {place.rank}: {line}"), file=sys.stderr, flush=True)
 
 
 def _end_with_parent(number: int) -> None:
-    """Be sent a signal when the launcher ends, however that happens; and now, if it has ended already."""
+    """Be sent a signal when the launcher ends, however that happens; and now, if it has ended
+    already.
+    """
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):

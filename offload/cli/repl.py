@@ -1,7 +1,8 @@
 """A conversation at a terminal: questions in, answers out, and what Ctrl-C means in between.
 
-While an answer is written, Ctrl-C ends the answer and not the program: it is heard at once and obeyed where a layer
-ends, because an exception in the middle of the stream's bookkeeping would lose a slot. A second one ends the program.
+While an answer is written, Ctrl-C ends the answer and not the program: it is heard at once and
+obeyed where a layer ends, because an exception in the middle of the stream's bookkeeping would lose
+a slot. A second one ends the program.
 """
 
 import signal
@@ -12,9 +13,8 @@ from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput
-from offload.cli.console import Console, Names, error_line, turn_line
+from offload.cli.console import Console, ModelNames, error_line, turn_line
 from offload.cli.session_file import saving
-from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
@@ -22,6 +22,7 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
 from offload.planning.options import LoadOptions
+from offload.units import Sampling
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
@@ -30,8 +31,10 @@ class Stopped(Exception):  # noqa: N818
     """The user has heard enough of this answer."""
 
 
-class Brake:
-    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else; `check` is for `load(on_layer=...)`."""
+class InterruptFlag:
+    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else; `check` is for
+    `load(on_layer=...)`.
+    """
 
     def __init__(self) -> None:
         self._is_pulled = False
@@ -67,7 +70,7 @@ def converse(
         text: its session is gone on from where it is there, and written after every answer.
         note: for the user, about the sampling.
     """
-    brake = Brake()
+    brake = InterruptFlag()
 
     def on_layer() -> None:
         console.layer_done()
@@ -76,7 +79,9 @@ def converse(
     first = _any_question(text, sampling)
     hooks = console.hooks._replace(on_layer=on_layer)
     with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
-        console.open(Names.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling))
+        console.open(
+            ModelNames.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling)
+        )
         console.say(note)
         chat = Chat(
             decoder, sampling, system=text.system, max_new_tokens=text.max_new_tokens, stop=text.stop
@@ -93,7 +98,12 @@ def _any_question(text: TextOptions, sampling: Sampling) -> Request:
     found = text.session if text.session and text.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
     return Request(
-        question, sampling, max_new_tokens=1, stop=text.stop, session=found, is_kept=text.session is not None
+        question,
+        sampling,
+        max_new_tokens=1,
+        stop=text.stop,
+        session=found,
+        is_kept=text.session is not None,
     )
 
 
@@ -110,9 +120,12 @@ def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
     console.say(f"going on with {text.session}: questions {len(asked)}{last}")
 
 
-def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, session: Path | None) -> None:
+def answer_lines(
+    chat: Chat, plan: MemoryPlan, console: Console, brake: InterruptFlag, session: Path | None
+) -> None:
     """Answer question by question until there are no more, or until a command says so."""
-    commands, keeper = ChatCommands(chat, plan, console), _Keeper(chat, session, console)
+    commands = ChatCommands(chat, plan, console)
+    keeper = _Keeper(chat, session, console)
     with ChatInput(HINT) as entries:
         while True:
             try:
@@ -132,7 +145,9 @@ def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, s
 
 
 class _Keeper:
-    """Writes the conversation to the session's file, if there is one; what could not be written stays to be."""
+    """Writes the conversation to the session's file, if there is one; what could not be written
+    stays to be.
+    """
 
     def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
         self._chat, self._session, self._console, self._kept = chat, session, console, chat.messages
@@ -153,7 +168,13 @@ class _Keeper:
             self._kept = self._chat.messages
 
 
-def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, console: Console, brake: Brake) -> None:
+def _answer(
+    chat: Chat,
+    pieces: Generator[str, None, None],
+    plan: MemoryPlan,
+    console: Console,
+    brake: InterruptFlag,
+) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     num_shown = 0
     failure: BaseException | None = None
@@ -165,7 +186,8 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
                 for piece in pieces:
                     num_shown += len(piece)
                     console.text(piece)
-            except BaseException as error:  # whatever it is, but for `Stopped` it is raised again behind the text
+            # whatever it is, but for `Stopped` it is raised again behind the text
+            except BaseException as error:
                 failure = error
         result = chat.turn.result()
         console.text(result.text[num_shown:] + "\n")

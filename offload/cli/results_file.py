@@ -1,7 +1,7 @@
 """Results of many prompts as lines of JSON: on stdout, or in a file that a later run goes on with.
 
-Invariant: a file holds whole lines but for the last one, which a kill may have cut; the next run takes that half away.
-What a whole line tells is never written again.
+Invariant: a file holds whole lines but for the last one, which a kill may have cut; the next run
+takes that half away. What a whole line tells is never written again.
 """
 
 import fcntl
@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from offload.cli.batch_file import Task
+from offload.checkpoint.identity import ModelIdentity
+from offload.cli.batch_file import BatchTask
 from offload.errors import RunError, UserError, ensure
 
 _BEGINNING = b'{"index": '
@@ -21,64 +22,103 @@ _MOST_LINE_BYTES = 64 << 20
 _OTHER = "name another file, or take that line out to have it written anew"
 
 
-class Results:
+class ResultsFile:
     """Where results go.
 
     Attributes:
         name: for the user; empty for stdout.
         done: (index, sample) of what was there already.
+        models: which models the lines that were there are of, by the first line of each.
+        model: that of lines to come.
         num_failed: of all that is there.
     """
 
     def __init__(self, name: str, write: Callable[[str], None]) -> None:
-        self.name, self._write = name, write
-        self.done, self.num_failed = set[tuple[int, int]](), 0
+        self.name = name
+        self._write = write
+        self.done = set[tuple[int, int]]()
+        self.num_failed = 0
+        self.models, self.model = dict[int, ModelIdentity](), dict[str, Any]()
 
-    def add(self, task: Task, result: dict[str, Any]) -> None:
+    def add(self, task: BatchTask, result: dict[str, Any]) -> None:
         """Write one line, whole. Raises `RunError` where it cannot be written."""
         self.num_failed += "error" in result
-        line = {"index": task.index, "sample": task.sample, "id": task.name, **result, "request": task.digest}
+        line = {"index": task.index, "sample": task.sample, "id": task.name, **result}
+        line |= {"request": task.digest, "model": self.model}
         self._write(json.dumps(line) + "\n")
 
-    def find(self, lines: Sequence[bytes], tasks: Sequence[Task]) -> None:
+    def find(self, lines: Sequence[bytes], tasks: Sequence[BatchTask]) -> None:
         """Note what is done already. Raises `UserError` where a line is of other tasks."""
         digests = {(task.index, task.sample): task.digest for task in tasks}
+        seen = set[str]()
         for number, line in enumerate(lines, start=1):
-            key, digest, has_failed = self._told(line, number)
+            key, digest, model, has_failed = self._told(line, number)
+            if (name := json.dumps(model, sort_keys=True)) not in seen:
+                seen.add(name)
+                self.models[number] = self._identity(model, number)
             if key in self.done:
-                raise UserError(f"{self.name}, line {number} tells of index {key[0]} once more: {_OTHER}")
+                raise UserError(
+                    f"{self.name}, line {number} tells of index {key[0]} once more: {_OTHER}"
+                )
             if digests.get(key) != digest:
-                what = f"{self.name}, line {number} is of another prompt, model or settings than index {key[0]} has now"
+                what = f"{self.name}, line {number} is of another prompt or settings than index {key[0]} has now"
                 raise UserError(f"{what}: {_OTHER}")
             self.done.add(key)
             self.num_failed += has_failed
 
-    def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, bool]:
+    def require(self, difference: Callable[[ModelIdentity], str]) -> None:
+        """Raises `UserError` where a line is of another model, by what is `difference` to it in
+        words.
+        """
+        for number, model in self.models.items():
+            if what := difference(model):
+                raise UserError(
+                    f"{self.name}, line {number} is not of this model ({what}): {_OTHER}"
+                )
+
+    def _identity(self, model: Any, number: int) -> ModelIdentity:
+        found = ModelIdentity.parse(model)
+        if found is None:
+            what = f"{self.name}, line {number} does not tell of which model it is, an earlier version wrote it"
+            raise UserError(f"{what}: name another file")
+        return found
+
+    def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, Any, bool]:
         try:
             told = json.loads(line)
             ensure(isinstance(told, dict), "an object is wanted")
-            key, digest = (told.get("index"), told.get("sample")), told.get("request")
-            ensure(all(isinstance(one, int) for one in key) and isinstance(digest, str), "fields are missing")
+            key = (told.get("index"), told.get("sample"))
+            digest = told.get("request")
+            ensure(
+                all(isinstance(one, int) for one in key) and isinstance(digest, str),
+                "fields are missing",
+            )
         except (ValueError, RecursionError):
-            raise UserError(f"{self.name}, line {number} is no result of offload: name another file") from None
-        return key, digest, "error" in told
+            raise UserError(
+                f"{self.name}, line {number} is no result of offload: name another file"
+            ) from None
+        return key, digest, told.get("model"), "error" in told
 
 
 @contextmanager
 def open_results(
-    path: Path | None, tasks: Sequence[Task], prompts: Path, to_stdout: Callable[[str], None]
-) -> Iterator[Results]:
+    path: Path | None, tasks: Sequence[BatchTask], prompts: Path, to_stdout: Callable[[str], None]
+) -> Iterator[ResultsFile]:
     """The file gone on with, or stdout for no path and `-`.
 
-    Raises `UserError` for a file that is of other tasks, is written to by another process, or cannot be written.
+    Raises `UserError` for a file that is of other tasks, is written to by another process, or
+    cannot be written.
     """
     if path is None or str(path) == "-":
-        yield Results("", to_stdout)
+        yield ResultsFile("", to_stdout)
         return
     if path.exists() and path.samefile(prompts):
-        raise UserError(f"`out` must be another file than that of the prompts, got {path}: name another one")
+        raise UserError(
+            f"`out` must be another file than that of the prompts, got {path}: name another one"
+        )
     with _opened(path) as file:
-        results, whole = Results(str(path), lambda line: _append(file, line, path)), _whole_lines(file, path)
+        results = ResultsFile(str(path), lambda line: _append(file, line, path))
+        whole = _whole_lines(file, path)
         results.find(whole, tasks)
         file.truncate(sum(map(len, whole)))
         yield results
@@ -90,14 +130,20 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         opened = path.open("a+b", buffering=0)
     except OSError as error:
-        raise UserError(f"cannot write results to {path} ({error.strerror}): name another file") from None
+        raise UserError(
+            f"cannot write results to {path} ({error.strerror}): name another file"
+        ) from None
     with opened as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"results must be kept in a file, {path} is none: leave `out` out for standard output")
+            raise UserError(
+                f"results must be kept in a file, {path} is none: leave `out` out for standard output"
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process writes to {path}: wait for it, or name another file") from None
+            raise UserError(
+                f"another process writes to {path}: wait for it, or name another file"
+            ) from None
         yield file
 
 
@@ -126,4 +172,6 @@ def _append(file: BinaryIO, line: str, path: Path) -> None:
             left = left[file.write(left) :]
     except OSError as error:
         what = f"cannot write to {path} ({error.strerror or os.strerror(error.errno or 0)})"
-        raise RunError(f"{what}: what is in it is whole, make room and the same command goes on") from None
+        raise RunError(
+            f"{what}: what is in it is whole, make room and the same command goes on"
+        ) from None

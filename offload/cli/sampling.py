@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.files import read_given
 from offload.checkpoint.generation_config import suggested_sampling
-from offload.checkpoint.small_files import read_given
-from offload.config import DRAWING, NARROWING, Sampling
 from offload.declaration import listed, options_of
 from offload.errors import UserError
 from offload.options import SamplingOptions, TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
+from offload.units import DRAWING, NARROWING, Sampling
 
 _OFF = Sampling()
 
@@ -58,7 +58,9 @@ def _bias(text: str) -> tuple[int, float]:
         raise UserError(f"`logit_bias` must be ID:NUMBER, got {text!r:.80}: try 42:-1.5") from None
 
 
-def choose_sampling(model: str, given: GivenSampling, on_phase: Callable[[str], None]) -> SamplingChoice:
+def choose_sampling(
+    model: str, given: GivenSampling, on_phase: Callable[[str], None]
+) -> SamplingChoice:
     """The user's own, or the model's suggestion. Raises `UserError` for one that makes no sense."""
     if given.sampling is not None:
         return SamplingChoice(given.sampling, "")
@@ -69,7 +71,9 @@ def choose_sampling(model: str, given: GivenSampling, on_phase: Callable[[str], 
     if suggested == Sampling(seed=suggested.seed):
         return SamplingChoice(chosen, "")
     but = ", but for flags" if len(given.laid_over) > 1 else ""
-    return SamplingChoice(chosen, f"sampling as the model suggests{but}: {sampling_words(chosen)}; --greedy for none")
+    return SamplingChoice(
+        chosen, f"sampling as the model suggests{but}: {sampling_words(chosen)}; --greedy for none"
+    )
 
 
 def sampling_words(sampling: Sampling) -> str:
@@ -87,7 +91,9 @@ def sampling_words(sampling: Sampling) -> str:
 def found_grammar(text: TextOptions) -> Grammar | None:
     """What a text must keep; files hold a schema, or rules in Lark's notation. Raises `UserError`."""
     given = {name: getattr(text, name) for name in GRAMMARS}
-    return find_grammar(**{name: _read(one, name) if isinstance(one, Path) else one for name, one in given.items()})
+    return find_grammar(
+        **{name: _read(one, name) if isinstance(one, Path) else one for name, one in given.items()}
+    )
 
 
 def _read(file: Path, name: str) -> str:
@@ -95,4 +101,6 @@ def _read(file: Path, name: str) -> str:
         return read_given(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"no UTF-8 at byte {error.start}"
-        raise UserError(f"`{name}` must be a file that can be read, got {file} ({why}): check the path") from None
+        raise UserError(
+            f"`{name}` must be a file that can be read, got {file} ({why}): check the path"
+        ) from None

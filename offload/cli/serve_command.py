@@ -7,7 +7,7 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.errors import UserError
-from offload.options import ModelNames, ModelOptions, OutputOptions, ServerOptions
+from offload.options import ModelChoice, ModelOptions, OutputOptions, ServerOptions
 
 
 @flags.command(
@@ -21,10 +21,14 @@ from offload.options import ModelNames, ModelOptions, OutputOptions, ServerOptio
 
     offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others are let in with a key alone""",
 )
-def serve(names: ModelNames, load: ModelOptions, server: ServerOptions, output: OutputOptions) -> None:
+def serve(
+    names: ModelChoice, load: ModelOptions, server: ServerOptions, output: OutputOptions
+) -> None:
     """Answer OpenAI's protocol with a model larger than memory, until SIGTERM or Ctrl-C."""
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'")
+        raise UserError(
+            f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'"
+        )
     from offload.planning.options import LoadOptions, check_models
 
     model, draft = names.given

@@ -1,40 +1,49 @@
-"""A server from its socket to its end: bound first, then the model is loaded while it answers that it loads.
+"""A server from its socket to its end: bound first, then the model is loaded while it answers that
+it loads.
 
-Invariant: a port that is taken, a key that is missing and a model that cannot be served are refused before a weight is
-read; and however it ends, texts under way get their grace, requests that wait are told, and nothing is left behind.
+Invariant: a port that is taken, a key that is missing and a model that cannot be served are refused
+before a weight is read; and however it ends, texts under way get their grace, requests that wait
+are told, and nothing is left behind.
 """
 
 from pathlib import Path
 from threading import Event, Timer
 
+from offload.checkpoint.files import read_small
 from offload.checkpoint.generation_config import suggested_sampling
-from offload.checkpoint.small_files import read_small
-from offload.cli.console import Console, Names
+from offload.cli.console import Console, ModelNames
 from offload.cli.progress import plural
 from offload.cli.sampling import sampling_words
-from offload.config import Sampling, parse_size
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.service import Closing, Engine
+from offload.engine.scheduler import Closing, Engine
 from offload.errors import UserError, reason
 from offload.options import ServerOptions
 from offload.planning.options import LoadOptions
 from offload.server.app import create_app
-from offload.server.listening import Listening, bind
-from offload.server.settings import Settings, is_loopback
+from offload.server.network import Listening, bind
+from offload.server.protocol import ServerSettings, is_loopback
+from offload.units import Sampling, parse_size
 
 
-def serve_model(model: str, draft: str | None, options: LoadOptions, console: Console, server: ServerOptions) -> None:
+def serve_model(
+    model: str, draft: str | None, options: LoadOptions, console: Console, server: ServerOptions
+) -> None:
     """Serve until a signal ends it. Raises `UserError` and `RunError`."""
     keys = read_keys(server.api_key_file, server.host)
     max_body_bytes = parse_size(server.max_body, "`max_body`")
     sampling = served_sampling(str(options.config or model))
-    names = Names.of(model, draft)
-    settings = Settings(
-        model_id=names.model, sampling=sampling, host=server.host, api_keys=keys, max_body_bytes=max_body_bytes
+    names = ModelNames.of(model, draft)
+    settings = ServerSettings(
+        model_id=names.model,
+        sampling=sampling,
+        host=server.host,
+        api_keys=keys,
+        max_body_bytes=max_body_bytes,
     )
     app = create_app(None, settings)
-    first, brake = Request(sampling=sampling), Event()
+    first = Request(sampling=sampling)
+    brake = Event()
 
     def on_layer() -> None:
         console.layer_done()
@@ -47,7 +56,9 @@ def serve_model(model: str, draft: str | None, options: LoadOptions, console: Co
         open_decoder(model, draft, options, first, hooks=hooks) as decoder,
     ):
         if decoder.tokenizer is None:
-            raise UserError("a server needs the model's tokenizer: put its tokenizer.json beside it")
+            raise UserError(
+                "a server needs the model's tokenizer: put its tokenizer.json beside it"
+            )
         console.open(names, decoder, decoder.tree_choice(sampling))
         console.say(f"{sampling_words(sampling)} where a request does not say how to draw")
         with Engine(decoder, max_waiting=server.queue) as engine:
@@ -56,39 +67,50 @@ def serve_model(model: str, draft: str | None, options: LoadOptions, console: Co
             _wait(listening, engine, console, server.grace, brake)
 
 
-def _wait(server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event) -> None:
+def _wait(
+    server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event
+) -> None:
     """Until a signal ends it; a pass that takes longer than the grace ends at its next layer."""
     try:
         server.wait()
-    except (KeyboardInterrupt, SystemExit):  # of SIGINT, SIGTERM and SIGHUP: the way to end a server, and no failure
+    # of SIGINT, SIGTERM and SIGHUP: the way to end a server, and no failure
+    except (KeyboardInterrupt, SystemExit):
         figures = engine.figures()
         if figures.num_active:
-            console.say(f"ending: {plural(figures.num_active, 'text')} under way, at most {grace_s:g} s more")
+            console.say(
+                f"ending: {plural(figures.num_active, 'text')} under way, at most {grace_s:g} s more"
+            )
         clock = Timer(grace_s, brake.set)
         clock.start()
         try:
             engine.close(grace_s)
-        except (KeyboardInterrupt, SystemExit):  # again: whoever asks twice has no patience for a pass
+        # again: whoever asks twice has no patience for a pass
+        except (KeyboardInterrupt, SystemExit):
             brake.set()
         finally:
             clock.cancel()
 
 
 def served_sampling(model: str) -> Sampling:
-    """How tokens are drawn for requests that do not say: as the model suggests, else as OpenAI does, temperature 1.
+    """How tokens are drawn for requests that do not say: as the model suggests, else as OpenAI
+    does, temperature 1.
 
-    A model's own file goes first because chances are tuned for it: what runs at 0.6 by its makers' advice is worse
-    at 1. Raises `UserError` for a suggestion that makes no sense.
+    A model's own file goes first because chances are tuned for it: what runs at 0.6 by its makers'
+    advice is worse at 1. Raises `UserError` for a suggestion that makes no sense.
     """
     suggested = suggested_sampling(model, 0)
     return Sampling(temperature=1.0) if suggested.is_greedy else suggested
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
-    """The keys in a file, one a line. Raises `UserError` where there is none, or none is given and one is needed."""
+    """The keys in a file, one a line. Raises `UserError` where there is none, or none is given and
+    one is needed.
+    """
     if file is None:
         if not is_loopback(host):
-            raise UserError(f"`host` {host} can be reached by others: give --api-key-file, or leave --host out")
+            raise UserError(
+                f"`host` {host} can be reached by others: give --api-key-file, or leave --host out"
+            )
         return ()
     try:
         lines = read_small(file).split("\n")
@@ -96,8 +118,11 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
         why = error.strerror if isinstance(error, OSError) else reason(error)
         raise UserError(f"cannot read the keys in {file} ({why}): check the path") from None
     keys = tuple(line.strip() for line in lines if line.strip())
-    are_keys = all(key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys)
-    if not keys or not are_keys:  # a comment, or a line of another file, would let in whoever knows it
+    are_keys = all(
+        key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys
+    )
+    # a comment, or a line of another file, would let in whoever knows it
+    if not keys or not are_keys:
         rule = "must hold a key of printable ASCII a line, without spaces and comments"
         raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")
     return keys

@@ -1,4 +1,6 @@
-"""The file that `--session` names: looked at before anything is loaded, gone on from, and written again."""
+"""The file that `--session` names: looked at before anything is loaded, gone on from, and written
+again.
+"""
 
 import os
 import signal
@@ -19,14 +21,20 @@ _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
-    """The file where it is there already. Raises `UserError` where none could be written, or not of many `ranks`."""
+    """The file where it is there already. Raises `UserError` where none could be written, or not of
+    many `ranks`.
+    """
     if path is None:
         return None
     if ranks is not None:
-        raise UserError(f"`session` keeps what one process has computed, got `ranks` {ranks}: leave one of them out")
+        raise UserError(
+            f"`session` keeps what one process has computed, got `ranks` {ranks}: leave one of them out"
+        )
     folder = path.absolute().parent
     if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "it is a folder" if path.is_dir() else f"{folder} is no folder that can be written to"
+        what = (
+            "it is a folder" if path.is_dir() else f"{folder} is no folder that can be written to"
+        )
         raise UserError(f"cannot keep a session in {path} ({what}): name another file")
     return path if path.exists() else None
 
@@ -37,15 +45,23 @@ def begun_text(decoder: "Decoder", path: Path | None, prompt: "Prompt | None") -
         return prompt or ""
     tokens, messages, _ = decoder.load_session(path)
     if messages is not None:
-        raise UserError(f"{path} holds a conversation: go on with it by offload chat, or name another file")
+        raise UserError(
+            f"{path} holds a conversation: go on with it by offload chat, or name another file"
+        )
     if not prompt and tokens[-1:] and tokens[-1] in decoder.end_ids:
-        raise UserError(f"the text in {path} has come to its end: give a prompt, or name another file")
+        raise UserError(
+            f"the text in {path} has come to its end: give a prompt, or name another file"
+        )
     return prompt or tokens
 
 
 @contextmanager
-def kept_text(decoder: "Decoder", run: "Run", path: Path | None, console: "Console") -> Iterator[None]:
-    """However the run ends, its text is kept in this file; one without a new token leaves the file as it is."""
+def kept_text(
+    decoder: "Decoder", run: "Run", path: Path | None, console: "Console"
+) -> Iterator[None]:
+    """However the run ends, its text is kept in this file; one without a new token leaves the file
+    as it is.
+    """
     try:
         yield
     finally:
@@ -56,9 +72,13 @@ def kept_text(decoder: "Decoder", run: "Run", path: Path | None, console: "Conso
 
 @contextmanager
 def saving(console: "Console") -> Iterator[None]:
-    """Meanwhile the live line tells so, and what would end the program waits, lest half of a file be all there is."""
+    """Meanwhile the live line tells so, and what would end the program waits, lest half of a file
+    be all there is.
+    """
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _HELD}
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number)) for number in _HELD
+    }
     try:
         console.wait("keeping the session")
         yield

@@ -1,10 +1,12 @@
-"""One text from a model: opened, continued where a session says so, written to stdout as it comes, accounted for."""
+"""One text from a model: opened, continued where a session says so, written to stdout as it comes,
+accounted for.
+"""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
-from offload.cli.console import Console, Names, alpha_line, closing_lines
+from offload.cli.console import Console, ModelNames, alpha_line, closing_lines
 from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder
@@ -15,9 +17,16 @@ from offload.planning.options import LoadOptions
 
 
 def write_text(
-    model: str, draft: str | None, options: LoadOptions, console: Console, request: Request, *,
-    note: str, session: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    model: str,
+    draft: str | None,
+    options: LoadOptions,
+    console: Console,
+    request: Request,
+    *,
+    note: str,
+    session: Path | None,
+    as_json: bool,
+) -> None:
     """Load a model, and write what is asked for. Raises `UserError` and `RunError`.
 
     Args:
@@ -31,7 +40,7 @@ def write_text(
             console.wait("reading the session")
         begun = begun_text(decoder, session, request.prompt)
         run = decoder.start(replace(request, prompt=begun), continues=continues)
-        console.open(Names.of(model, draft, options.ranks), decoder, run.tree_choice)
+        console.open(ModelNames.of(model, draft, options.ranks), decoder, run.tree_choice)
         console.say(note)
         console.follow(run, decoder.plan, request.max_new_tokens)
         with kept_text(decoder, run, session, console):
@@ -39,7 +48,8 @@ def write_text(
 
 
 def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | None) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for.
+    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted
+    for.
 
     Args:
         target: what ran, for one object at the end instead of text.
@@ -52,7 +62,14 @@ def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | No
     except BaseException as error:  # whatever it is, it is raised again behind the text
         failure = error
     result = run.result()
-    console.text((result.text[console.num_written :] if target is None else _as_json(result, target, failure)) + "\n")
+    console.text(
+        (
+            result.text[console.num_written :]
+            if target is None
+            else _as_json(result, target, failure)
+        )
+        + "\n"
+    )
     console.clear()
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     console.detail(alpha_line(result.stats))

@@ -16,15 +16,16 @@ from offload.cli.flags import as_flags
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
 from offload.cli.progress import plural
-from offload.config import format_bytes, require
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.options import OutputOptions, VerifyOptions
+from offload.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.checkpoint.whole import Damage
-    from offload.streaming.verify import Report
+    from offload.integrity import Report
 
-_DAMAGED, _SHOWN = 1, 10
+_DAMAGED = 1
+_SHOWN = 10
 
 
 @flags.command(
@@ -39,20 +40,29 @@ _DAMAGED, _SHOWN = 1, 10
     offload verify /mnt/copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
 )
 def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded"),
+    ],
     compared: VerifyOptions,
     output: OutputOptions,
 ) -> None:
-    """Read all of a model at the speed of the disk: sizes, numbers, checksums of the hub and of an earlier time.
+    """Read all of a model at the speed of the disk: sizes, numbers, checksums of the hub and of an
+    earlier time.
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
     manifest, write = compared.manifest, compared.write
-    require(manifest is not None or not write, "`write` goes with `manifest`", "no FILE", "name one, or leave it out")
+    require(
+        manifest is not None or not write,
+        "`write` goes with `manifest`",
+        "no FILE",
+        "name one, or leave it out",
+    )
     with Console(is_quiet=output.quiet or output.as_json) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
-        from offload.streaming.verify import verify as check
+        from offload.integrity import verify as check
 
         show = partial(console.bytes_landed, label="verifying")
         with _not_as_damage():
@@ -60,7 +70,9 @@ def verify(
             report = check(open_whole(model), place, may_write=write, progress=show)
         console.clear()
         told = (
-            json.dumps(report.as_dict()) if output.as_json else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
+            json.dumps(report.as_dict())
+            if output.as_json
+            else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
         )
     print(told)
     if report.damage:
@@ -86,12 +98,18 @@ def _lines(report: "Report") -> list[str]:
     tensors = [_damage_line(one) for one in report.damage[:_SHOWN]]
     rest = report.damage[_SHOWN:]
     if rest:
-        tensors.append(f"and {len(rest):,} more, in {plural(len({one.file for one in rest}), 'file')}: --json has all")
+        tensors.append(
+            f"and {len(rest):,} more, in {plural(len({one.file for one in rest}), 'file')}: --json has all"
+        )
     speed = f"{format_bytes(report.num_bytes / max(report.elapsed_s, 1e-9))}/s"
     size = f"{format_bytes(report.num_bytes)} in {plural(report.num_files, 'file')} read at {speed}"
     if report.damage:
         files = len({one.file for one in report.damage})
-        return [*tensors, *report.notes, f"{report.path}: DAMAGED in {plural(files, 'file')}; {size}"]
+        return [
+            *tensors,
+            *report.notes,
+            f"{report.path}: DAMAGED in {plural(files, 'file')}; {size}",
+        ]
     return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
 
 
@@ -102,8 +120,14 @@ def _damage_line(damage: "Damage") -> str:
 
 def _compared(report: "Report") -> str:
     found = [f"{report.num_as_hub} as the hub has them"] if report.num_as_hub else []
-    found += [f"{report.num_decoded} decoded, with the checksums of packing"] if report.num_decoded else []
-    found += [f"{report.num_as_before} as in {report.manifest.name}"] if report.num_as_before else []
+    found += (
+        [f"{report.num_decoded} decoded, with the checksums of packing"]
+        if report.num_decoded
+        else []
+    )
+    found += (
+        [f"{report.num_as_before} as in {report.manifest.name}"] if report.num_as_before else []
+    )
     written = f"checksums written to {report.manifest}" if report.is_written else ""
     if not found:
         return f"nothing to compare its bits with; {written}".removesuffix("; ")

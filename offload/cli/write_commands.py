@@ -10,7 +10,7 @@ from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
 from offload.cli.session_file import found_session
 from offload.errors import require
-from offload.options import ModelNames, ModelOptions, OutputOptions, SamplingOptions, TextOptions
+from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
 
 
 @flags.command(
@@ -30,7 +30,11 @@ from offload.options import ModelNames, ModelOptions, OutputOptions, SamplingOpt
     offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4""",
 )
 def generate(
-    names: ModelNames, load: ModelOptions, text: TextOptions, sampling: SamplingOptions, output: OutputOptions
+    names: ModelChoice,
+    load: ModelOptions,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
 ) -> None:
     """Write text with a model larger than memory."""
     prompts = prompts_of(text)
@@ -38,7 +42,9 @@ def generate(
     said = given_sampling(sampling)
     kept = found_grammar(text)
     is_told = text.num_logprobs is None or output.as_json or prompts is not None
-    require(is_told, "`num_logprobs` are part of what --json prints", text.num_logprobs, "give --json")
+    require(
+        is_told, "`num_logprobs` are part of what --json prints", text.num_logprobs, "give --json"
+    )
     is_elsewhere = is_worker(load.ranks) or prompts is not None
     prompt = "" if is_elsewhere else read_prompt(text.prompt, text.file, is_needed=found is None)
     asked = None if is_elsewhere else with_system(prompt, text.system, raw=text.raw)
@@ -56,12 +62,23 @@ def generate(
             num_logprobs=text.num_logprobs, grammar=kept,
         )  # fmt: skip
         if prompts is not None or text.samples > 1:
-            write_many(model, draft, options, console, request, text, note=note, as_json=output.as_json)
+            write_many(
+                model, draft, options, console, request, text, note=note, as_json=output.as_json
+            )
             return
         with libraries(console):
             from offload.cli.text_run import write_text
 
-            write_text(model, draft, options, console, request, note=note, session=text.session, as_json=output.as_json)
+            write_text(
+                model,
+                draft,
+                options,
+                console,
+                request,
+                note=note,
+                session=text.session,
+                as_json=output.as_json,
+            )
 
 
 @flags.command(
@@ -78,7 +95,11 @@ def generate(
     offload chat -m big -d small --quiet < questions.txt""",
 )
 def chat(
-    names: ModelNames, load: ModelOptions, text: TextOptions, sampling: SamplingOptions, output: OutputOptions
+    names: ModelChoice,
+    load: ModelOptions,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     said = given_sampling(sampling)

@@ -1,10 +1,20 @@
-"""Writes stores: documents are encoded in batches, sorted chunk by chunk, and valid from one moment to the next.
+"""Writes stores: documents are encoded in batches, sorted chunk by chunk, and valid from one moment
+to the next.
 
-Invariant: whatever ends a build, there is a whole store or none; whatever ends an addition, there is the old one or the
-new one. The memory that is taken beside the process's own is 5 bytes for every byte of a chunk's text, and a batch.
+Invariant: whatever ends a build, there is a whole store or none; whatever ends an addition, there
+is the old one or the new one. The memory that is taken beside the process's own is 5 bytes for
+every byte of a chunk's text, and a batch.
+
+Documents from files: text and code as it is, and the usual layouts of chats and samples from lines
+of JSON.
+
+Invariant: no document is made of bytes that are not UTF-8. What is passed over is counted or named,
+and a file that was meant but cannot be used is an error unless bad ones are to be skipped.
 """
 
+import codecs
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -13,14 +23,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.checkpoint.folder_lock import locked, locked_anew
-from offload.config import format_bytes, require
-from offload.datastore.chunk import MAX_TEXT_BYTES, ReversedText, Width, sorted_positions
+from offload.checkpoint.files import locked, locked_anew, open_regular
+from offload.datastore.index import MAX_TEXT_BYTES, ReversedText, TokenWidth, sorted_positions
 from offload.datastore.store import (
     MANIFEST_NAME,
     ChunkEntry,
@@ -34,10 +43,12 @@ from offload.datastore.store import (
     vocabulary_sha256,
     vocabulary_size,
 )
-from offload.errors import UserError
+from offload.errors import UserError, reason
 from offload.machine import rss_bytes
+from offload.units import format_bytes, require
 
-_BATCH_CHARS = 1 << 20  # encoded together; tokenizers take some 100 bytes for each token, and heed no Ctrl-C meanwhile
+# encoded together; tokenizers take some 100 bytes for each token, and heed no Ctrl-C meanwhile
+_BATCH_CHARS = 1 << 20
 _RESERVE_BYTES = 256 << 20  # for a batch, and what libraries keep
 _LEAST_ROOM = 1 << 16  # tokens of a chunk
 _BLOCK_BYTES = 1 << 24
@@ -49,14 +60,19 @@ class Coder(NamedTuple):
 
     name: str  # folder or hub id
     vocabulary: Mapping[str, int]
-    encode: Callable[[list[str]], Iterable[Sequence[int]]]  # without tokens that only begin or end a prompt
+    # without tokens that only begin or end a prompt
+    encode: Callable[[list[str]], Iterable[Sequence[int]]]
 
 
 OnPhase = Callable[[str], object]  # hears of what begins, where nobody knows how long it takes
 
 
-def build(path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase) -> Store:
-    """A new store at `path`. Raises `UserError` where something is there, the corpus is empty, or the disk is full."""
+def build(
+    path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
+) -> Store:
+    """A new store at `path`. Raises `UserError` where something is there, the corpus is empty, or
+    the disk is full.
+    """
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path), _workspace(path) as folder:
         writer = _ChunkWriter(folder, vocabulary_size(coder.vocabulary), room, on_phase)
@@ -69,8 +85,12 @@ def build(path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on
     return store
 
 
-def append(path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase) -> Store:
-    """Add chunks to a store; readers that have it open go on with what it was. Raises what `build` raises."""
+def append(
+    path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
+) -> Store:
+    """Add chunks to a store; readers that have it open go on with what it was. Raises what `build`
+    raises.
+    """
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path), _locked_store(path):
         store = read_store(path)
@@ -88,12 +108,16 @@ def append(path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, o
 
 
 def chunk_room(ram_bytes: int, coder: Coder) -> int:
-    """Tokens and separators of a chunk that can be sorted within a budget for the whole process. Raises `UserError`."""
-    width = Width.of(vocabulary_size(coder.vocabulary)).num_bytes
+    """Tokens and separators of a chunk that can be sorted within a budget for the whole process.
+    Raises `UserError`.
+    """
+    width = TokenWidth.of(vocabulary_size(coder.vocabulary)).num_bytes
     taken_bytes = rss_bytes() + _RESERVE_BYTES
     least_bytes = taken_bytes + sorting_bytes(_LEAST_ROOM * width)
     sizes = (format_bytes(least_bytes), format_bytes(ram_bytes))
-    require(ram_bytes >= least_bytes, f"`ram` must be at least {sizes[0]} here", sizes[1], "give more")
+    require(
+        ram_bytes >= least_bytes, f"`ram` must be at least {sizes[0]} here", sizes[1], "give more"
+    )
     return min((ram_bytes - taken_bytes) // sorting_bytes(width), MAX_TEXT_BYTES // width - 1)
 
 
@@ -107,13 +131,15 @@ def _encoded(documents: Iterable[str], coder: Coder, room: int) -> Iterator[NDAr
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch, num_chars = list[str](), 0
+    batch = list[str]()
+    num_chars = 0
     for document in documents:
         batch.append(document)
         num_chars += len(document)
         if num_chars >= _BATCH_CHARS:
             yield batch
-            batch, num_chars = [], 0
+            batch = []
+            num_chars = 0
     if batch:
         yield batch
 
@@ -128,7 +154,8 @@ class _ChunkWriter(NamedTuple):
 
     def write(self, documents: Iterator[NDArray[np.int64]], first: int) -> Iterator[ChunkEntry]:
         """Documents in as few chunks as have room for them, numbered from `first`."""
-        index, held = first, next(documents, None)
+        index = first
+        held = next(documents, None)
         while held is not None:
             text = ReversedText(self.vocab_size, self.room)
             while held is not None and len(held) < text.room:
@@ -142,18 +169,24 @@ class _ChunkWriter(NamedTuple):
         self.on_phase(f"sorting {text.num_tokens:,} tokens")
         tokens_B = text.tokens_B
         order_M = _heeding_signals(lambda: sorted_positions(tokens_B))
-        entries = _write_file(files[0], tokens_B.view(np.uint8)), _write_file(files[1], order_M.view(np.uint8))
+        entries = (
+            _write_file(files[0], tokens_B.view(np.uint8)),
+            _write_file(files[1], order_M.view(np.uint8)),
+        )
         return ChunkEntry(text.num_documents, text.num_tokens, *entries)
 
 
 def _heeding_signals(work: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-    """In a thread that nobody waits for at the end: the first one hears no Ctrl-C while a library's function runs."""
+    """In a thread that nobody waits for at the end: the first one hears no Ctrl-C while a library's
+    function runs.
+    """
     done: SimpleQueue[NDArray[np.int32] | BaseException] = SimpleQueue()
 
     def run() -> None:
         try:
             done.put(work())
-        except BaseException as error:  # of whatever kind: it is raised where the result is waited for
+        # of whatever kind: it is raised where the result is waited for
+        except BaseException as error:
             done.put(error)
 
     Thread(target=run, name="offload-sort", daemon=True).start()
@@ -192,11 +225,16 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _workspace(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, locked: it takes that name when the body ends well, and is removed when not."""
-    is_folder = path.is_dir() and path.name != "" and not path.is_symlink()  # one that a rename can replace
+    """An empty folder beside `path`, locked: it takes that name when the body ends well, and is
+    removed when not.
+    """
+    # one that a rename can replace
+    is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
     is_free = not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
     if not is_free:
-        raise UserError(f"a new store must have a name of its own, {path} exists: take another, or append to it")
+        raise UserError(
+            f"a new store must have a name of its own, {path} exists: take another, or append to it"
+        )
     folder = scratch_folder(path)
     with locked_anew(folder):
         for leftover in folder.iterdir():
@@ -221,11 +259,17 @@ def _locked_store(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _discarding_what_is_not_named(path: Path) -> Iterator[None]:
-    """Files of chunks that `store.json` does not name when the body fails: it may have failed just after it did."""
+    """Files of chunks that `store.json` does not name when the body fails: it may have failed just
+    after it did.
+    """
     try:
         yield
     except BaseException:
-        named = {file for index in range(len(read_store(path).chunks)) for file in chunk_files(path, index)}
+        named = {
+            file
+            for index in range(len(read_store(path).chunks))
+            for file in chunk_files(path, index)
+        }
         for file in (*path.glob("chunk-*"), path / f".{MANIFEST_NAME}"):
             if file not in named:
                 file.unlink(missing_ok=True)
@@ -239,4 +283,191 @@ def _refusing_bad_places(path: Path) -> Iterator[None]:
     except BrokenPipeError:  # of who reads what is said
         raise
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror or error}): nothing of it was kept, {_ROOM}") from None
+        raise UserError(
+            f"cannot write {path} ({error.strerror or error}): nothing of it was kept, {_ROOM}"
+        ) from None
+
+
+Messages = list[dict[str, str]]  # of roles and contents
+# longer texts are several documents, cut at a line's end, so that no file need fit into memory
+_PIECE_CHARS = 1 << 16
+_MAX_LINE_BYTES = 64 << 20
+_HEAD_BYTES = 8192  # where a zero byte tells that a file is no text, as for git
+_BLOCK_BYTES_CORPUS = 1 << 20
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # in ShareGPT's files
+_LAYOUTS = "text, messages (role, content), conversations (from, value), or prompt and completion"
+
+
+class _File(NamedTuple):
+    path: Path
+    num_bytes: int
+    is_named: bool  # by the user, not found in a folder
+
+
+def joined(messages: Messages) -> str:
+    """A conversation for models without a chat template."""
+    return "\n".join(message["content"] for message in messages)
+
+
+class Corpus:
+    """What files and folders hold, document by document; folders are walked in the order of names.
+
+    Args:
+        skips_bad: name bad files and lines in `bad`, where otherwise the first one is raised as
+            `UserError`.
+        or_else: what that says besides, such as how to skip them.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], *, skips_bad: bool = False, or_else: str = ""
+    ) -> None:
+        self._skips_bad = skips_bad
+        self._or_else = or_else
+        self.bad: list[str] = []  # a line of explanation each
+        self.num_binary = self.num_hidden = self.done_bytes = 0
+        self._files = [
+            file for path in paths for file in self._found(Path(os.path.expanduser(path)))
+        ]
+        self.num_files, self.num_bytes = (
+            len(self._files),
+            sum(file.num_bytes for file in self._files),
+        )
+
+    def documents(self, render: Callable[[Messages], str] = joined) -> Iterator[str]:
+        """Texts; `render` makes one of a conversation, or raises `ValueError` where it cannot.
+
+        Raises `UserError` for the first bad file or line, unless they are skipped.
+        """
+        before = 0
+        for file in self._files:
+            try:
+                for text, done_bytes in self._texts(file, render):
+                    self.done_bytes = before + min(done_bytes, file.num_bytes)
+                    yield text
+            except OSError as error:
+                self._refuse(
+                    f"cannot read {file.path} ({error.strerror or reason(error)})",
+                    "check its permissions",
+                )
+            before += file.num_bytes
+            self.done_bytes = before
+
+    def _found(self, path: Path) -> Iterator[_File]:
+        if not path.is_dir():
+            try:
+                yield _File(path, path.stat().st_size, True)
+            except OSError as error:
+                self._refuse(f"cannot read {path} ({error.strerror})", "check the path")
+            return
+        for folder, inner, names in os.walk(path, onerror=self._refuse_folder):
+            self.num_hidden += sum(name.startswith(".") for name in (*inner, *names))
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
+                file = Path(folder, name)
+                if file.exists() and not file.is_file():  # such as a pipe, which is no text either
+                    self.num_binary += 1
+                else:  # a link that leads nowhere is told when it is read
+                    yield _File(file, file.stat().st_size if file.exists() else 0, False)
+
+    def _refuse_folder(self, error: OSError) -> None:
+        self._refuse(f"cannot read {error.filename} ({error.strerror})", "check its permissions")
+
+    def _refuse(self, what: str, remedy: str) -> None:
+        if not self._skips_bad:
+            raise UserError(f"{what}: {remedy}{self._or_else}")
+        self.bad.append(what)
+
+    def _texts(self, file: _File, render: Callable[[Messages], str]) -> Iterator[tuple[str, int]]:
+        """Texts, and how many bytes of the file they have taken."""
+        with open_regular(file.path) as raw:
+            is_binary = b"\0" in raw.read(_HEAD_BYTES)
+            raw.seek(0)
+            if is_binary and file.is_named:
+                self._refuse(f"{file.path} is no text, it has zero bytes", "take it out")
+            elif is_binary:
+                self.num_binary += 1
+            elif file.path.suffix == ".jsonl":
+                yield from self._lines(file.path, raw, render)
+            elif (wrong := _first_wrong(raw)) is not None:
+                self._refuse(f"{file.path} must be UTF-8, it is not at byte {wrong}", "convert it")
+            else:
+                raw.seek(0)
+                yield from _pieces_of_file(raw)
+
+    def _lines(
+        self, path: Path, raw: BinaryIO, render: Callable[[Messages], str]
+    ) -> Iterator[tuple[str, int]]:
+        done_bytes = 0
+        for number, line in enumerate(iter(lambda: raw.readline(_MAX_LINE_BYTES), b""), start=1):
+            done_bytes += len(line)
+            try:
+                text = _text_of_line(line, render) if line.strip() else ""
+            except (ValueError, RecursionError) as error:
+                self._refuse(f"{path}:{number} {reason(error)}", "mend the line")
+                continue
+            yield from ((piece, done_bytes) for piece in _pieces(io.StringIO(text, newline="")))
+
+
+def _text_of_line(line: bytes, render: Callable[[Messages], str]) -> str:
+    """Raises `ValueError` for a line without a text."""
+    if len(line) == _MAX_LINE_BYTES:
+        raise ValueError(f"must have less than {_MAX_LINE_BYTES >> 20} MiB")
+    text = text_of(json.loads(line.decode("utf-8")), render)
+    text.encode("utf-8")  # half a character, which JSON can write, is none
+    return text
+
+
+def text_of(record: Any, render: Callable[[Messages], str]) -> str:
+    """The text of one line of JSON. Raises `ValueError` where it has none of the layouts."""
+    match record:
+        case {"text": str(text)}:
+            return text
+        case {"messages": [*messages]}:
+            return render([_message(one, "role", "content") for one in messages])
+        case {"conversations": [*turns]}:
+            return render([_message(one, "from", "value") for one in turns])
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            return prompt + completion
+    raise ValueError(f"must be an object with {_LAYOUTS}")
+
+
+def _message(record: Any, role: str, content: str) -> dict[str, str]:
+    """One turn; a content in parts, as models for pictures take it, is the text of its parts."""
+    match isinstance(record, dict) and (record.get(role), record.get(content)):
+        case (str(who), str(said)):
+            return {"role": _ROLES.get(who, who), "content": said}
+        case (str(who), [*parts]):
+            texts = [
+                part["text"]
+                for part in parts
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+            ]
+            return {"role": _ROLES.get(who, who), "content": "\n".join(texts)}
+    raise ValueError(f"has a message without {role} and {content}")
+
+
+def _first_wrong(raw: BinaryIO) -> int | None:
+    """Where a file stops being UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    before = 0
+    for block in iter(lambda: raw.read(_BLOCK_BYTES_CORPUS), b""):
+        kept_bytes = len(decoder.getstate()[0])
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError as error:
+            return before - kept_bytes + error.start
+        before += len(block)
+    num_left = len(decoder.getstate()[0])
+    return before - num_left if num_left else None
+
+
+def _pieces_of_file(raw: BinaryIO) -> Iterator[tuple[str, int]]:
+    # without the mark that some begin with
+    with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as reader:
+        for piece in _pieces(reader):
+            yield piece, raw.tell()
+
+
+def _pieces(reader: io.TextIOBase) -> Iterator[str]:
+    while piece := reader.read(_PIECE_CHARS):
+        yield piece + reader.readline(_PIECE_CHARS)

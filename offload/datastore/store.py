@@ -1,8 +1,15 @@
-"""A corpus on disk: a folder with `store.json` and two files for every chunk, its tokens and their sorted positions.
+"""A corpus on disk: a folder with `store.json` and two files for every chunk, its tokens and their
+sorted positions.
 
-Invariant: files of chunks are never changed once `store.json` names them, so that whoever has mapped them goes on while
-chunks are added. Nothing is mapped before its size is what `store.json` says, and no store answers for a tokenizer
-whose ids mean something else.
+Invariant: files of chunks are never changed once `store.json` names them, so that whoever has
+mapped them goes on while chunks are added. Nothing is mapped before its size is what `store.json`
+says, and no store answers for a tokenizer whose ids mean something else.
+
+Is a store what was written, and sorted as searches need it? Every byte is read once, and every
+position checked.
+
+Why beside checksums: whoever edits a store can edit those, too. A store that passes gives right
+answers.
 """
 
 import hashlib
@@ -10,20 +17,21 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from offload.checkpoint.small_files import open_regular, read_object
-from offload.config import require
-from offload.datastore.chunk import Chunk, Width
-from offload.datastore.suffix_index import SuffixIndex
+from offload.checkpoint.files import open_regular, read_object
+from offload.datastore.index import CorpusChunk, SuffixIndex, TokenWidth
 from offload.errors import UserError, reason
+from offload.units import require
 
 MANIFEST_NAME = "store.json"
-FORMAT, VERSION = "offload datastore", 1
+FORMAT = "offload datastore"
+VERSION = 1
 AGAIN = "build it again with offload datastore build"
 
 
@@ -74,28 +82,42 @@ class Store(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For programs, figures that follow from others included."""
-        sums = {name: getattr(self, name) for name in ("num_tokens", "num_documents", "num_bytes", "sorting_bytes")}
+        sums = {
+            name: getattr(self, name)
+            for name in ("num_tokens", "num_documents", "num_bytes", "sorting_bytes")
+        }
         return {"path": str(self.path), **sums, **self.manifest()}
 
     def manifest(self) -> dict[str, Any]:
         """The content of `store.json`."""
         chunks = [
-            {**chunk._asdict(), "tokens": chunk.tokens._asdict(), "positions": chunk.positions._asdict()}
+            {
+                **chunk._asdict(),
+                "tokens": chunk.tokens._asdict(),
+                "positions": chunk.positions._asdict(),
+            }
             for chunk in self.chunks
         ]
-        own = {"vocab_size": self.vocab_size, "token_bytes": Width.of(self.vocab_size).num_bytes}
+        own = {
+            "vocab_size": self.vocab_size,
+            "token_bytes": TokenWidth.of(self.vocab_size).num_bytes,
+        }
         named = {"tokenizer": self.tokenizer, "tokenizer_sha256": self.tokenizer_sha256}
         return {"format": FORMAT, "version": VERSION, **own, **named, "chunks": chunks}
 
 
 def sorting_bytes(text_bytes: int) -> int:
-    """Memory for a text of so many bytes and four for each of them: positions, also of what begins within a token."""
+    """Memory for a text of so many bytes and four for each of them: positions, also of what begins
+    within a token.
+    """
     return 5 * text_bytes
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
     """Of what a tokenizer's `get_vocab` gives: equal where every id means the same token."""
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items()), separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(sorted(vocabulary.items()), separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
@@ -106,18 +128,23 @@ def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
 def open_datastore(
     path: str | os.PathLike[str], vocabulary: Mapping[str, int], most_ids: int = sys.maxsize
 ) -> SuffixIndex:
-    """The index of a store, mapped. Raises `UserError` where its tokenizer is not the one with this vocabulary.
+    """The index of a store, mapped. Raises `UserError` where its tokenizer is not the one with this
+    vocabulary.
 
-    Tokens from `most_ids` on end a match and a continuation: a tokenizer may know more of them than its model.
+    Tokens from `most_ids` on end a match and a continuation: a tokenizer may know more of them than
+    its model.
     """
     store = read_store(path)
     require_tokenizer(store, vocabulary)
-    return SuffixIndex([map_chunk(store, index) for index in range(len(store.chunks))], store.vocab_size, most_ids)
+    return SuffixIndex(
+        [map_chunk(store, index) for index in range(len(store.chunks))], store.vocab_size, most_ids
+    )
 
 
 def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
     """Raises `UserError` where the ids of a store mean something else than in this vocabulary."""
-    own, other = store.tokenizer_sha256, vocabulary_sha256(vocabulary)
+    own = store.tokenizer_sha256
+    other = vocabulary_sha256(vocabulary)
     if own != other:
         raise UserError(
             f"a store must have the model's tokenizer, {store.path} was built with that of {store.tokenizer} "
@@ -127,19 +154,33 @@ def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
 
 
 def read_store(path: str | os.PathLike[str]) -> Store:
-    """What `store.json` says, and files of those sizes hold. Raises `UserError` where there is no such store."""
+    """What `store.json` says, and files of those sizes hold. Raises `UserError` where there is no
+    such store.
+    """
     folder = Path(os.path.expanduser(path))
     file = folder / MANIFEST_NAME
     try:
         content = read_object(file, AGAIN)
     except (FileNotFoundError, NotADirectoryError):
         is_coming = os.path.isdir(scratch_folder(folder))
-        remedy = "it is being built, wait for it" if is_coming else "check the path, or offload datastore build"
-        raise UserError(f"a store must be a folder with {MANIFEST_NAME}, {folder} is none: {remedy}") from None
+        remedy = (
+            "it is being built, wait for it"
+            if is_coming
+            else "check the path, or offload datastore build"
+        )
+        raise UserError(
+            f"a store must be a folder with {MANIFEST_NAME}, {folder} is none: {remedy}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {file} ({error.strerror}): check its permissions") from None
-    require(content.get("format") == FORMAT, f"{file} must say {FORMAT}", content.get("format"), "take another folder")
-    version, remedy = content.get("version"), f"take the offload that wrote it, or {AGAIN}"
+    require(
+        content.get("format") == FORMAT,
+        f"{file} must say {FORMAT}",
+        content.get("format"),
+        "take another folder",
+    )
+    version = content.get("version")
+    remedy = f"take the offload that wrote it, or {AGAIN}"
     require(version == VERSION, f"{file} must have version {VERSION}", version, remedy)
     store = _checked(folder, content)
     for index in range(len(store.chunks)):
@@ -158,12 +199,15 @@ def chunk_files(path: Path, index: int) -> tuple[Path, Path]:
     return path / f"chunk-{index:05d}.tokens", path / f"chunk-{index:05d}.positions"
 
 
-def map_chunk(store: Store, index: int) -> Chunk:
+def map_chunk(store: Store, index: int) -> CorpusChunk:
     """Raises `UserError` where a file is missing or has another size."""
-    entry, files = store.chunks[index], chunk_files(store.path, index)
-    text, order = _mapped(files[0], entry.tokens.num_bytes), _mapped(files[1], entry.positions.num_bytes)
-    tokens_B, position_M = np.frombuffer(text, Width.of(store.vocab_size).dtype), np.frombuffer(order, np.int32)
-    return Chunk(text, tokens_B, position_M, (text, order))
+    entry = store.chunks[index]
+    files = chunk_files(store.path, index)
+    text = _mapped(files[0], entry.tokens.num_bytes)
+    order = _mapped(files[1], entry.positions.num_bytes)
+    tokens_B = np.frombuffer(text, TokenWidth.of(store.vocab_size).dtype)
+    position_M = np.frombuffer(order, np.int32)
+    return CorpusChunk(text, tokens_B, position_M, (text, order))
 
 
 def _checked(folder: Path, content: dict[str, Any]) -> Store:
@@ -174,14 +218,16 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
             "tokenizer": str(tokenizer),
             "tokenizer_sha256": str(sha256),
             "chunks": [_, *_] as chunks,
-        } if 0 < vocab_size < 2**32 and token_bytes == Width.of(vocab_size).num_bytes:
+        } if 0 < vocab_size < 2**32 and token_bytes == TokenWidth.of(vocab_size).num_bytes:
             entries = tuple(_checked_chunk(folder, chunk, token_bytes) for chunk in chunks)
             return Store(folder, vocab_size, tokenizer, sha256, entries)
     raise _edited(folder)
 
 
 def _checked_chunk(folder: Path, content: Any, token_bytes: int) -> ChunkEntry:
-    """Sizes follow from the numbers of documents and tokens, of which each has one separator or position."""
+    """Sizes follow from the numbers of documents and tokens, of which each has one separator or
+    position.
+    """
     match content:
         case {
             "num_documents": int(num_documents),
@@ -206,7 +252,102 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
     try:
         with open_regular(path) as file:
             found_bytes = os.fstat(file.fileno()).st_size
-            require(found_bytes == num_bytes, f"{path} must have {num_bytes} bytes", found_bytes, AGAIN)
+            require(
+                found_bytes == num_bytes, f"{path} must have {num_bytes} bytes", found_bytes, AGAIN
+            )
             return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror or reason(error)}): {AGAIN}") from None
+        raise UserError(
+            f"cannot read {path} ({error.strerror or reason(error)}): {AGAIN}"
+        ) from None
+
+
+_BLOCK_BYTES = 1 << 22
+_BLOCK = 1 << 20  # positions that are looked at together
+
+
+def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
+    """Raises `UserError` for the first thing that is wrong; `on_bytes` hears of the bytes done and
+    all.
+
+    Takes some eight bytes of memory for every token of the largest chunk.
+    """
+    done_bytes = 0
+    for index, entry in enumerate(store.chunks):
+        files = chunk_files(store.path, index)
+        chunk = map_chunk(store, index)
+        for path, wanted, part in zip(
+            files, entry[2:], (chunk.tokens_B, chunk.position_M), strict=True
+        ):
+            for num_bytes in _check_sum(path, wanted, part.view(np.uint8)):
+                done_bytes += num_bytes
+                on_bytes(done_bytes, store.num_bytes)
+        _check_tokens(files[0], chunk, store.vocab_size, entry.num_documents)
+        _check_order(files[1], chunk, TokenWidth.of(store.vocab_size).separator)
+
+
+def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Iterator[int]:
+    """Yields the bytes of every block that was read."""
+    digest = hashlib.sha256()
+    for lo in range(0, len(raw_B), _BLOCK_BYTES):
+        block = raw_B[lo : lo + _BLOCK_BYTES].data
+        digest.update(block)
+        yield len(block)
+    found = digest.hexdigest()
+    require(
+        found == wanted.sha256,
+        f"{path} must have sha256 {wanted.sha256[:12]}...",
+        f"{found[:12]}...",
+        AGAIN,
+    )
+
+
+def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents: int) -> None:
+    """Of the vocabulary all of them, and a separator before, between and after the documents, which
+    are not empty.
+    """
+    tokens_B = chunk.tokens_B
+    separator = TokenWidth.of(vocab_size).separator
+    is_end_B = tokens_B == separator
+    wrong = tokens_B[(tokens_B >= vocab_size) & ~is_end_B]
+    require(not len(wrong), f"{path}: tokens must lie below {vocab_size}", wrong[:1], AGAIN)
+    is_parted = is_end_B[0] and is_end_B[-1] and not np.any(is_end_B[1:] & is_end_B[:-1])
+    num_ends = np.count_nonzero(is_end_B)
+    is_right = is_parted and num_ends == num_documents + 1
+    require(
+        is_right,
+        f"{path} must hold {num_documents} documents between separators",
+        num_ends - 1,
+        AGAIN,
+    )
+
+
+def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
+    """Every position once but those behind separators, and each suffix no less than the one before.
+
+    Two suffixes with the same first token are in order if what follows is, which is read off the
+    positions' own ranks. Behind a separator nothing is compared, because no search looks further.
+    """
+    tokens_B = chunk.tokens_B
+    position_M = chunk.position_M
+    is_inside = position_M.min() > 0 and position_M.max() < len(tokens_B)
+    require(
+        is_inside, f"{path}: positions must lie in [1, {len(tokens_B)})", position_M.min(), AGAIN
+    )
+    rank_B = np.full(len(tokens_B) + 1, -1, np.int32)
+    rank_B[position_M] = np.arange(len(position_M), dtype=np.int32)
+    is_complete = np.array_equal(rank_B[1:-1] >= 0, tokens_B[:-1] != separator)
+    require(is_complete, f"{path} must hold every position once", "others", AGAIN)
+    for lo in range(0, len(position_M) - 1, _BLOCK):
+        at = position_M[lo : lo + _BLOCK]
+        then = position_M[lo + 1 : lo + 1 + _BLOCK]
+        at = at[: len(then)]
+        token = tokens_B[at]
+        later = tokens_B[then]
+        is_right = (token < later) | (token == later) & (
+            (token == separator) | (rank_B[at + 1] < rank_B[then + 1])
+        )
+        wrong = np.flatnonzero(~is_right)
+        require(
+            not len(wrong), f"{path} must be sorted", f"another order at {lo + wrong[:1]}", AGAIN
+        )

@@ -1,8 +1,8 @@
 """The draft model over the cache of one text, or of several: what every way of growing a tree runs.
 
-Committed tokens are taken in when they are needed, with the root of the next tree, whose scores come from the same
-pass. Behind them lie the rows of the tree being grown, in the order in which they were run. Invariant: between steps
-the cache holds committed tokens only, in their order.
+Committed tokens are taken in when they are needed, with the root of the next tree, whose scores
+come from the same pass. Behind them lie the rows of the tree being grown, in the order in which
+they were run. Invariant: between steps the cache holds committed tokens only, in their order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,25 +12,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.model.kv_cache import KVCache
-from offload.model.parts import Part
-from offload.model.weights import StreamedModel
+from offload.model.parts import BatchPart
+from offload.model.streamed import StreamedModel
 
 _CHUNK = 512  # rows of one pass when a long prompt is taken in
 _SCORED_CHUNK = 64  # ... when every row is scored
 
 
 class Draft:
-    """A resident model and the cache of one text. What a draft has beyond the target's vocabulary is never proposed."""
+    """A resident model and the cache of one text. What a draft has beyond the target's vocabulary
+    is never proposed.
+    """
 
     def __init__(self, model: StreamedModel, vocab_size: int, cache: KVCache) -> None:
-        self._model, self._vocab_size, self._cache = model, vocab_size, cache
+        self._model = model
+        self._vocab_size = vocab_size
+        self._cache = cache
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
-        """Run the committed tokens that the cache lacks, the root last; returns the root's scores (1, V)."""
+        """Run the committed tokens that the cache lacks, the root last; returns the root's scores
+        (1, V).
+        """
         for chunk in self._missing(tokens).split(_CHUNK):
             logits = self._run_committed(chunk, num_logits=1)
         return self._as_wide_as_target(logits)
@@ -46,20 +52,27 @@ class Draft:
 
         Args:
             position_U: of all U rows behind the committed tokens, of which these are the last.
-            ancestor_WU: bool; whether row j lies on the path to row i, i included. The root is committed.
+            ancestor_WU: bool; whether row j lies on the path to row i, i included. The root is
+                committed.
         """
-        return self._as_wide_as_target(self._model.forward(self._known(token_W), position_U, ancestor_WU, self._cache))
+        return self._as_wide_as_target(
+            self._model.forward(self._known(token_W), position_U, ancestor_WU, self._cache)
+        )
 
-    def part(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Part:
+    def part(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> BatchPart:
         """The same rows, to be run with those of other texts."""
-        return Part(self._known(token_W), position_U, ancestor_WU, self._cache)
+        return BatchPart(self._known(token_W), position_U, ancestor_WU, self._cache)
 
-    def score_parts(self, parts: Sequence[Part], num_logits: int = 0) -> Tensor:
-        """Scores (W, V) of the rows of several texts, part behind part; of the last ones where a number is given."""
+    def score_parts(self, parts: Sequence[BatchPart], num_logits: int = 0) -> Tensor:
+        """Scores (W, V) of the rows of several texts, part behind part; of the last ones where a
+        number is given.
+        """
         return self._as_wide_as_target(self._model.forward_parts(parts, num_logits=num_logits))
 
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
-        """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
+        """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many
+        positions per pass.
+        """
         self._cache.clear()
         self._model.take_in(tokens, self._cache)
         for chunk in torch.tensor(tokens[self._cache.length : -1]).split(_SCORED_CHUNK):
@@ -71,36 +84,53 @@ class Draft:
     def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
         position_T = torch.arange(len(token_T)) + self._cache.length
         logits = self._model.forward(
-            self._known(token_T), position_T, _causal(len(token_T)), self._cache, num_logits=num_logits
+            self._known(token_T),
+            position_T,
+            _causal(len(token_T)),
+            self._cache,
+            num_logits=num_logits,
         )
         self._cache.commit(range(len(token_T)))
         return logits
 
     def _as_wide_as_target(self, logits_WV: Tensor) -> Tensor:
-        """Padding beyond the target's vocabulary goes; a token that only the target has gets no chance."""
+        """Padding beyond the target's vocabulary goes; a token that only the target has gets no
+        chance.
+        """
         missing = self._vocab_size - logits_WV.shape[1]
         return pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
 
     def _known(self, token_T: Tensor) -> Tensor:
-        """Ids that the draft has: the target may emit others, which only makes the draft's guess a poor one."""
+        """Ids that the draft has: the target may emit others, which only makes the draft's guess a
+        poor one.
+        """
         return token_T.clamp(max=self._model.vocab_size - 1)
 
 
 def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
-    """The roots' scores (B, V) of several texts over one model: what does not fit into one pass is run before it."""
+    """The roots' scores (B, V) of several texts over one model: what does not fit into one pass is
+    run before it.
+    """
     if len(drafts) == 1:
         return drafts[0].catch_up(texts[0])
-    before, roots, room = list[Part](), list[Part](), _CHUNK - len(drafts)  # rows beside the roots
+    # rows beside the roots
+    before = list[BatchPart]()
+    roots = list[BatchPart]()
+    room = _CHUNK - len(drafts)
     for draft, tokens in zip(drafts, texts, strict=True):
         *long, last = draft._missing(tokens).split(_CHUNK)
         if len(last) - 1 > room:
-            long, last = [*long, last[:-1]], last[-1:]
+            long = [*long, last[:-1]]
+            last = last[-1:]
         room -= len(last) - 1
         for chunk in long:
             draft._run_committed(chunk, num_logits=1)
         num_rows = len(last)
-        position_U, sees_UU = torch.arange(num_rows) + draft._cache.length, _causal(num_rows)
-        before += [draft.part(last[:-1], position_U[:-1], sees_UU[:-1, :-1])] if num_rows > 1 else []
+        position_U = torch.arange(num_rows) + draft._cache.length
+        sees_UU = _causal(num_rows)
+        before += (
+            [draft.part(last[:-1], position_U[:-1], sees_UU[:-1, :-1])] if num_rows > 1 else []
+        )
         roots.append(draft.part(last[-1:], position_U, sees_UU[-1:]))
     logits_BV = drafts[0].score_parts([*before, *roots], num_logits=len(roots))
     for draft, root in zip(drafts, roots, strict=True):

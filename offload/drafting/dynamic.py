@@ -1,26 +1,47 @@
 """Trees whose shape follows the draft's own scores: deep where it is sure, wide where it is not.
 
-With a rule that repeats the target's draws any tree is exact, so its shape may look at the tokens proposed. A node's
-children have the chances pi = softmax(beta u), u is what the target's draw would maximise if the draft were the target
-(log q + G; log q when greedy), and a path has the product f of its chances. The tree is the N best of all candidates
-that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on draft steps. Every pass
-runs the best candidates that could still have a child among the N best, as long as passes are worth their time; those
-that are far less likely than its best wait, so that a draft that is sure is followed deep. Of the N best a sweep gets
-those that are worth their rows.
+With a rule that repeats the target's draws any tree is exact, so its shape may look at the tokens
+proposed. A node's children have the chances pi = softmax(beta u), u is what the target's draw would
+maximise if the draft were the target (log q + G; log q when greedy), and a path has the product f
+of its chances. The tree is the N best of all candidates
+that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on
+draft steps. Every pass runs the best candidates that could still have a child among the N best, as
+long as passes are worth their time; those that are far less likely than its best wait, so that a
+draft that is sure is followed deep. Of the N best a sweep gets those that are worth their rows.
 
-Trees of several texts are one forest: all candidates compete for its N nodes, and each pass runs the best of all
-texts together. A node counts by its f over what its text is expected to gain at all, so that the sum of log tokens is
-largest. Plain f would give a text that is sure all it can use, and one that is not waits the longer for it: a text has
-to get through its hard places too, and over all fewer tokens came from the same passes.
+Trees of several texts are one forest: all candidates compete for its N nodes, and each pass runs
+the best of all texts together. A node counts by its f over what its text is expected to gain at
+all, so that the sum of log tokens is largest. Plain f would give a text that is sure all it can
+use, and one that is not waits the longer for it: a text has to get through its hard places too, and
+over all fewer tokens came from the same passes.
 
-Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
+Invariant: f never rises along a path and ties keep the order of finding, so the N best contain
+their parents.
 
-Shape letters, in this file only: C candidates, O open ones, K children that a row lists, E rows that were run, of which
-the roots, one for each of R texts, come first and the W of a pass are the last.
+Shape letters, in this file only: C candidates, O open ones, K children that a row lists, E rows
+that were run, of which the roots, one for each of R texts, come first and the W of a pass are the
+last.
+
+Whether a growing tree is worth another draft pass, and how many of its nodes are worth their rows.
+
+A pass that ends while the link still fills the slots is free. Any other has to bring tokens at the
+rate at which a step
+brings them: the gain that is asked for is tokens per step / seconds of a step * seconds of the
+pass. What the last pass has added to the expected tokens stands for what the next one will, since
+passes bring less and less. Invariant: where nothing was measured all are. It looks at tokens that
+were proposed, so it is for trees that may.
+
+How far the draft's scores are to be trusted: the exponent that best foretells what the target
+really emits.
+
+The chance of a child is taken to be the draft's distribution to the power beta, normalised; a
+distilled draft is less sure than it should be, so beta is mostly above one. For each token that was
+emitted every exponent of a grid pays its log-loss, old losses fade, and the one that has paid least
+is used next. It shapes later trees, never what is emitted.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,22 +50,79 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.drafting.base import Drafted
-from offload.drafting.children import point_mass_scores
 from offload.drafting.draft_model import Draft, catch_up, run_together
-from offload.drafting.guesses import NO_GUESSES, Guess, Guesses, Place
-from offload.drafting.trust import sureness
-from offload.drafting.worth import Worth
+from offload.drafting.lookup import NO_GUESSES, Guess, Guesses, TrieCursor, sureness
+from offload.drafting.static import point_mass_scores
 from offload.sampling.sampler import Sampler
-from offload.tree.pace import most_rows
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DynamicShape, in_level_order, level_order
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import SIZES, DynamicShape, in_level_order, level_order, most_rows
+
+# of a step, by rows of its sweep and of each of its draft passes
+StepSeconds = Callable[[int, Sequence[int]], float]
+
+_MOST_STEPS = 32  # that the mean of tokens goes back
+
+
+class DraftPassPolicy:
+    """For one kind of sampling: what steps have brought, and so what a pass has to."""
+
+    def __init__(self, step_s: StepSeconds = lambda *_: 1.0) -> None:
+        self._step_s = step_s
+        self._tokens_per_step = 0.0
+        self._num_steps = 0
+
+    def pays(self, gain: float, num_rows: int, draft_widths: Sequence[int]) -> bool:
+        """Whether one more pass like the last one is worth its time.
+
+        Args:
+            gain: tokens of a sweep that the last pass has added to those expected.
+            num_rows: of the sweep.
+            draft_widths: rows of every pass so far, one at least.
+        """
+        so_far_s = self._step_s(num_rows, draft_widths)
+        then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
+        return then_s <= so_far_s or gain * so_far_s >= self._tokens_per_step * (then_s - so_far_s)
+
+    def num_rows(
+        self, chances: NDArray[np.float64], draft_widths: Sequence[int], num_roots: int = 1
+    ) -> int:
+        """Rows of the sweep that brings the most tokens for its time: the roots and the best nodes.
+
+        Rows that take no time are all worth it; each row of a mixture of experts asks for some that
+        others do not.
+
+        Args:
+            chances: of the nodes below the root to be accepted, falling.
+            draft_widths: rows of every pass.
+        """
+        most = len(chances) + num_roots
+        sizes = [size for size in SIZES if num_roots <= size < most] + [most]
+        seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
+        tokens = np.cumsum([float(num_roots), *chances])[np.array(sizes) - num_roots]
+        rates = tokens / seconds
+        return sizes[len(sizes) - 1 - int(rates[::-1].argmax())]  # of equals the largest
+
+    def together_with(self, others: Iterable["DraftPassPolicy"]) -> "DraftPassPolicy":
+        """That of a step for several texts, which brings what each brings."""
+        joint = DraftPassPolicy(self._step_s)
+        joint._tokens_per_step = self._tokens_per_step + sum(
+            other._tokens_per_step for other in others
+        )
+        return joint
+
+    def learn(self, num_tokens: int) -> None:
+        """A step has brought so many; those of long ago fade."""
+        self._num_steps = min(self._num_steps + 1, _MOST_STEPS)
+        self._tokens_per_step += (num_tokens - self._tokens_per_step) / self._num_steps
+
 
 _NUM_CHILDREN = 32  # that a node may have
 _AHEAD = 4  # one of so many rows may be a guess that is scored before all others
-_LOG_FAR = math.log(16)  # a candidate that much less likely than the best of a pass waits: it may be ousted by then
+# a candidate that much less likely than the best of a pass waits: it may be ousted by then
+_LOG_FAR = math.log(16)
 _NOT_RUN = -1
 _LEAST_ROOM = 32  # rows that a text has room for at first
-_NO_COSTS = Worth()
+_NO_COSTS = DraftPassPolicy()
 
 # In the order of finding: a parent before its children, siblings by rank.
 _CANDIDATE = np.dtype(
@@ -60,46 +138,65 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
-class Mixture(NamedTuple):
+class CandidateRanking(NamedTuple):
     """What candidates are ranked by."""
 
     exponent: float  # beta, see `Sharpness`
     guesses: Guesses = NO_GUESSES
 
 
-class Plot(NamedTuple):
+class DraftEntry(NamedTuple):
     """Where one tree of a forest grows."""
 
     draft: Draft
     depth: int  # of the tree, at most
     tokens: Sequence[int]  # committed ones; the last is the root
     sampler: Sampler
-    mixture: Mixture
+    mixture: CandidateRanking
 
 
 def grow_best(
-    draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, mixture: Mixture,
-    worth: Worth = _NO_COSTS,
-) -> Drafted:  # fmt: skip
-    """The tree of the best paths below `tokens[-1]`, within `bounds`, as far as passes are worth it."""
+    draft: Draft,
+    bounds: DynamicShape,
+    tokens: Sequence[int],
+    sampler: Sampler,
+    mixture: CandidateRanking,
+    worth: DraftPassPolicy = _NO_COSTS,
+) -> Drafted:
+    """The tree of the best paths below `tokens[-1]`, within `bounds`, as far as passes are worth
+    it.
+    """
     if bounds.depth == 0:
         return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
-    return grow_forest([Plot(draft, bounds.depth, tokens, sampler, mixture)], bounds, worth)[0]
+    return grow_forest([DraftEntry(draft, bounds.depth, tokens, sampler, mixture)], bounds, worth)[
+        0
+    ]
 
 
-def grow_forest(plots: Sequence[Plot], bounds: DynamicShape, worth: Worth = _NO_COSTS) -> list[Drafted]:
-    """One tree for each text, of `bounds.num_nodes` nodes together; each is one deep or more by its plot."""
-    rows, best = _Rows(plots), _Best(bounds, [plot.depth for plot in plots])
-    picked, expected = rows.roots(), 0.0
+def grow_forest(
+    plots: Sequence[DraftEntry], bounds: DynamicShape, worth: DraftPassPolicy = _NO_COSTS
+) -> list[Drafted]:
+    """One tree for each text, of `bounds.num_nodes` nodes together; each is one deep or more by its
+    plot.
+    """
+    rows = _Rows(plots)
+    best = _Best(bounds, [plot.depth for plot in plots])
+    picked = rows.roots()
+    expected = 0.0
     logits_RV = catch_up([plot.draft for plot in plots], [plot.tokens for plot in plots])
     rows.keep(picked, logits_RV, [plot.mixture.guesses.root for plot in plots])
     rows.run_ahead(bounds)
     while picked.size:
-        best.add(np.concatenate([_children(own, rows, plots[text]) for text, own in _by_text(picked)]))
+        best.add(
+            np.concatenate([_children(own, rows, plots[text]) for text, own in _by_text(picked)])
+        )
         picked = best.scored()
         if not picked.size:
-            gain, expected = best.expected - expected, best.expected
-            if not worth.pays(gain, worth.num_rows(best.chances, rows.widths, len(plots)), rows.widths):
+            gain = best.expected - expected
+            expected = best.expected
+            if not worth.pays(
+                gain, worth.num_rows(best.chances, rows.widths, len(plots)), rows.widths
+            ):
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
@@ -119,7 +216,11 @@ class _Best:
     """The N - R best candidates so far; the roots are the others."""
 
     def __init__(self, bounds: DynamicShape, depths: Sequence[int]) -> None:
-        self._bounds, self._depth_R, self.candidates = bounds, np.array(depths), np.zeros(0, dtype=_CANDIDATE)
+        self._bounds, self._depth_R, self.candidates = (
+            bounds,
+            np.array(depths),
+            np.zeros(0, dtype=_CANDIDATE),
+        )
         self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
     def add(self, more: Candidates) -> None:
@@ -147,10 +248,14 @@ class _Best:
 
     def _weights(self) -> NDArray[np.float64]:
         """Of candidates: log f, less that of the tokens that their text is expected to gain."""
-        f_C, text_C = np.exp(self.candidates["log_f"]), self.candidates["text"]
+        f_C = np.exp(self.candidates["log_f"])
+        text_C = self.candidates["text"]
         if self._depth_R.size == 1:
             return self.candidates["log_f"]
-        return self.candidates["log_f"] - np.log1p(np.bincount(text_C, f_C, self._depth_R.size))[text_C]
+        return (
+            self.candidates["log_f"]
+            - np.log1p(np.bincount(text_C, f_C, self._depth_R.size))[text_C]
+        )
 
     @property
     def chances(self) -> NDArray[np.float64]:
@@ -173,14 +278,19 @@ class _Best:
         return self._expanded(found[np.lexsort((found["row"], found["text"]))])
 
     def pick(self, first_row: int) -> Candidates:
-        """The best that are worth running in one pass; they are given the rows from `first_row` on, text by text."""
+        """The best that are worth running in one pass; they are given the rows from `first_row` on,
+        text by text.
+        """
         log_f_C = self._weights()
         is_open_C = self.candidates["row"] == _NOT_RUN
         is_open_C &= self.candidates["depth"] < self._depth_R[self.candidates["text"]]
         if self._is_full:
             is_open_C &= log_f_C > log_f_C.min()  # a child of the last one would be no better
         open_O = np.flatnonzero(is_open_C)
-        count = min(self._bounds.pace.rows_per_pass(self._bounds.num_nodes), self._is_expanded_E.size - first_row)
+        count = min(
+            self._bounds.pace.rows_per_pass(self._bounds.num_nodes),
+            self._is_expanded_E.size - first_row,
+        )
         chosen = open_O[np.argsort(-log_f_C[open_O], kind="stable")[:count]]
         chosen = chosen[log_f_C[chosen] > log_f_C[chosen].max(initial=-np.inf) - _LOG_FAR]
         chosen = chosen[np.argsort(self.candidates["text"][chosen], kind="stable")]
@@ -195,28 +305,40 @@ class _Best:
 class _TextRows:
     """What was run of one text, in the order in which its cache has it; the root is the first."""
 
-    def __init__(self, plot: Plot) -> None:
-        self.root, self.num_run = len(plot.tokens) - 1, 1
+    def __init__(self, plot: DraftEntry) -> None:
+        self.root = len(plot.tokens) - 1
+        self.num_run = 1
         self._position_U = np.zeros(_LEAST_ROOM, dtype=np.int64)
         self._sees_UU = np.eye(_LEAST_ROOM, dtype=bool)
         self.paths: list[tuple[int, ...]] = [()]  # tokens from below the root down to each row
 
     def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Its next rows, as `Draft.run` takes them, which hang from these ones; a parent comes before its children."""
-        lo, hi = self.num_run, self.num_run + picked.size
+        """Its next rows, as `Draft.run` takes them, which hang from these ones; a parent comes
+        before its children.
+        """
+        lo = self.num_run
+        hi = self.num_run + picked.size
         self._make_room(hi)
         self._position_U[lo:hi] = self.root + picked["depth"]
         for level, above in _levels(parents, lo):
             self._sees_UU[level] |= self._sees_UU[above]
         self.paths += [()] * picked.size
-        for row, (parent, token) in enumerate(zip(parents, picked["token"].tolist(), strict=True), lo):
+        for row, (parent, token) in enumerate(
+            zip(parents, picked["token"].tolist(), strict=True), lo
+        ):
             self.paths[row] = (*self.paths[parent], token)
         self.num_run = hi
         token_W = torch.from_numpy(picked["token"].copy())
-        return token_W, torch.from_numpy(self._position_U[1:hi]), torch.from_numpy(self._sees_UU[lo:hi, 1:hi])
+        return (
+            token_W,
+            torch.from_numpy(self._position_U[1:hi]),
+            torch.from_numpy(self._sees_UU[lo:hi, 1:hi]),
+        )
 
     def _make_room(self, num_rows: int) -> None:
-        """Any text may have most rows of a forest, so that room for all in each would be far too much."""
+        """Any text may have most rows of a forest, so that room for all in each would be far too
+        much.
+        """
         num_more = max(num_rows, 2 * len(self._position_U)) - len(self._position_U)
         if num_rows > len(self._position_U):
             self._position_U = np.pad(self._position_U, (0, num_more))
@@ -224,25 +346,32 @@ class _TextRows:
             np.fill_diagonal(self._sees_UU, True)
 
 
-def _levels(parents: Sequence[int], first: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Rows from `first` on with what they hang from, as many at once as do not hang from each other."""
+def _levels(
+    parents: Sequence[int], first: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Rows from `first` on with what they hang from, as many at once as do not hang from each
+    other.
+    """
     parent_W = np.array(parents)
     row_W = first + np.arange(parent_W.size)
     while row_W.size:
         is_next_W = parent_W < row_W[0]
         yield row_W[is_next_W], parent_W[is_next_W]
-        row_W, parent_W = row_W[~is_next_W], parent_W[~is_next_W]
+        row_W = row_W[~is_next_W]
+        parent_W = parent_W[~is_next_W]
 
 
 class _Rows:
     """What was run, in order, the roots first."""
 
-    def __init__(self, plots: Sequence[Plot]) -> None:
+    def __init__(self, plots: Sequence[DraftEntry]) -> None:
         self._plots, self._texts = plots, [_TextRows(plot) for plot in plots]
-        self.scores, self.places = list[Tensor](), list[Place]()
-        self._text_of, self.local = list[int](), list[int]()  # by row: its text, and which of that text's rows it is
+        self.scores, self.places = list[Tensor](), list[TrieCursor]()
+        # by row: its text, and which of that text's rows it is
+        self._text_of, self.local = list[int](), list[int]()
         self.widths = list[int]()  # of every pass
-        self.ahead: dict[tuple[int, int], int] = {}  # rows of guesses that were run before others, by parent and token
+        # rows of guesses that were run before others, by parent and token
+        self.ahead: dict[tuple[int, int], int] = {}
 
     @property
     def num_run(self) -> int:
@@ -255,29 +384,36 @@ class _Rows:
         self._text_of, self.local = list(range(roots.size)), [0] * roots.size
         return roots
 
-    def places_of(self, picked: Candidates) -> list[Place]:
+    def places_of(self, picked: Candidates) -> list[TrieCursor]:
         """Where guesses are for what follows each of them."""
         if not any(plot.mixture.guesses for plot in self._plots):
             return [NO_GUESSES.root] * picked.size
         below = picked[["parent", "token"]].tolist()
         guesses = [self._plots[self._text_of[parent]].mixture.guesses for parent, _ in below]
-        return [own.follow(self.places[parent], token) for own, (parent, token) in zip(guesses, below, strict=True)]
+        return [
+            own.follow(self.places[parent], token)
+            for own, (parent, token) in zip(guesses, below, strict=True)
+        ]
 
-    def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[Place]) -> None:
+    def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[TrieCursor]) -> None:
         """Note what the children of these rows are ranked by, and where guesses for them are."""
         self.widths.append(picked.size)
         self.places += places
         lo = self.num_run
         for text, own in _by_text(picked):
-            logits, sampler, rows = logits_WV[: own.size], self._plots[text].sampler, self._texts[text]
+            logits = logits_WV[: own.size]
+            sampler = self._plots[text].sampler
+            rows = self._texts[text]
             logits_WV = logits_WV[own.size :]
             if sampler.is_adjusted:
-                logits = sampler.adjusted(logits, [rows.paths[one] for one in self.local[lo : lo + own.size]])
+                logits = sampler.adjusted(
+                    logits, [rows.paths[one] for one in self.local[lo : lo + own.size]]
+                )
             positions = (rows.root + 1 + own["depth"]).tolist()
             self.scores += point_mass_scores(logits, sampler, positions).float().unbind()
             lo += own.size
 
-    def run(self, picked: Candidates, places: Sequence[Place]) -> None:
+    def run(self, picked: Candidates, places: Sequence[TrieCursor]) -> None:
         """Score candidates, the next rows; those that hang from each other come parents first."""
         added = []
         for text, own in _by_text(picked):
@@ -290,24 +426,32 @@ class _Rows:
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses for all texts in one pass."""
-        most, first = bounds.num_nodes // _AHEAD // len(self._plots), self.num_run
+        most = bounds.num_nodes // _AHEAD // len(self._plots)
+        first = self.num_run
         found = list[tuple[int, Guess, int]]()
         for text, plot in enumerate(self._plots):
             own = plot.mixture.guesses.best(most, plot.depth - 1, least=1 / bounds.num_nodes)
-            rows = [text, *range(first + len(found), first + len(found) + len(own))]  # the root, then they themselves
+            # the root, then they themselves
+            rows = [text, *range(first + len(found), first + len(found) + len(own))]
             found += [(text, guess, rows[guess.parent + 1]) for guess in own]
         if not found:
             return
         picked = np.zeros(len(found), dtype=_CANDIDATE)
         columns = [(guess.token, guess.depth, parent, text) for text, guess, parent in found]
-        for name, column in zip(("token", "depth", "parent", "text"), zip(*columns, strict=True), strict=True):
+        for name, column in zip(
+            ("token", "depth", "parent", "text"), zip(*columns, strict=True), strict=True
+        ):
             picked[name] = column
         self.run(picked, [guess.place for _, guess, _ in found])
-        self.ahead = {(parent, guess.token): row for row, (_, guess, parent) in enumerate(found, first)}
+        self.ahead = {
+            (parent, guess.token): row for row, (_, guess, parent) in enumerate(found, first)
+        }
 
 
-def _children(parents: Candidates, rows: _Rows, plot: Plot) -> Candidates:
-    """The likeliest children of one text's rows that were run, row after row; none without a chance."""
+def _children(parents: Candidates, rows: _Rows, plot: DraftEntry) -> Candidates:
+    """The likeliest children of one text's rows that were run, row after row; none without a
+    chance.
+    """
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
     mixture = plot.mixture
     log_pi_WV = (mixture.exponent * score_WV).log_softmax(1)  # never above 0: f must not rise
@@ -316,7 +460,8 @@ def _children(parents: Candidates, rows: _Rows, plot: Plot) -> Candidates:
     children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
     children_WK["token"], children_WK["row"] = token_WK.cpu().numpy(), _NOT_RUN
     children_WK["parent"] = parents["row"][:, None]
-    children, guesses = children_WK.reshape(-1), mixture.guesses
+    children = children_WK.reshape(-1)
+    guesses = mixture.guesses
     if guesses:
         children = _mixed(children_WK, log_pi_WV, rows, guesses, plot.sampler)
     above = parents[np.searchsorted(parents["row"], children["parent"])]
@@ -325,12 +470,23 @@ def _children(parents: Candidates, rows: _Rows, plot: Plot) -> Candidates:
     return children[children["log_f"] > -np.inf]
 
 
-def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses, sampler: Sampler) -> Candidates:
-    """The children of the draft, and those that are guessed, each with the chance that both together give it."""
+def _mixed(
+    children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses, sampler: Sampler
+) -> Candidates:
+    """The children of the draft, and those that are guessed, each with the chance that both
+    together give it.
+    """
     best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
     parents = children_WK["parent"][:, 0].tolist()
-    told = [guesses.children(rows.places[row], sureness(best)) for row, best in zip(parents, best_W, strict=True)]
-    pairs = [(row, token, chance) for row, (chances, _) in enumerate(told) for token, chance in chances.items()]
+    told = [
+        guesses.children(rows.places[row], sureness(best))
+        for row, best in zip(parents, best_W, strict=True)
+    ]
+    pairs = [
+        (row, token, chance)
+        for row, (chances, _) in enumerate(told)
+        for token, chance in chances.items()
+    ]
     guessed = np.zeros(len(pairs), dtype=_CANDIDATE)
     if not pairs:
         return children_WK.reshape(-1)
@@ -341,7 +497,8 @@ def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Gue
     guessed["log_f"] = np.log(chance_G + rest_W[row_G] * np.exp(log_pi_G))
     guessed["token"], guessed["parent"] = token_G, children_WK["parent"][row_G, 0]
     guessed["row"] = [
-        rows.ahead.get(pair, _NOT_RUN) for pair in zip(guessed["parent"].tolist(), token_G.tolist(), strict=True)
+        rows.ahead.get(pair, _NOT_RUN)
+        for pair in zip(guessed["parent"].tolist(), token_G.tolist(), strict=True)
     ]
     children_WK["log_f"] += np.log(rest_W)[:, None]
     is_other_WK = ~np.isin(_keys(children_WK), _keys(guessed))
@@ -355,7 +512,10 @@ def _keys(candidates: Candidates) -> NDArray[np.int64]:
 
 def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> Drafted:
     was_run = np.flatnonzero(found["row"] != _NOT_RUN)
-    found_of_row = {root: 0, **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True))}
+    found_of_row = {
+        root: 0,
+        **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True)),
+    }
     parents = [-1, *(found_of_row[row] for row in found["parent"].tolist())]
     order = level_order(parents)
     token_N = torch.from_numpy(np.concatenate([[root_token], found["token"]])[order])
@@ -366,3 +526,30 @@ def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> Draf
         {node: rows.local[row] - 1 for row, node in node_of_row.items() if row != root},
         {node: rows.scores[row] for row, node in node_of_row.items()},
     )
+
+
+_GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
+_START = 1.6  # before anything was seen
+# of other exponents at the start: nats of loss, times the squared log of their ratio to `_START`
+_DOUBT = 4.0
+_KEPT = 0.998  # of all losses, from one token to the next
+
+
+class DraftCalibration:
+    """The exponent for one kind of sampling."""
+
+    def __init__(self) -> None:
+        self._loss_G = _DOUBT * (torch.tensor(_GRID) / _START).log().square()
+
+    @property
+    def exponent(self) -> float:
+        return _GRID[int(self._loss_G.argmin())]
+
+    def learn(self, score_TV: Tensor, token_T: Tensor) -> None:
+        """These tokens were emitted where the draft gave these scores; one that it ruled out tells
+        nothing.
+        """
+        losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T[:, None]) for beta in _GRID]
+        for loss_G in torch.cat(losses, 1).cpu():
+            if torch.isfinite(loss_G).all():
+                self._loss_G = _KEPT * self._loss_G + loss_G

@@ -1,26 +1,42 @@
 """A draft model and sources of guesses in one tree: both compete for the same nodes.
 
-Of a dynamic tree the guessed paths are scored by the draft in one forward, and a mixture of both opinions ranks every
-candidate. A static one gives up its least likely nodes to likelier guesses, which are grafted on as point masses behind
-the children that were drawn. Invariant: which nodes are given up is settled before anything is drawn, and a guess hangs
-from what was drawn before it; so growth stays predictable, and the tree exact with every rule.
+Of a dynamic tree the guessed paths are scored by the draft in one forward, and a mixture of both
+opinions ranks every candidate. A static one gives up its least likely nodes to likelier guesses,
+which are grafted on as point masses behind the children that were drawn. Invariant: which nodes are
+given up is settled before anything is drawn, and a guess hangs from what was drawn before it; so
+growth stays predictable, and the tree exact with every rule.
+
+Drafters by what there is to draft with. A new one is a file of its own and a line here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from offload.drafting.base import Drafted, DraftText
-from offload.drafting.guesses import NO_GUESSES, Guess, Guesses, Judged
+from offload.drafting.base import Drafted, Drafter, DraftText, NoDrafter
+from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
+from offload.drafting.lookup import (
+    NO_GUESSES,
+    Guess,
+    Guesses,
+    GuessRequest,
+    GuessSources,
+    Judged,
+    LookupDrafter,
+    SourcesState,
+    SourceWeightsByKind,
+    sureness,
+)
 from offload.drafting.model import ModelDrafter
-from offload.drafting.sources import Asked, Sources, SourcesState
-from offload.drafting.trust import Trusts, sureness
+from offload.kernels.registry import KernelSet
 from offload.model.kv_cache import KVCache
+from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.tree.proposals import Draw, Proposals
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import (
+from offload.trees.token_tree import Draw, Proposals, TokenTree
+from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     DynamicShape,
     Shape,
@@ -30,14 +46,17 @@ from offload.tree.topology import (
     path_chances,
 )
 
-_STEPS = 8  # a static tree gives up so many parts at the most less one: each size has a schedule, and few are kept
+# a static tree gives up so many parts at the most less one: each size has a schedule, and few are
+# kept
+_STEPS = 8
 
 
 class HybridState:
     """What the draft and the sources keep of one text."""
 
     def __init__(self, cache: KVCache, sources: SourcesState) -> None:
-        self.cache, self.sources = cache, sources
+        self.cache = cache
+        self.sources = sources
 
     def copy_from(self, other: "HybridState", num_tokens: int) -> None:
         """See `DraftState`."""
@@ -53,8 +72,8 @@ class HybridState:
 class HybridDrafter:
     """Grows trees with a model and with guesses."""
 
-    def __init__(self, model: ModelDrafter, sources: Sources) -> None:
-        self._model, self._sources, self._trusts = model, sources, Trusts()
+    def __init__(self, model: ModelDrafter, sources: GuessSources) -> None:
+        self._model, self._sources, self._trusts = model, sources, SourceWeightsByKind()
 
     def new_state(self) -> HybridState:
         """That of both."""
@@ -69,18 +88,27 @@ class HybridDrafter:
         if not all(isinstance(text.shape, DynamicShape) for text in texts):
             return [self.grow(*text) for text in texts]
         guesses = [self._ask(*text) for text in texts]
-        return self._model.grow_all([text._replace(state=text.state.cache) for text in texts], guesses)
+        return self._model.grow_all(
+            [text._replace(state=text.state.cache) for text in texts], guesses
+        )
 
-    def _ask(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState) -> Guesses:
+    def _ask(
+        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState
+    ) -> Guesses:
         if not shape.depth:
             return NO_GUESSES
         return self._sources.ask(
-            tokens, Asked(shape.num_nodes - 1, shape.depth), self._trusts.of(sampler), state.sources
+            tokens,
+            GuessRequest(shape.num_nodes - 1, shape.depth),
+            self._trusts.of(sampler),
+            state.sources,
         )
 
-    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState) -> Drafted:
+    def grow(
+        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState
+    ) -> Drafted:
         """A tree of at most as many nodes as the shape has, and as deep."""
-        asked = Asked(shape.num_nodes - 1, shape.depth)
+        asked = GuessRequest(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
             return self._model.grow(shape, tokens, sampler, state.cache)
         guesses = self._ask(shape, tokens, sampler, state)
@@ -91,7 +119,12 @@ class HybridDrafter:
         return graft(drafted, found, shape.num_nodes)
 
     def commit(
-        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: HybridState
+        self,
+        drafted: Drafted,
+        nodes: Sequence[int],
+        tokens: Sequence[int],
+        sampler: Sampler,
+        state: HybridState,
     ) -> None:
         """Keep the accepted path; learn what draft and guesses were worth."""
         state.sources.said.learn(tokens, list(self._judged(drafted, nodes, tokens, sampler)))
@@ -112,9 +145,13 @@ class HybridDrafter:
 
 
 def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:
-    """Hang guesses into a tree until it has so many nodes; those that it has already are found there."""
-    tree, node_of = drafted.tree, {-1: 0}
-    parents, tokens = tree.topology.parent_N.tolist(), list(tree.tokens)
+    """Hang guesses into a tree until it has so many nodes; those that it has already are found
+    there.
+    """
+    tree = drafted.tree
+    node_of = {-1: 0}
+    parents = tree.topology.parent_N.tolist()
+    tokens = list(tree.tokens)
     for index, guess in enumerate(found):
         if len(parents) >= num_nodes:
             break
@@ -132,11 +169,14 @@ def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int])
     """The tree with more nodes behind its own, all brought into level order."""
     order = level_order(parents)
     place = dict(zip(order, range(len(order)), strict=True))
-    token_N, proposals = torch.tensor([tokens[one] for one in order]), drafted.tree.proposals
+    token_N = torch.tensor([tokens[one] for one in order])
+    proposals = drafted.tree.proposals
     if proposals is not None:
         more = np.zeros(len(parents) - drafted.tree.num_nodes, dtype=np.int64)
         draw_N = np.concatenate([proposals.draw_N, more + int(Draw.POINT_MASS)])[order]
-        proposals = Proposals(draw_N, np.concatenate([proposals.row_N, more - 1])[order], proposals.probs_EV)
+        proposals = Proposals(
+            draw_N, np.concatenate([proposals.row_N, more - 1])[order], proposals.probs_EV
+        )
     return Drafted(
         TokenTree(in_level_order(parents), token_N, proposals),
         {place[node]: row for node, row in drafted.row_of_node.items()},
@@ -147,9 +187,53 @@ def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int])
 def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
     """The shape less its least likely nodes, as many as there are likelier guesses, in a few steps."""
     score_N = path_chances(shape, np.array(DEFAULT_ACCEPTANCE))
-    falling_N, chances = np.sort(score_N)[::-1], [guess.chance for guess in found]
-    num_likelier = next((n for n, chance in enumerate(chances) if chance <= falling_N[-1 - n]), len(chances))
+    falling_N = np.sort(score_N)[::-1]
+    chances = [guess.chance for guess in found]
+    num_likelier = next(
+        (n for n, chance in enumerate(chances) if chance <= falling_N[-1 - n]), len(chances)
+    )
     step = -(-shape.num_nodes // _STEPS)
     num_kept = shape.num_nodes - min(num_likelier // step, _STEPS - 1) * step
     kept = np.sort(np.argsort(-score_N, kind="stable")[: max(num_kept, 1)])
     return Topology.from_parents([-1, *np.searchsorted(kept, shape.parent_N[kept[1:]]).tolist()])
+
+
+class DrafterInputs(NamedTuple):
+    """What drafters are made of; each takes what it needs."""
+
+    draft: StreamedModel | None  # its weights are bound for good
+    vocab_size: int  # V of the target
+    # of a cache: committed positions plus the rows that growing the largest tree may take
+    num_slots: int
+    kernels: KernelSet
+    sources: GuessSources
+    step_s: StepSeconds
+
+
+class DrafterKind(NamedTuple):
+    """What there is."""
+
+    has_draft: bool
+    has_sources: bool
+
+
+def _of_model(materials: DrafterInputs) -> ModelDrafter:
+    assert materials.draft is not None, "there is a draft model to grow trees with"
+    new_worth = partial(DraftPassPolicy, materials.step_s)
+    return ModelDrafter(
+        materials.draft, materials.vocab_size, materials.num_slots, materials.kernels, new_worth
+    )
+
+
+def _of_sources(materials: DrafterInputs) -> LookupDrafter:
+    return LookupDrafter(materials.sources, lambda num_rows: materials.step_s(num_rows, ()))
+
+
+DRAFTERS: dict[DrafterKind, Callable[[DrafterInputs], Drafter]] = {
+    DrafterKind(has_draft=True, has_sources=True): lambda given: HybridDrafter(
+        _of_model(given), given.sources
+    ),
+    DrafterKind(has_draft=True, has_sources=False): _of_model,
+    DrafterKind(has_draft=False, has_sources=True): _of_sources,
+    DrafterKind(has_draft=False, has_sources=False): lambda _: NoDrafter(),
+}

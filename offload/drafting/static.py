@@ -1,6 +1,13 @@
 """Trees of a shape that is fixed beforehand: filled level by level, one draft pass each.
 
 The rule of verification says how children are chosen. Only nodes that have children are ever run.
+
+How the children of a level's nodes are chosen from the draft's logits: one vectorised draw for all
+of them.
+
+Which way belongs to the rule of verification. Invariant: the number of children is settled before
+anything is drawn, and a node takes its first so-many draws in their order; nothing drawn is looked
+at and dropped. W rows (nodes of one level).
 """
 
 from collections.abc import Sequence
@@ -11,26 +18,123 @@ import torch
 from torch import Tensor
 
 from offload.drafting.base import Drafted
-from offload.drafting.children import draw_children
 from offload.drafting.draft_model import Draft
+from offload.kernels.draw_without_replacement import largest_keys
 from offload.sampling.sampler import Sampler
-from offload.tree.proposals import Proposals
-from offload.tree.token_tree import TokenTree, ancestors
-from offload.tree.topology import Topology
+from offload.trees.token_tree import Draw, Proposals, TokenTree, ancestors
+from offload.trees.topology import Topology
+from offload.units import ChildSampling
+
+_MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
+
+
+class Children(NamedTuple):
+    """The choice for W nodes."""
+
+    # int64 on the host, in the order of the draws; K is smaller where the vocabulary is
+    token_WK: Tensor
+    draw: Draw
+    probs_WV: Tensor | None  # float32, what was drawn from; None for point masses
+
+
+def draw_children(
+    logits_WV: Tensor, num_children: int, sampler: Sampler, position: int
+) -> Children:
+    """Choose `num_children` for every row, which all predict the token at `position`; any where
+    scores are NaN.
+    """
+    drafting = sampler.drafting
+    # Draws without replacement become a ranking as the temperature falls to zero.
+    if not drafting.keeps_distributions or (
+        drafting is ChildSampling.WITHOUT_REPLACEMENT and sampler.is_greedy
+    ):
+        return _best(point_mass_scores(logits_WV, sampler, position), num_children)
+    probs_WV = sampler.distribution(logits_WV)
+    if drafting is ChildSampling.WITHOUT_REPLACEMENT:
+        return Children(
+            _without_replacement(probs_WV, num_children, sampler).cpu(),
+            Draw.WITHOUT_REPLACEMENT,
+            probs_WV,
+        )
+    return Children(
+        _with_replacement(probs_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, probs_WV
+    )
+
+
+def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
+    """What a row's children are ranked by at its position: the likelihood, with the target's noise
+    where coupled.
+    """
+    return (
+        sampler.perturbed(logits_WV, position)
+        if sampler.drafting is ChildSampling.COUPLED
+        else logits_WV
+    )
+
+
+def _best(score_WV: Tensor, num_children: int) -> Children:
+    token_WK = score_WV.topk(min(num_children, score_WV.shape[1])).indices.cpu()
+    return Children(token_WK, Draw.POINT_MASS, None)
+
+
+def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
+    """Exponential sort, as in `draw_without_replacement_reference`, with numbers of the sampler's
+    generator.
+    """
+    if probs_WV.is_cuda:
+        draw = sampler.kernels.draw_without_replacement
+        return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
+    drawn = (
+        (torch.from_numpy(sampler.uniform(*probs_RV.shape)), probs_RV)
+        for probs_RV in _blocks(probs_WV)
+    )
+    return torch.cat(
+        [largest_keys(uniform_RV, probs_RV, num_children) for uniform_RV, probs_RV in drawn]
+    )
+
+
+def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
+    """Independent draws by inverting the cumulated distribution; never a token without mass, or
+    beyond the last.
+    """
+    chosen = []
+    for probs_RV in _blocks(probs_WV):
+        sum_RV = probs_RV.double().cumsum(1)
+        coin_RK = sampler.send(
+            torch.from_numpy(sampler.uniform(len(probs_RV), num_children)), probs_RV
+        )
+        total_R1 = sum_RV[:, -1:].clone()
+        token_RK = torch.searchsorted(sum_RV, coin_RK * total_R1, right=True)
+        last_R1 = torch.searchsorted(sum_RV, total_R1).clamp_(max=probs_RV.shape[1] - 1)
+        chosen.append(token_RK.minimum(last_R1))
+    return torch.cat(chosen)
+
+
+def _blocks(probs_WV: Tensor) -> tuple[Tensor, ...]:
+    """Rows in groups of at most `_MAX_KEYS` numbers, one row at least."""
+    return probs_WV.split(max(1, _MAX_KEYS // probs_WV.shape[1]))
 
 
 def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Drafted:
-    """A tree of this shape below `tokens[-1]`; a node with more children than there are tokens repeats the last one."""
-    root, schedule, proposals = len(tokens) - 1, _schedule(topology), None
+    """A tree of this shape below `tokens[-1]`; a node with more children than there are tokens
+    repeats the last one.
+    """
+    root = len(tokens) - 1
+    schedule = _schedule(topology)
+    proposals = None
     token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
     for depth, level in enumerate(schedule.levels):
         logits_WV = level.run(draft, token_N, root) if depth else draft.catch_up(tokens)
         logits_WV = sampler.adjusted(logits_WV, token_N[level.path_WD].tolist())
         num_children = int(level.rank_C.max()) + 1
         token_WK, draw, probs_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
-        token_N[level.child_C] = token_WK[level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)]
+        token_N[level.child_C] = token_WK[
+            level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)
+        ]
         if probs_WV is not None:
-            proposals = proposals or Proposals.blank(topology, draft.vocab_size, draw, probs_WV.device)
+            proposals = proposals or Proposals.blank(
+                topology, draft.vocab_size, draw, probs_WV.device
+            )
             proposals.write(level.node_W.numpy(), probs_WV)
     return Drafted(TokenTree(topology, token_N, proposals), schedule.row_of_node, {})
 
@@ -39,16 +143,21 @@ class _Level:
     """What one draft step runs and where its guesses go."""
 
     def __init__(self, topology: Topology, depth: int, expanded: Tensor) -> None:
-        lo, hi = topology.levels[depth].start, topology.levels[depth].stop
-        self.node_W = expanded[(expanded >= lo) & (expanded < hi)]  # nodes to run: those with children
-        uncommitted_U = expanded[(expanded > 0) & (expanded < hi)]  # rows in the cache by then; the root is committed
+        lo = topology.levels[depth].start
+        hi = topology.levels[depth].stop
+        # nodes to run: those with children
+        self.node_W = expanded[(expanded >= lo) & (expanded < hi)]
+        # rows in the cache by then; the root is committed
+        uncommitted_U = expanded[(expanded > 0) & (expanded < hi)]
         self.ancestor_WU = ancestors(topology)[self.node_W][:, uncommitted_U]
         self.depth_U = torch.from_numpy(topology.depth_N.copy())[uncommitted_U]
         parent_N = torch.from_numpy(topology.parent_N.copy())
         path = [self.node_W]
         for _ in range(depth):
             path.insert(0, parent_N[path[0]])
-        self.path_WD = torch.stack(path[1:], 1) if depth else self.node_W.new_empty(len(self.node_W), 0)
+        self.path_WD = (
+            torch.stack(path[1:], 1) if depth else self.node_W.new_empty(len(self.node_W), 0)
+        )
         self.child_C = torch.isin(parent_N, self.node_W).nonzero()[:, 0]
         self.parent_row_C = torch.searchsorted(self.node_W, parent_N[self.child_C])
         self.rank_C = torch.from_numpy(topology.rank_N.copy())[self.child_C]

@@ -1,7 +1,12 @@
-"""Weights of 4 bits as bitsandbytes stores them: codes of a table (NF4, FP4), scaled in blocks of the flattened matrix.
+"""Weights of 4 bits as bitsandbytes stores them: codes of a table (NF4, FP4), scaled in blocks of
+the flattened matrix.
 
-Scales may be quantised once more ("nested"); they are expanded when they are read. What is said beside them as JSON is
-read, checked against the shapes, and used for the nested scales' numbers alone.
+Scales may be quantised once more ("nested"); they are expanded when they are read. What is said
+beside them as JSON is read, checked against the shapes, and used for the nested scales' numbers
+alone.
+
+Weights of 8 bits as bitsandbytes stores them: signed bytes, and the largest number (`SCB`) of each
+row.
 """
 
 import json
@@ -10,20 +15,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import AGAIN, checked_scale, require
-from offload.encoding.registry import PLAIN_OF
+from offload.encoding.base import (
+    AGAIN,
+    PLAIN_OF,
+    Format,
+    Header,
+    RecognisedWeight,
+    checked_scale,
+    require,
+    require_shape,
+)
+from offload.encoding.integers import ByteIntegers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from offload.kernels.expansion import Expansion
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _STATE = ".weight.quant_state.bitsandbytes__"
 _STATES = {f"{_STATE}nf4": "nf4", f"{_STATE}fp4": "fp4"}
 _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
-_ABSMAX, _MAP = ".weight.absmax", ".weight.quant_map"
-_BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)  # the usual one first: for few weights several fit
+_ABSMAX = ".weight.absmax"
+_MAP = ".weight.quant_map"
+# the usual one first: for few weights several fit
+_BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _MOST_JSON_BYTES = 1 << 16
 _ANOTHER = "take another checkpoint"
 
@@ -51,11 +69,16 @@ class Bitsandbytes4:
         """A float32 scale for each block, and the table."""
         return 4 * self._num_blocks(shape) + 64
 
-    def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
         """See `Coding`."""
         if math.prod(shape) % 2:
-            raise ValueError(f"weights must be even in number, two to a byte, have shape {list(shape)}: {_ANOTHER}")
-        said, num_blocks = _said(companions[self.state]), self._num_blocks(shape)
+            raise ValueError(
+                f"weights must be even in number, two to a byte, have shape {list(shape)}: {_ANOTHER}"
+            )
+        said = _said(companions[self.state])
+        num_blocks = self._num_blocks(shape)
         if said.get("blocksize") != self.block or said.get("shape") != list(shape):
             what = f"shape {said.get('shape')!r:.60} in blocks of {said.get('blocksize')!r:.20}"
             wanted = f"shape {list(shape)} in blocks of {self.block}"
@@ -67,15 +90,24 @@ class Bitsandbytes4:
         return {"scale": checked_scale(_ABSMAX, absmax.float(), (num_blocks,)), "values": values}
 
     def expand(
-        self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
     ) -> None:
-        """Blocks are expanded as rows of their own where rows of the weight are no whole number of them."""
-        scale, values, flat = companions["scale"], companions["values"], out.view(-1)
+        """Blocks are expanded as rows of their own where rows of the weight are no whole number of
+        them.
+        """
+        scale = companions["scale"]
+        values = companions["values"]
+        flat = out.view(-1)
         width = out.shape[-1] if out.shape[-1] % self.block == 0 else self.block
         whole = flat.numel() // width * width
         for lo, hi, size in ((0, whole, width), (whole, flat.numel(), flat.numel() - whole)):
             if lo < hi:
-                words, own = stored_B[lo // 2 : hi // 2], scale[lo // self.block : -(-hi // self.block)]
+                words = stored_B[lo // 2 : hi // 2]
+                own = scale[lo // self.block : -(-hi // self.block)]
                 place = flat[lo:hi].view(-1, size)
                 words_NB, scale_NG = (one.view(len(place), -1) for one in (words, own))
                 expansion.codebook(words_NB, values, scale_NG, place, is_high_first=True)
@@ -86,7 +118,9 @@ class Bitsandbytes4:
 
 def _said(state: "Tensor") -> Mapping[str, Any]:
     if state.numel() > _MOST_JSON_BYTES:
-        raise ValueError(f"quant_state must have at most {_MOST_JSON_BYTES} bytes, has {state.numel()}: {AGAIN}")
+        raise ValueError(
+            f"quant_state must have at most {_MOST_JSON_BYTES} bytes, has {state.numel()}: {AGAIN}"
+        )
     try:
         said = json.loads(bytes(state.tolist()))
     except (ValueError, RecursionError):
@@ -96,23 +130,36 @@ def _said(state: "Tensor") -> Mapping[str, Any]:
     return said
 
 
-def _unnested(absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mapping[str, Any]) -> "Tensor":
+def _unnested(
+    absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mapping[str, Any]
+) -> "Tensor":
     """Scales that are codes of 8 bits, in blocks of their own, less an offset."""
     import torch
 
-    block, offset = said.get("nested_blocksize"), said.get("nested_offset")
-    if type(block) is not int or block < 1 or not isinstance(offset, float) or not math.isfinite(offset):
+    block = said.get("nested_blocksize")
+    offset = said.get("nested_offset")
+    if (
+        type(block) is not int
+        or block < 1
+        or not isinstance(offset, float)
+        or not math.isfinite(offset)
+    ):
         what = f"{block!r:.20} and {offset!r:.20}"
-        raise ValueError(f"quant_state must have a nested_blocksize and a nested_offset, has {what}: {AGAIN}")
+        raise ValueError(
+            f"quant_state must have a nested_blocksize and a nested_offset, has {what}: {AGAIN}"
+        )
     outer, levels = (companions[suffix].float() for suffix in _NESTED)
     num_scales = absmax.numel()
     block = min(block, max(1, num_scales))  # one for all, however large it claims to be
     num_blocks = -(-num_scales // block)
-    outer, levels = checked_scale(_NESTED[0], outer, (num_blocks,)), checked_scale(_NESTED[1], levels, (256,))
+    outer = checked_scale(_NESTED[0], outer, (num_blocks,))
+    levels = checked_scale(_NESTED[1], levels, (256,))
     return levels[absmax.int()] * outer[torch.arange(num_scales) // block] + offset
 
 
-def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found | None:
+def _recognise(
+    stored: Mapping[str, Header], settings: Mapping[str, Any]
+) -> RecognisedWeight | None:
     state = next((suffix for suffix in _STATES if suffix in stored), None)
     if state is None:
         return None
@@ -121,7 +168,8 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
     require(stored, (".weight", *companions), state)
     if stored[state].dtype != "U8":
         raise ValueError(f"{state} must be of type U8, is {stored[state].dtype}: {AGAIN}")
-    size, num_blocks = 2 * math.prod(stored[".weight"].shape), math.prod(stored[_ABSMAX].shape)
+    size = 2 * math.prod(stored[".weight"].shape)
+    num_blocks = math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)
     if stored[".weight"].dtype != "U8" or block is None:
         raise ValueError(
@@ -130,7 +178,45 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
         )
     said = settings.get("bnb_4bit_compute_dtype")
     dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
-    return Found(Bitsandbytes4(_STATES[state], block, state, dtype), (size,), (".weight",), companions)
+    return RecognisedWeight(
+        Bitsandbytes4(_STATES[state], block, state, dtype), (size,), (".weight",), companions
+    )
 
 
-FORMAT = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recognise)
+BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recognise)
+
+
+_FORM = ".weight_format"  # how columns and rows lie: others are tiles of a GPU
+
+
+@dataclass(frozen=True)
+class BitsandbytesBytes(ByteIntegers):
+    """See `Coding`."""
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`: 127 stands for a row's largest number."""
+        form = companions.get(_FORM)
+        if form is not None and form.flatten().tolist() != [0]:
+            raise ValueError(
+                f"{_FORM} must be 0 (row-major), is {form.tolist()!r:.40}: store the model again"
+            )
+        return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape)) / 127}
+
+
+def _recognise_bitsandbytes_bytes(
+    stored: Mapping[str, Header], _: Mapping[str, Any]
+) -> RecognisedWeight | None:
+    weight = stored.get(".weight")
+    largest = stored.get(".SCB")
+    if weight is None or largest is None or weight.dtype != "I8" or len(weight.shape) != 2:
+        return None
+    require_shape(".SCB", largest.shape, weight.shape[:1])
+    companions = (".SCB", _FORM) if _FORM in stored else (".SCB",)
+    return RecognisedWeight(
+        BitsandbytesBytes(8, 0, "F32", align_bytes=1), weight.shape, (".weight",), companions
+    )
+
+
+BITSANDBYTES_8 = Format((".weight", ".SCB", _FORM), _recognise_bitsandbytes_bytes)

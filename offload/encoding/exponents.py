@@ -1,10 +1,12 @@
-"""Weights of 16 bits without loss in about 12, or 11: of the exponent is stored how far it lies below a top.
+"""Weights of 16 bits without loss in about 12, or 11: of the exponent is stored how far it lies
+below a top.
 
-They are bfloat16, or float16 that was bfloat16 once. `offload pack` writes them; `kernels/exponents_layout.py` has the
-layout. A weight X consists of `X.mantissas` (sign and mantissa of each number, of its shape; U8 of bfloat16, I8 of
-float16), `X.exponents` (distances), `X.escapes` (exponents outside of the window; zeros behind them let the next tensor
-begin at a multiple of 64), streamed as one run, and `X.code`, which stays: the top and the number of escapes in each
-chunk.
+They are bfloat16, or float16 that was bfloat16 once. `offload pack` writes them;
+`kernels/exponents_layout.py` has the layout. A weight X consists of `X.mantissas` (sign and
+mantissa of each number, of its shape; U8 of bfloat16, I8 of float16), `X.exponents` (distances),
+`X.escapes` (exponents outside of the window; zeros behind them let the next tensor begin at a
+multiple of 64), streamed as one run, and `X.code`, which stays: the top and the number of escapes
+in each chunk.
 """
 
 import math
@@ -13,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.encoding.base import Format, Found, Header
-from offload.encoding.registry import STORED
+from offload.encoding.base import STORED, Format, Header, RecognisedWeight
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 
 if TYPE_CHECKING:
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-ESCAPE_BYTES, ALIGN_BYTES = 3, 64
-WORDS, CODE = (".mantissas", ".exponents", ".escapes"), ".code"
+ESCAPE_BYTES = 3
+ALIGN_BYTES = 64
+WORDS = (".mantissas", ".exponents", ".escapes")
+CODE = ".code"
 MANTISSAS = {"BF16": "U8", "F16": "I8"}  # what they are stored as, by what can be coded
 _WIDTHS = (4, 3)  # bits of a distance
 _AGAIN = "pack it again"
 DAMAGED = "it was damaged, pack the model again"
 
 
-class Window(NamedTuple):
+class ExponentWindow(NamedTuple):
     """Exponents top, top - 1, ... that need no escape, and what a weight takes with them."""
 
     top: int
@@ -39,7 +42,7 @@ class Window(NamedTuple):
     bits: float
 
 
-def best_window(histogram_256: "np.ndarray") -> Window:
+def best_window(histogram_256: "np.ndarray") -> ExponentWindow:
     """The fewest bits for weights with exponents as frequent as these."""
     import numpy as np
 
@@ -49,7 +52,9 @@ def best_window(histogram_256: "np.ndarray") -> Window:
         lowest = np.maximum(np.arange(1, 257) - ((1 << width) - 1), 0)
         inside = below[1:] - below[lowest]
         escaped = float(1 - inside.max() / max(below[-1], 1))
-        found.append(Window(int(inside.argmax()), width, 8 + width + 8 * ESCAPE_BYTES * escaped))
+        found.append(
+            ExponentWindow(int(inside.argmax()), width, 8 + width + 8 * ESCAPE_BYTES * escaped)
+        )
     return min(found, key=lambda window: window.bits)
 
 
@@ -76,7 +81,8 @@ class Exponents:
     """See `Coding`."""
 
     width: int
-    escape_bytes: int = field(compare=False)  # with what fills them up; every weight has its own, all expand alike
+    # with what fills them up; every weight has its own, all expand alike
+    escape_bytes: int = field(compare=False)
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False
@@ -93,24 +99,34 @@ class Exponents:
         """Where the escapes of each chunk begin, where they end, and the top, as int64."""
         return 8 * (-(-math.prod(shape) // CHUNK) + 2)
 
-    def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
         """Proves that no place in the list of escapes lies outside of it."""
         import torch
 
         (code,) = companions.values()
-        top_1, count_C = code[:1], code[1:]
-        num_chunks, top = -(-math.prod(shape) // CHUNK), top_1.tolist()
+        top_1 = code[:1]
+        count_C = code[1:]
+        num_chunks = -(-math.prod(shape) // CHUNK)
+        top = top_1.tolist()
         if len(count_C) != num_chunks or not top or not 0 <= top[0] < 256:
             rule = f"its code must be a top below 256 and {num_chunks} counts"
             raise ValueError(f"{rule}, got {code[:8].tolist()}: {DAMAGED}")
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
         if bool(((count_C < 0) | (count_C > CHUNK)).any()) or not 0 <= spare_bytes < ALIGN_BYTES:
-            raise ValueError(f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold: {DAMAGED}")
+            raise ValueError(
+                f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold: {DAMAGED}"
+            )
         return {"start": start_C, "top": top_1}
 
     def expand(
-        self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
     ) -> None:
         """As they were before."""
         import torch
@@ -120,30 +136,42 @@ class Exponents:
         mantissa_N, *others = stored_B.split(sizes)
         if self.dtype == "float16":
             mantissa_N = mantissa_N.view(torch.int8)
-        expansion.exponents(mantissa_N, *others, companions["start"], companions["top"], out.view(-1))
+        expansion.exponents(
+            mantissa_N, *others, companions["start"], companions["top"], out.view(-1)
+        )
 
 
-def _recognise(stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]) -> Found | None:
+def _recognise(
+    stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]
+) -> RecognisedWeight | None:
     """`stem` stands before the suffixes."""
     names = [stem + suffix for suffix in (*WORDS, CODE)]
     if not any(name in stored for name in names):
         return None
     missing = [name for name in names if name not in stored]
     if missing:
-        raise ValueError(f"packed weights have {', '.join(names)}, without {', '.join(missing)}: {_AGAIN}")
+        raise ValueError(
+            f"packed weights have {', '.join(names)}, without {', '.join(missing)}: {_AGAIN}"
+        )
     mantissas, exponents, escapes, code = (stored[name] for name in names)
     num_weights = math.prod(mantissas.shape)
-    width, types = width_of(num_weights, math.prod(exponents.shape)), [stored[name].dtype for name in names]
-    source = next((one for one, stored_as in MANTISSAS.items() if stored_as == mantissas.dtype), None)
+    width = width_of(num_weights, math.prod(exponents.shape))
+    types = [stored[name].dtype for name in names]
+    source = next(
+        (one for one, stored_as in MANTISSAS.items() if stored_as == mantissas.dtype), None
+    )
     if width is None or source is None or types[1:] != ["U8", "U8", "I64"] or len(code.shape) != 1:
         sizes = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents in {', '.join(types)}"
         raise ValueError(f"packed as by another version, {sizes}: {_AGAIN}")
     coding = Exponents(width, math.prod(escapes.shape), STORED[source].dtype)
-    return Found(coding, mantissas.shape, tuple(names[:3]), (names[3],))
+    return RecognisedWeight(coding, mantissas.shape, tuple(names[:3]), (names[3],))
 
 
 def _format(stem: str) -> Format:
-    return Format(tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem)
+    return Format(
+        tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem
+    )
 
 
-FORMATS = (_format(".weight"), _format(""))  # the second is of parameters by other names, such as fused experts
+# the second is of parameters by other names, such as fused experts
+FORMATS = (_format(".weight"), _format(""))

@@ -1,24 +1,64 @@
-"""What the formats of packed integers have in common: scales, zero points and an order beside words of 4 or 8 bits."""
+"""What the formats of packed integers have in common: scales, zero points and an order beside words
+of 4 or 8 bits.
+
+Integers of 4 bits as AWQ's `gemm` version stores them: words of eight rows of a column, in an order
+of their own.
+
+Integers of 4 and 8 bits as GPTQ's libraries store them: words of one column each, first and second
+version.
+
+The first version stores zero points less one. Libraries differ where that gives -1 of an all-ones
+code (15 of 4 bits): AutoGPTQ reads 16, its older kernel 0, GPTQModel lets it carry into the
+neighbour; here it is 16, as one more than is stored. Shapes tell GPTQ from AWQ, and how many bits a
+module has, whatever the config says of single modules.
+
+Integers of 4 and 8 bits as compressed-tensors stores them: `pack-quantized`, and `int-quantized` of
+signed bytes.
+
+Zero points are packed along rows of the weight, words along its columns. The true number of columns
+is data (`weight_shape`); headers only say how many words there are, so the last of them may be
+padded.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from offload.encoding.companions import checked_scale, require_shape, unpacked
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.base import (
+    AGAIN,
+    ENCODINGS,
+    Format,
+    Header,
+    RecognisedWeight,
+    checked_order,
+    checked_scale,
+    config_weights,
+    float_type,
+    group_size,
+    matrix_shape,
+    packed_shapes,
+    require,
+    require_integers,
+    require_shape,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from offload.kernels.expansion import Expansion
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Integers:
     """The part of a `Coding` that does not depend on how words are laid out.
 
-    Companions are "scale" (N, G) as stored, "zero" (N, G) and "order" (K,), int32, which scale each column has.
+    Companions are "scale" (N, G) as stored, "zero" (N, G) and "order" (K,), int32, which scale each
+    column has.
     """
 
     bits: int
@@ -48,12 +88,18 @@ class Integers:
         return math.prod(self.grid(shape)) * each + (4 * shape[1] if self.is_ordered else 0)
 
     def expand(
-        self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
     ) -> None:
         """See `Coding`."""
         group = companions["order"] if self.is_ordered else self.group or out.shape[1]
         words_NW = self.words(stored_B, out.shape)
-        expansion.integers(words_NW, self.bits, companions["scale"], companions.get("zero"), group, out)
+        expansion.integers(
+            words_NW, self.bits, companions["scale"], companions.get("zero"), group, out
+        )
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
         """A view of the words, row by row."""
@@ -65,10 +111,320 @@ class Integers:
         """How many scales there are: for each row, and of each row."""
         return shape[0], math.ceil(shape[1] / self.group) if self.group else 1
 
-    def turned(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "tuple[Tensor, Tensor]":
-        """Scales and packed zero points (uint8) of columns, (N, G) each, as AWQ and GPTQ store them the other way."""
+    def turned(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "tuple[Tensor, Tensor]":
+        """Scales and packed zero points (uint8) of columns, (N, G) each, as AWQ and GPTQ store them
+        the other way.
+        """
         num_rows, num_groups = self.grid(shape)
         scale = checked_scale(".scales", companions[".scales"], (num_groups, num_rows))
         zero = unpacked(companions[".qzeros"], self.bits, 1, num_rows)
         require_shape(".qzeros unpacked", zero.shape, (num_groups, num_rows))
         return scale.t().contiguous(), zero.t()
+
+
+@dataclass(frozen=True)
+class Awq(Integers):
+    """See `Coding`."""
+
+    @property
+    def name(self) -> str:
+        return super().name.replace("int4", "int4 (AWQ)")
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Eight rows to a word."""
+        return 4 * math.ceil(shape[0] / 8) * shape[1]
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`."""
+        from offload.kernels.expand_columns import NIBBLES
+
+        scale, zero = self.turned(companions, shape)
+        return {
+            "scale": scale,
+            "zero": zero.unflatten(0, (-1, 8))[:, list(NIBBLES)].flatten(0, 1).contiguous(),
+        }
+
+    def expand(
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
+    ) -> None:
+        """See `Coding`."""
+        import torch
+
+        words_CK = stored_B.view(torch.int32).view(out.shape[1], -1).t()
+        expansion.columns(
+            words_CK, companions["scale"], companions["zero"], self.group or out.shape[1], out
+        )
+
+
+def _recognise(
+    stored: Mapping[str, Header], settings: Mapping[str, Any]
+) -> RecognisedWeight | None:
+    shapes = packed_shapes(stored)
+    if shapes is None:
+        return None
+    (num_columns, num_words), zeros, (num_groups, num_rows) = shapes
+    require_shape(".scales", (num_groups, num_rows), (num_groups, 8 * num_words))
+    require_shape(".qzeros", zeros, (num_groups, num_words))
+    group = group_size(num_columns, num_groups, settings.get("group_size"))
+    coding = Awq(4, group, float_type(stored, ".scales"), zero_bytes=1)
+    return RecognisedWeight(coding, (num_rows, num_columns), (".qweight",), (".qzeros", ".scales"))
+
+
+AWQ = Format((".qweight", ".qzeros", ".scales"), _recognise)
+
+
+_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+_BITS = (4, 8)
+_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+
+
+@dataclass(frozen=True)
+class Gptq(Integers):
+    """See `Coding`."""
+
+    added: int = 1  # to stored zero points
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`; without `desc_act` groups must lie one behind the other."""
+        import torch
+
+        scale, zero = self.turned(companions, shape)
+        zero = zero.to(torch.uint8 if self.zero_bytes == 1 else torch.int16) + self.added
+        ready = {"scale": scale, "zero": zero.contiguous()}
+        num_columns = shape[1]
+        if ".g_idx" in companions:
+            order = checked_order(".g_idx", companions[".g_idx"], num_columns, scale.shape[1])
+            if self.is_ordered:
+                return {**ready, "order": order}
+            if not torch.equal(
+                order, (torch.arange(num_columns) // (self.group or num_columns)).int()
+            ):
+                raise ValueError(
+                    ".g_idx must be in order where desc_act is false: set desc_act to true in config.json"
+                )
+        return ready
+
+    def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
+        """Words of one row of the weight lie in a column."""
+        import torch
+
+        return stored_B.view(torch.int32).view(-1, shape[0]).t()
+
+
+def _recognise_gptq(
+    stored: Mapping[str, Header], settings: Mapping[str, Any]
+) -> RecognisedWeight | None:
+    shapes = packed_shapes(stored)
+    if shapes is None or shapes[0][1] != shapes[2][1]:
+        return None
+    (num_words, num_rows), zeros, (num_groups, _) = shapes
+    bits = zeros[1] * 32 / num_rows
+    if bits not in _BITS:
+        raise ValueError(
+            f"GPTQ weights must have {_BITS} bits, have {bits:g}: take a checkpoint of 4 bits"
+        )
+    require_shape(".qzeros", zeros, (num_groups, num_rows * int(bits) // 32))
+    num_columns = num_words * 32 // int(bits)
+    is_ordered = ".g_idx" in stored and num_groups > 1 and bool(settings.get("desc_act"))
+    group = group_size(num_columns, num_groups, settings.get("group_size"))
+    added = _added(settings)
+    zero_bytes = 2 if added and bits == 8 else 1  # 255 + 1
+    scale = float_type(stored, ".scales")
+    coding = Gptq(int(bits), group, scale, zero_bytes, is_ordered, added=added)
+    companions = tuple(suffix for suffix in _SUFFIXES[1:] if suffix in stored)
+    return RecognisedWeight(coding, (num_rows, num_columns), (".qweight",), companions)
+
+
+def _added(settings: Mapping[str, Any]) -> int:
+    """What zero points lack, by the version of the format."""
+    version = settings.get("checkpoint_format") or "gptq"
+    if not isinstance(version, str) or version not in _VERSIONS:
+        raise ValueError(
+            f"checkpoint_format of GPTQ must be one of {', '.join(_VERSIONS)}, got {version!r:.40}: "
+            "take a checkpoint of these"
+        )
+    return 2 - _VERSIONS[version]
+
+
+GPTQ = Format(_SUFFIXES, _recognise_gptq)
+
+
+_SUFFIXES_COMPRESSED_INTEGERS = (
+    *(".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    *(".weight", ".input_scale", ".input_zero_point"),
+)
+_BITS_COMPRESSED_INTEGERS = (4, 8)
+
+
+@dataclass(frozen=True)
+class PackedIntegers(Integers):
+    """See `Coding`: `pack-quantized`."""
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`; an order of -1 everywhere is none: groups lie one behind the other."""
+        import torch
+
+        said = companions.get(".weight_shape")
+        if said is not None and said.tolist() != list(shape):
+            what = f"{list(shape)}, is {said.tolist()}"
+            raise ValueError(f".weight_shape must be {what}: give the model's own config.json")
+        grid = self.grid(shape)
+        ready = {"scale": checked_scale(".weight_scale", companions[".weight_scale"], grid)}
+        if self.zero_bytes:
+            ready["zero"] = unpacked(companions[".weight_zero_point"], self.bits, 0, shape[0])
+            require_shape(".weight_zero_point unpacked", ready["zero"].shape, grid)
+        if self.is_ordered:
+            order = companions[".weight_g_idx"]
+            if bool((order == -1).all()):
+                order = torch.arange(shape[1]) // self.group
+            ready["order"] = checked_order(".weight_g_idx", order, shape[1], grid[1])
+        return ready
+
+
+@dataclass(frozen=True)
+class ByteIntegers(Integers):
+    """See `Coding`: `int-quantized`, whose bytes have a sign and whose scale may be one for all."""
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """One byte each."""
+        return math.prod(shape)
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`."""
+        grid = self.grid(shape)
+        given = {suffix.removeprefix(".weight_"): one for suffix, one in companions.items()}
+        ready = {"scale": checked_scale(".weight_scale", _spread(given["scale"], grid), grid)}
+        if self.zero_bytes:
+            ready["zero"] = checked_scale(
+                ".weight_zero_point", _spread(given["zero_point"], grid), grid
+            )
+        return ready
+
+    def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
+        """The signed bytes."""
+        import torch
+
+        return stored_B.view(torch.int8).view(tuple(shape))
+
+
+def _spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
+    return stored.expand(grid) if stored.numel() == 1 else stored
+
+
+def _recognise_compressed_integers(
+    stored: Mapping[str, Header], settings: Mapping[str, Any]
+) -> RecognisedWeight | None:
+    packed = stored.get(".weight_packed")
+    weight = stored.get(".weight")
+    if packed is not None and packed.dtype == "I32":
+        return _packed(stored, settings)
+    if weight is not None and weight.dtype == "I8" and ".weight_scale" in stored:
+        return _bytes(stored, settings)
+    return None
+
+
+def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
+    require(stored, (".weight_scale",), ".weight_packed")
+    require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
+    (num_rows, num_words), scale = (
+        matrix_shape(stored, one) for one in (".weight_packed", ".weight_scale")
+    )
+    require_shape(".weight_scale", scale, (num_rows, scale[1]))
+    bits, said = _bits_and_group(num_words, scale[1], settings)
+    num_columns = num_words * 32 // bits
+    # Columns that pad the last word may seem to need a group more or not to divide; then the
+    # config's size holds.
+    group = said or group_size(num_columns, scale[1], None)
+    has_zero = ".weight_zero_point" in stored
+    is_ordered = ".weight_g_idx" in stored and group > 0
+    if has_zero:
+        wanted = (math.ceil(num_rows * bits / 32), scale[1])
+        require_shape(".weight_zero_point", stored[".weight_zero_point"].shape, wanted)
+    coding = PackedIntegers(
+        bits, group, float_type(stored, ".weight_scale"), int(has_zero), is_ordered
+    )
+    used = {".weight_scale", ".weight_shape", ".weight_zero_point"} | (
+        {".weight_g_idx"} if is_ordered else set()
+    )
+    companions = tuple(
+        suffix for suffix in _SUFFIXES_COMPRESSED_INTEGERS if suffix in stored and suffix in used
+    )
+    return RecognisedWeight(coding, (num_rows, num_columns), (".weight_packed",), companions)
+
+
+def _bits_and_group(
+    num_words: int, num_groups: int, settings: Mapping[str, Any]
+) -> tuple[int, int]:
+    """What config groups say that fit these words and scales; they may be told by names, which
+    tensors need not.
+    """
+    fitting = set()
+    others = set()
+    for weights in _weights(settings):
+        bits = weights.get("num_bits")
+        size = weights.get("group_size")
+        if type(bits) is not int or bits not in _BITS_COMPRESSED_INTEGERS:
+            others.add(f"{bits!r:.20}")
+            continue
+        if size is not None and type(size) is not int:
+            continue
+        per_word = 32 // bits
+        if num_groups == 1 and (
+            size is None or size < 0 or num_words <= math.ceil(size / per_word)
+        ):
+            fitting.add((bits, 0))
+        elif size is not None and size > 0:
+            most = num_words * per_word
+            least = (num_words - 1) * per_word + 1
+            if math.ceil(least / size) <= num_groups <= math.ceil(most / size):
+                fitting.add((bits, size))
+    if len(fitting) == 1:
+        return next(iter(fitting))
+    if not fitting and others:
+        raise ValueError(
+            f"num_bits must be one of {_BITS_COMPRESSED_INTEGERS}, got {others.pop()}: take a checkpoint of 4 or 8 bits"
+        )
+    what = f"{num_words} words and {num_groups} scales a row, {f'{len(fitting)} do' if fitting else 'none does'}"
+    raise ValueError(f"one of config_groups must fit {what}: mend config.json")
+
+
+def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    return (one for one in config_weights(settings) if one.get("type", "int") == "int")
+
+
+def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
+    shape = matrix_shape(stored, ".weight")
+    scale = stored[".weight_scale"].shape
+    if math.prod(scale) == 1:
+        group = 0
+    else:
+        require_shape(".weight_scale", scale[:1], shape[:1])
+        said = next((weights.get("group_size") for weights in _weights(settings)), None)
+        group = group_size(shape[1], math.prod(scale[1:]), said)
+    zero = stored.get(".weight_zero_point")
+    if zero is not None and zero.dtype != "I8":
+        raise ValueError(f".weight_zero_point must be of type I8, is {zero.dtype}: {AGAIN}")
+    coding = ByteIntegers(
+        8, group, float_type(stored, ".weight_scale"), int(zero is not None), align_bytes=1
+    )
+    companions = tuple(
+        suffix for suffix in (".weight_scale", ".weight_zero_point") if suffix in stored
+    )
+    return RecognisedWeight(coding, shape, (".weight",), companions)
+
+
+COMPRESSED_INTEGERS = Format(_SUFFIXES_COMPRESSED_INTEGERS, _recognise_compressed_integers)

@@ -1,6 +1,7 @@
 """Both models of a decoder: opened, proved to fit each other, and filled with weights.
 
-What reads no weights and what does are apart, so that everything that can be refused is refused in between.
+What reads no weights and what does are apart, so that everything that can be refused is refused in
+between.
 """
 
 import os
@@ -11,35 +12,35 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.calibration.expansion_choice import choose_expansion
-from offload.calibration.kernel_comparison import Outcome
+from offload.calibration.kernels import choose_expansion
+from offload.calibration.trial import ComparisonOutcome
 from offload.checkpoint.generation_config import generation_settings
+from offload.checkpoint.hub import are_same, other_vocabulary
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.vocabulary import are_same, other_vocabulary
 from offload.drafting.base import Drafter
-from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
-from offload.drafting.sources import Sources
-from offload.drafting.worth import StepSeconds
-from offload.engine.hooks import Hooks, Progress
+from offload.drafting.dynamic import StepSeconds
+from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
+from offload.drafting.lookup import GuessSources
+from offload.engine.identities import Identities
+from offload.engine.team import Hooks, Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files, ram_warning
+from offload.memory.planner import ModelFiles, ram_warning
 from offload.model.encoder_decoder import open_model
 from offload.model.experts import sample_of
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.planning.options import LoadOptions
-from offload.sampling.grammars import Grammars
+from offload.sampling.grammar import Grammars
 from offload.streaming.device import CudaDevice, Device
-from offload.streaming.disk import DiskReader
-from offload.streaming.sight import Sight
-from offload.streaming.source import ByteSource, OpenSource
+from offload.streaming.disk import ByteSource, DiskReader, OpenSource
+from offload.streaming.scan import WeightScan
 
 _HOST = torch.device("cpu")
 
 
-class Pair(NamedTuple):
+class ModelPair(NamedTuple):
     """Both models without the target's layers."""
 
     target: StreamedModel  # embeddings and head are bound
@@ -50,69 +51,96 @@ class Pair(NamedTuple):
     end_ids: frozenset[int]
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
-    sights: tuple[Sight, ...]  # of what is read of both
+    sights: tuple[WeightScan, ...]  # of what is read of both
     damage: list[str]  # what they have found that is not finite
     grammars: Grammars  # that texts may be asked to keep
+    identities: Identities  # of what both hold
 
-    def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, step_s: StepSeconds) -> Drafter:
+    def drafter(
+        self, plan: MemoryPlan, kernels: KernelSet, sources: GuessSources, step_s: StepSeconds
+    ) -> Drafter:
         """What grows the trees."""
         kind = DrafterKind(has_draft=self.draft is not None, has_sources=bool(sources))
-        materials = Materials(self.draft, self.target.vocab_size, plan.draft_slots, kernels, sources, step_s)
+        materials = DrafterInputs(
+            self.draft, self.target.vocab_size, plan.draft_slots, kernels, sources, step_s
+        )
         return DRAFTERS[kind](materials)
 
 
 def open_pair(
-    files: Files, options: LoadOptions, device: Device | None, resources: ExitStack, open_source: OpenSource,
-    adapt: Callable[[nn.Module], None] = lambda meta_model: None, *, on_demand: bool = False,
-) -> Pair:  # fmt: skip
-    """Meta models with their tokenizer and the file reader; `adapt` may change the target's before it has weights.
+    files: ModelFiles,
+    options: LoadOptions,
+    device: Device | None,
+    resources: ExitStack,
+    open_source: OpenSource,
+    adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+    *,
+    identities: Identities,
+    on_demand: bool = False,
+) -> ModelPair:
+    """Meta models with their tokenizer and the file reader; `adapt` may change the target's before
+    it has weights.
 
-    With `on_demand` the target's routed experts come one by one, see `BoundModel`.
+    `identities` see what is read. With `on_demand` the target's routed experts come one by one, see
+    `BoundModel`.
 
     Raises `UserError` where the two do not fit each other.
     """
     place = _HOST if device is None else device.place
     has_host_table = device is not None
     target = open_model(
-        files.target, options.dtype, place, has_host_table=has_host_table, adapt=adapt, on_demand=on_demand
+        files.target,
+        options.dtype,
+        place,
+        has_host_table=has_host_table,
+        adapt=adapt,
+        on_demand=on_demand,
     )
     end_ids = end_ids_of(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
-    tokenizer, draft = load_tokenizer(files.target.tokenizer_path), None
+    tokenizer = load_tokenizer(files.target.tokenizer_path)
+    draft = None
     if files.draft is not None:
         draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
         check_vocabulary(tokenizer, files, target, draft)
     damage = list[str]()
-    sights = tuple(Sight(one, damage.append) for one in files if one is not None)
+    sights = tuple(WeightScan(one, damage.append) for one in files if one is not None)
     store = open_source(
-        files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s,
-        sight=sights[0],
-    )  # fmt: skip
+        files.target.shards,
+        stamps=files.target.stamps,
+        rate_limit_bytes_per_s=options.limit_bytes_per_s,
+        sight=identities.watching("target", sights[0]),
+    )
     resources.callback(store.close)
     grammars = Grammars(tokenizer, target.vocab_size, end_ids)
-    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes, sights, damage, grammars)
+    more = device, notes, sights, damage, grammars, identities
+    return ModelPair(target, draft, store, open_source, tokenizer, end_ids, *more)
 
 
-def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
+def read_pair(pair: ModelPair, on_bytes: Progress) -> list[ComparisonOutcome]:
     """All of the draft, and of the target what lies around its layers.
 
-    Returns the trials of how coded weights are expanded. These come before layers are read, since a held draft expands
-    its own once and then has none left to try.
+    Returns the trials of how coded weights are expanded. These come before layers are read, since a
+    held draft expands its own once and then has none left to try.
     """
-    total_bytes, draft = pair.target.rest_bytes, pair.draft
+    total_bytes = pair.target.rest_bytes
+    draft = pair.draft
     if draft is not None:
         layouts = (*draft.layer_layouts, *draft.encoder_layouts)
         total_bytes += draft.rest_bytes + sum(layout.slab_bytes for layout in layouts)
     count = counter(total_bytes, on_bytes)
     count(pair.target.read_rest(pair.store.fetch))
     if pair.target.experts:
-        pair.target.bring_experts(sample_of(pair.target.experts[0].records, pair.store.fetch, pair.target.place))
+        pair.target.bring_experts(
+            sample_of(pair.target.experts[0].records, pair.store.fetch, pair.target.place)
+        )
     outcomes = _pick_expansion(pair, pair.target, pair.store)
     if draft is not None:
         files = draft.checkpoint
-        options = {"stamps": files.stamps, "rate_limit_bytes_per_s": None, "sight": pair.sights[1]}
+        sight = pair.identities.watching("draft", pair.sights[1])
+        options = {"stamps": files.stamps, "rate_limit_bytes_per_s": None, "sight": sight}
         with closing(pair.open_source(files.shards, **options)) as source:
             count(draft.read_rest(source.fetch, pair.target))
             outcomes += _pick_expansion(pair, draft, source)
@@ -123,7 +151,9 @@ def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
 def send_beside_layers(
     device: Device | None, plan: MemoryPlan, resources: ExitStack, *models: StreamedModel | None
 ) -> list[str]:
-    """On a GPU that layers are streamed to, let what these models send pass the layers; lines for the user."""
+    """On a GPU that layers are streamed to, let what these models send pass the layers; lines for
+    the user.
+    """
     if not isinstance(device, CudaDevice) or not plan.is_streamed:
         return []
     refusal = device.stage_uploads(resources)
@@ -132,8 +162,10 @@ def send_beside_layers(
     return [] if refusal is None else [refusal]
 
 
-def telling(pair: Pair, hooks: Hooks) -> Callable[[], None]:
-    """`on_layer` for a target that notes, once, what weights show, after its first sweep; experts come later."""
+def telling(pair: ModelPair, hooks: Hooks) -> Callable[[], None]:
+    """`on_layer` for a target that notes, once, what weights show, after its first sweep; experts
+    come later.
+    """
     num_left = pair.target.num_layers
 
     def on_layer() -> None:
@@ -154,7 +186,9 @@ def telling(pair: Pair, hooks: Hooks) -> Callable[[], None]:
     return on_layer
 
 
-def _pick_expansion(pair: Pair, model: StreamedModel, store: ByteSource) -> list[Outcome]:
+def _pick_expansion(
+    pair: ModelPair, model: StreamedModel, store: ByteSource
+) -> list[ComparisonOutcome]:
     """How its coded weights are expanded, and what the trials were."""
     choice = choose_expansion(model, store.fetch, pair.device)
     model.expand_with(choice.expansion)
@@ -175,10 +209,17 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 
 
 def resident_model(
-    checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST, *, found: Callable[[str], None] | None = None
+    checkpoint: Checkpoint,
+    dtype: str,
+    place: torch.device = _HOST,
+    *,
+    found: Callable[[str], None] | None = None,
 ) -> StreamedModel:
-    """A small model with all its weights in memory, looked at if `found` is there to hear as `Sight` has it."""
-    model, sight = open_model(checkpoint, dtype, place), None if found is None else Sight(checkpoint, found)
+    """A small model with all its weights in memory, looked at if `found` is there to hear as
+    `WeightScan` has it.
+    """
+    model = open_model(checkpoint, dtype, place)
+    sight = None if found is None else WeightScan(checkpoint, found)
     with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, sight=sight)) as store:
         model.read_rest(store.fetch)
         if place == _HOST:
@@ -205,7 +246,10 @@ class Vocabulary(NamedTuple):
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None, files: Files, target: StreamedModel | Vocabulary, drafter: StreamedModel | Vocabulary
+    tokenizer: Tokenizer | None,
+    files: ModelFiles,
+    target: StreamedModel | Vocabulary,
+    drafter: StreamedModel | Vocabulary,
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
 
@@ -213,7 +257,8 @@ def check_vocabulary(
     """
     draft = files.draft
     assert draft is not None, "there is one to compare with"
-    draft_tokenizer, same = load_tokenizer(draft.tokenizer_path), target.vocab_size == drafter.vocab_size
+    draft_tokenizer = load_tokenizer(draft.tokenizer_path)
+    same = target.vocab_size == drafter.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
         is_exact = not any(os.path.isfile(one.tokenizer_path) for one in (files.target, draft))
         same = are_same(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), is_exact=is_exact)
@@ -221,11 +266,15 @@ def check_vocabulary(
         raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
     if target.start != drafter.start:
         what = f"{draft.directory.name}: decoder_start_token_id must be the target's, {target.start[0]}"
-        raise UserError(f"{what}, got {drafter.start[0]}: take another draft, or mend its generation_config.json")
+        raise UserError(
+            f"{what}, got {drafter.start[0]}: take another draft, or mend its generation_config.json"
+        )
 
 
 def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
-    """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
+    """Tokens that end a sequence, as transformers finds them: the generation config first, then the
+    model's.
+    """
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in ids):

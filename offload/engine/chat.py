@@ -1,21 +1,24 @@
-"""A conversation with a decoder: every turn is one run that keeps the keys and values of what was said before.
+"""A conversation with a decoder: every turn is one run that keeps the keys and values of what was
+said before.
 
-The chat template is applied to all messages, and kept are as many positions as its tokens share with what the caches
-hold, so a turn's tokens are those of a fresh decoder on the whole conversation. Invariant: messages are what was said;
-a question that got no token in reply is forgotten.
+The chat template is applied to all messages, and kept are as many positions as its tokens share
+with what the caches hold, so a turn's tokens are those of a fresh decoder on the whole
+conversation. Invariant: messages are what was said; a question that got no token in reply is
+forgotten.
 """
 
 import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from offload.config import Sampling, require
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.units import Sampling, require
 
-_GREETING = {"role": "user", "content": "Hello"}  # what is wrong with it is wrong with every question
+# what is wrong with it is wrong with every question
+_GREETING = {"role": "user", "content": "Hello"}
 _INCOMPLETE = "\ufffd"  # a character that an answer was cut short in
 
 
@@ -23,9 +26,11 @@ class Chat:
     """One conversation. Ask it; iterate over what it gives for pieces of the answer.
 
     Args:
-        decoder: of a model with a chat template. Other runs of it in between cost time, nothing else.
+        decoder: of a model with a chat template. Other runs of it in between cost time, nothing
+            else.
         sampling: the turn with number t, from 0 on, draws with its seed plus t.
-        system: what the model is told before the first question, where its template knows such a thing.
+        system: what the model is told before the first question, where its template knows such a
+            thing.
         max_new_tokens: of one answer; None is as many as there is room for.
         stop: strings that end an answer; they are not part of it.
 
@@ -38,15 +43,27 @@ class Chat:
     """
 
     def __init__(
-        self, decoder: Decoder, sampling: Sampling | None = None, *,
-        system: str | None = None, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        decoder: Decoder,
+        sampling: Sampling | None = None,
+        *,
+        system: str | None = None,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> None:
         self._decoder, self.sampling = decoder, Sampling() if sampling is None else sampling
-        require(system is None or isinstance(system, str), "`system` must be text", f"{system!r:.80}", "leave it out")
+        require(
+            system is None or isinstance(system, str),
+            "`system` must be text",
+            f"{system!r:.80}",
+            "leave it out",
+        )
         num_new = 0 if max_new_tokens is None else max_new_tokens
         Request(sampling=self.sampling, max_new_tokens=num_new, stop=stop).check()
-        self.max_new_tokens, self.stop = max_new_tokens, stop
-        self.messages, self._num_turns = _opening(system), 0
+        self.max_new_tokens = max_new_tokens
+        self.stop = stop
+        self.messages = _opening(system)
+        self._num_turns = 0
         self.turn: Run | None = None
         decoder.encode([*self.messages, _GREETING])
 
@@ -70,7 +87,9 @@ class Chat:
         self.messages = _opening(self.system)
 
     def undo(self) -> str:
-        """Forget the last question with its answer; returns the question. Raises `UserError` where there is none."""
+        """Forget the last question with its answer; returns the question. Raises `UserError` where
+        there is none.
+        """
         asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise UserError("nothing was asked yet: ask something first")
@@ -79,44 +98,59 @@ class Chat:
         return question
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Pieces of the answer as they are accepted; where iterating ends early, what there is counts as the answer.
+        """Pieces of the answer as they are accepted; where iterating ends early, what there is
+        counts as the answer.
 
         Raises `UserError` where the conversation fills the context.
         """
         return self._begin([*self.messages, {"role": "user", "content": question}])
 
     def retry(self) -> Generator[str, None, None]:
-        """Ask the last question once more; its answer stays until there is another. Raises what `ask` raises."""
+        """Ask the last question once more; its answer stays until there is another. Raises what
+        `ask` raises.
+        """
         before = self.messages
         question = self.undo()
-        asked, self.messages = [*self.messages, {"role": "user", "content": question}], before
+        asked = [*self.messages, {"role": "user", "content": question}]
+        self.messages = before
         return self._begin(asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Keep the conversation in a file, with the keys and values. Raises `UserError` where it cannot be written."""
+        """Keep the conversation in a file, with the keys and values. Raises `UserError` where it
+        cannot be written.
+        """
         self._decoder.save_session(path, self.messages, self._num_turns)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on with a conversation in a file, system prompt included; what `save` kept is not read again.
+        """Go on with a conversation in a file, system prompt included; what `save` kept is not read
+        again.
 
-        Raises `UserError` for the files that `Decoder.load_session` refuses, and for those of a text.
+        Raises `UserError` for the files that `Decoder.load_session` refuses, and for those of a
+        text.
         """
         session = self._decoder.load_session(path)
         if session.messages is None:
-            raise UserError(f"{path} holds a text and no conversation: go on with it by offload generate --session")
+            raise UserError(
+                f"{path} holds a text and no conversation: go on with it by offload generate --session"
+            )
         self._decoder.encode([*session.messages, _GREETING])
         self.messages, self._num_turns = session.messages, session.num_turns
 
     def _begin(self, asked: list[dict[str, str]]) -> Generator[str, None, None]:
-        ids, context = self._decoder.encode(asked), self._decoder.plan.context
+        ids = self._decoder.encode(asked)
+        context = self._decoder.plan.context
         if len(ids) >= context:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
                 f"begin anew with /clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
         sampling = replace(self.sampling, seed=self.sampling.seed + self._num_turns)
-        num_new = min(context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids))
-        self.turn = self._decoder.run(ids, sampling, max_new_tokens=num_new, stop=self.stop, continues=True)
+        num_new = min(
+            context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids)
+        )
+        self.turn = self._decoder.run(
+            ids, sampling, max_new_tokens=num_new, stop=self.stop, continues=True
+        )
         self._num_turns += 1
         return self._answer(self.turn, asked)
 
@@ -126,7 +160,10 @@ class Chat:
         finally:
             result = run.result()
             if result.token_ids:
-                self.messages = [*asked, {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)}]
+                self.messages = [
+                    *asked,
+                    {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)},
+                ]
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

@@ -1,8 +1,10 @@
-"""The decoder: a streamed target, a resident drafter, and the step that turns one sweep into many tokens.
+"""The decoder: a streamed target, a resident drafter, and the step that turns one sweep into many
+tokens.
 
-Invariant: the distribution of what is emitted depends on the target and the sampling settings alone. Tree, drafter,
-memory and threads change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
-Whoever loads with a `lenience` below 1 gives that up, and every result says so.
+Invariant: the distribution of what is emitted depends on the target and the sampling settings
+alone. Tree, drafter, memory and threads change only how long it takes; with the rules `match` and
+`topk` one seed gives one text, too. Whoever loads with a `lenience` below 1 gives that up, and
+every result says so.
 """
 
 import os
@@ -19,13 +21,10 @@ from typing import Literal, NamedTuple, Unpack, overload
 import torch
 
 from offload.calibration.invariance import Invariance
-from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
-from offload.config import Sampling, check_lenience, require, whole_number
+from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.base import Drafter
-from offload.drafting.sources import NO_SOURCES, Sources
-from offload.engine.cache_pool import CachePool
-from offload.engine.forest import Forest
-from offload.engine.generation import Generation, Run, Setup
+from offload.drafting.lookup import NO_SOURCES, GuessSources
+from offload.engine.generation import Generation, Run, RunInfo
 from offload.engine.many import in_order
 from offload.engine.request import (
     Prompt,
@@ -38,29 +37,29 @@ from offload.engine.request import (
     whole_numbers,
     with_start,
 )
-from offload.engine.scoring import Scorer, TextScore, Wanted, wanted_of
-from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
+from offload.engine.sequence import CachePool, Caches, DecoderLock, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
+from offload.engine.step import SpeculationStep
 from offload.engine.text import TextStream, Tokenizer
 from offload.engine.text_arguments import TextArguments
-from offload.engine.turn import Turn
 from offload.errors import UserError
 from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
-from offload.planning.tree_policy import TreeChoice, Trees
-from offload.sampling.grammar import Grammar
-from offload.sampling.grammars import Grammars
+from offload.planning.selector import TreeChoice, Trees
+from offload.sampling.grammar import Grammar, Grammars
 from offload.sampling.sampler import Sampler
-from offload.threads.policy import Mode, ThreadPolicy
-from offload.threads.waiting import ThreadWaiting
-from offload.tree.topology import Shape, chain
-from offload.verification.rules import Rule, find_rule
+from offload.threads import Mode, ThreadPolicy, ThreadWaiting
+from offload.trees.topology import Shape, chain
+from offload.trees.verification import Rule, find_rule
+from offload.units import Sampling, check_lenience, require, whole_number
 
-_ROOT, _UNLIMITED = chain(0), Limits()
+_ROOT = chain(0)
+_UNLIMITED = Limits()
 
 
-class Settled(NamedTuple):
+class DecoderConfig(NamedTuple):
     """What loading has found out and decided for all runs."""
 
     plan: MemoryPlan
@@ -72,11 +71,11 @@ class Settled(NamedTuple):
     tokenizer: Tokenizer | None = None
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance()
-    sources: Sources = NO_SOURCES
+    sources: GuessSources = NO_SOURCES
     grammars: Grammars | None = None
 
 
-class Checked(NamedTuple):
+class ValidatedRequest(NamedTuple):
     """What a run begins with, of a request that can be served."""
 
     prompt_ids: list[int]
@@ -85,72 +84,120 @@ class Checked(NamedTuple):
 
 
 class Decoder:
-    """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
+    """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context
+    manager or `close` it.
 
     One that is dropped closes itself.
 
-    It writes as many texts at a time as it was loaded for, each in a place of its own; where that is one, a sequence
-    that is begun overtakes the one before. Any thread may use it, one at a time: while a step or `generate` is under
-    way others get a `UserError`, but for `close`, which ends it.
+    It writes as many texts at a time as it was loaded for, each in a place of its own; where that
+    is one, a sequence that is begun overtakes the one before. Any thread may use it, one at a time:
+    while a step or `generate` is under way others get a `UserError`, but for `close`, which ends
+    it.
 
     Attributes:
-        target, drafter: the two models, for whoever measures them.
+        target, drafter, identities: the two models, for whoever measures them, and what files call
+            them by.
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
         end_ids: tokens that end a text.
-        notes: lines for the user about what is not as fast as it could be, not exact, or odd about weights once seen.
-        invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
+        notes: lines for the user about what is not as fast as it could be, not exact, or odd about
+            weights once seen.
+        invariance: whether each token has the same bits whatever tree, draft or prompt it came
+            with.
         sources: of guesses that are no models.
         num_score_passes: over the weights, made by `score_texts`.
-        comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
+        comparisons: how kernels have done on this GPU against what runs without them; none on a
+            CPU.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: list[str]
+        self,
+        target: Target,
+        drafter: Drafter,
+        settled: DecoderConfig,
+        *,
+        resources: ExitStack,
+        notes: list[str],
     ) -> None:
-        (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
-         self.invariance, self.sources, grammars) = settled  # fmt: skip
+        (
+            self.plan,
+            self._models,
+            self._trees,
+            self.rule,
+            self.threads,
+            choice,
+            self.tokenizer,
+            self.end_ids,
+            self.invariance,
+            self.sources,
+            grammars,
+        ) = settled
         self._kernels, self.comparisons = choice
-        self.target, self.drafter, self._resources = target, drafter, resources
+        self.identities = self._models.identities
+        self.target = target
+        self.drafter = drafter
+        self._resources = resources
         self._vocab_size, self._start = target.vocab_size, target.start
         self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
-        self._turn, self._waiting, self._encoding = Turn(target.computing), ThreadWaiting(), threading.Lock()
+        self._turn, self._waiting, self._encoding = (
+            DecoderLock(target.computing),
+            ThreadWaiting(),
+            threading.Lock(),
+        )
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]
         if self.num_parallel > 1:
             target.share_sweeps([one.target for one in sets])
             drafter.share_states([one.draft for one in sets])
-        self._pool, self.num_score_passes = CachePool(sets, self._start), 0
-        self._compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
-        self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows, self._trees.took)
-        found = [self.plan.num_slots and target.stream.note, target.experts and target.experts.carrier.note]
+        self._pool = CachePool(sets, self._start)
+        self.num_score_passes = 0
+        # a method of this would make a cycle
+        self._compute_in = partial(_compute_in, self._waiting)
+        self._forest = SpeculationStep(
+            target, drafter, self.threads, self._compute_in, self._prompt_rows, self._trees.took
+        )
+        found = [
+            self.plan.num_slots and target.stream.note,
+            target.experts and target.experts.carrier.note,
+        ]
         self.notes = notes  # which the first sweep may add to
         self.notes += dict.fromkeys(note for note in found if note)
 
     def __repr__(self) -> str:
+        is_open = hasattr(self, "_pool")
         state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"
-        state = state if hasattr(self, "_pool") else "closed"
-        return f"Decoder({state})\n{self.plan}"
+        return f"Decoder({state if is_open else 'closed'})\n{self.plan}"
 
     def begin(
-        self, tokens: abc.Sequence[int], sampling: Sampling, *,
-        rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,
+        self,
+        tokens: abc.Sequence[int],
+        sampling: Sampling,
+        *,
+        rule: Rule | None = None,
+        shape: Shape = _ROOT,
+        limits: Limits = _UNLIMITED,
+        keeps: bool = False,
         grammar: Grammar | None = None,
-    ) -> Sequence:  # fmt: skip
-        """A new sequence, with the prompt's tokens and the start that some models want, overtakes the one before.
+    ) -> Sequence:
+        """A new sequence, with the prompt's tokens and the start that some models want, overtakes
+        the one before.
 
         Args:
             rule, shape: those of the decoder, and no tree, where they are left out.
-            keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
+            keeps: the keys and values of all tokens that it shares with the sequence before, but
+                for its last.
             grammar: that the new text must keep.
         """
         with self._turn.held():
-            rule, masks = rule or self.rule, [] if grammar is None else [self._grammars.mask(grammar)]
+            rule = rule or self.rule
+            masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
             sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
-            begun, has_draft = with_start(whole_numbers(tokens), self._start), self._trees.has_draft
-            sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)  # an encoder's is no text
+            begun = with_start(whole_numbers(tokens), self._start)
+            has_draft = self._trees.has_draft
+            # an encoder's is no text
+            sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
@@ -158,8 +205,9 @@ class Decoder:
     def step(self, sequence: Sequence) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
 
-        Returns the newly accepted tokens as far as they count, at least one, which the sequence has as well. Raises
-        `UserError` where the sequence was overtaken, the decoder closed, or another thread is using it.
+        Returns the newly accepted tokens as far as they count, at least one, which the sequence has
+        as well. Raises `UserError` where the sequence was overtaken, the decoder closed, or another
+        thread is using it.
         """
         with self._turn.stepping():
             while not (counted := self._pass([sequence])[0]) and not sequence.is_taken_in:
@@ -167,38 +215,56 @@ class Decoder:
             return counted
 
     def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
-        """One step of all of them; see `Forest`."""
+        """One step of all of them; see `SpeculationStep`."""
         return self._forest.step(sequences)
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, *, num_samples: Literal[1] = 1, tree: str | None = None, rule: str | None = None,
+        self,
+        prompt: Prompt,
+        *,
+        num_samples: Literal[1] = 1,
+        tree: str | None = None,
+        rule: str | None = None,
         **how: Unpack[TextArguments],
-    ) -> Generation: ...  # fmt: skip
+    ) -> Generation: ...
 
     @overload
     def generate(
-        self, prompt: Prompt | abc.Sequence[Prompt], *, num_samples: int = 1, tree: str | None = None,
-        rule: str | None = None, **how: Unpack[TextArguments],
-    ) -> list[Generation]: ...  # fmt: skip
+        self,
+        prompt: Prompt | abc.Sequence[Prompt],
+        *,
+        num_samples: int = 1,
+        tree: str | None = None,
+        rule: str | None = None,
+        **how: Unpack[TextArguments],
+    ) -> list[Generation]: ...
 
     def generate(
-        self, prompt: Prompt | abc.Sequence[Prompt], *, num_samples: int = 1, tree: str | None = None,
-        rule: str | None = None, **how: Unpack[TextArguments],
-    ) -> Generation | list[Generation]:  # fmt: skip
+        self,
+        prompt: Prompt | abc.Sequence[Prompt],
+        *,
+        num_samples: int = 1,
+        tree: str | None = None,
+        rule: str | None = None,
+        **how: Unpack[TextArguments],
+    ) -> Generation | list[Generation]:
         """Generate to the end: one text, or as many at a time as the decoder was loaded for.
 
         Args:
-            prompt: text, put into the model's chat template where it has one, the messages of a conversation, such as
-                `[{"role": "user", "content": "Hello"}]`, or token ids; or several of these in a list.
-            num_samples: texts of each prompt, with its seed and those behind it; one after another in the result,
-                prompt by prompt. More than one, and several prompts, give a list.
+            prompt: text, put into the model's chat template where it has one, the messages of a
+                conversation, such as `[{"role": "user", "content": "Hello"}]`, or token ids; or
+                several of these in a list.
+            num_samples: texts of each prompt, with its seed and those behind it; one after another
+                in the result, prompt by prompt. More than one, and several prompts, give a list.
             tree: another tree than the one given to `load`, no larger than that one.
-            rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
+            rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or
+                topk.
             how: `max_new_tokens`, `temperature` and the others of `TextArguments`.
 
         Raises:
-            UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
+            UserError: empty prompt, no room for it, settings out of range, or a decoder that
+            another thread is using.
             ReadError: the disk failed.
         """
         several = several_of(prompt)
@@ -216,22 +282,35 @@ class Decoder:
             return in_order(self, requests, tree=tree, rule=rule)
 
     def stream(
-        self, prompt: Prompt, *, tree: str | None = None, rule: str | None = None, **how: Unpack[TextArguments]
+        self,
+        prompt: Prompt,
+        *,
+        tree: str | None = None,
+        rule: str | None = None,
+        **how: Unpack[TextArguments],
     ) -> Iterator[str]:
         """Yield pieces of one text as they are accepted; the arguments are those of `generate`."""
         return iter(self.start(request_of(prompt, how), tree=tree, rule=rule))
 
     def run(
-        self, prompt: Prompt, sampling: Sampling, *, max_new_tokens: int,
-        stop: str | abc.Sequence[str] | None = None, raw: bool = False,
-        tree: str | None = None, rule: str | None = None, continues: bool = False,
-    ) -> Run:  # fmt: skip
-        """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: str | abc.Sequence[str] | None = None,
+        raw: bool = False,
+        tree: str | None = None,
+        rule: str | None = None,
+        continues: bool = False,
+    ) -> Run:
+        """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any
+        time.
 
         Args:
             sampling: how tokens are drawn; the other arguments are those of `generate`.
-            continues: keep the keys and values of all tokens that the prompt shares with the run before; but for
-                `invariance` they differ from the prompt's own by rounding.
+            continues: keep the keys and values of all tokens that the prompt shares with the run
+                before; but for `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
         return self.start(request, tree=tree, rule=rule, continues=continues)
@@ -247,27 +326,48 @@ class Decoder:
         return self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
 
     def start(
-        self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
+        self,
+        request: Request,
+        *,
+        tree: str | None = None,
+        rule: str | None = None,
+        continues: bool = False,
     ) -> Run:
-        """The same from a request, beside at most `num_parallel` - 1 runs that are not released yet.
+        """The same from a request, beside at most `num_parallel` - 1 runs that are not released
+        yet.
 
         Raises `UserError`.
         """
-        sampling, max_new_tokens = request.sampling, request.max_new_tokens
+        sampling = request.sampling
+        max_new_tokens = request.max_new_tokens
         prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
-        text = TextStream(self.tokenizer, start_ids, request.stops)  # before a place is taken: it may fail
+        # before a place is taken: it may fail
+        text = TextStream(self.tokenizer, start_ids, request.stops)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(
-            prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues,
+            prompt_ids,
+            sampling,
+            rule=acceptance,
+            shape=choice.shape,
+            limits=limits,
+            keeps=continues,
             grammar=request.grammar,
-        )  # fmt: skip
-        sequence.follow(choice.chains, lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape)
-        sequence.stats.num_prompt_tokens, sequence.num_logprobs = len(prompt_ids), request.num_logprobs
-        setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
+        )
+        sequence.follow(
+            choice.chains,
+            lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape,
+        )
+        sequence.stats.num_prompt_tokens, sequence.num_logprobs = (
+            len(prompt_ids),
+            request.num_logprobs,
+        )
+        setup = RunInfo(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
-    def check(self, request: Request, *, tree: str | None = None, rule: str | None = None) -> Checked:
+    def check(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None
+    ) -> ValidatedRequest:
         """What a run of this request begins with; another thread may ask while runs are under way.
 
         Raises `UserError`.
@@ -279,12 +379,16 @@ class Decoder:
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:
             self._grammars.mask(request.grammar)
-        return Checked(prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree))
+        return ValidatedRequest(
+            prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree)
+        )
 
     def advance(self, runs: abc.Sequence[Run]) -> list[str]:
-        """One pass over the weights for all of these runs: the piece of text that each has gained by it.
+        """One pass over the weights for all of these runs: the piece of text that each has gained
+        by it.
 
-        Raises `UserError` where one was overtaken, the decoder closed, or another thread is using it.
+        Raises `UserError` where one was overtaken, the decoder closed, or another thread is using
+        it.
         """
         with self._turn.held():
             self.sweep(runs)
@@ -302,18 +406,35 @@ class Decoder:
             self._pool.release(run.sequence)
 
     def score_texts(self, texts: abc.Sequence[tuple[abc.Sequence[int], int]]) -> list[TextScore]:
-        """How likely the ends of texts are: each is given as token ids, and from which of them on they count.
+        """How likely the ends of texts are: each is given as token ids, and from which of them on
+        they count.
 
-        Texts share passes, `num_score_passes` in all, and those that begin alike the rows of their beginning. Raises
-        `UserError` for a text that is longer than the context, or has nothing before what counts.
+        Texts share passes, `num_score_passes` in all, and those that begin alike the rows of their
+        beginning. Raises `UserError` for a text that is longer than the context, or has nothing
+        before what counts.
         """
-        wanted = [Wanted(encode(self.tokenizer, text, self._vocab_size), first) for text, first in wanted_of(texts)]
-        most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)  # nothing is asked of the last one
+        wanted = [
+            ScoreRequest(encode(self.tokenizer, text, self._vocab_size), first)
+            for text, first in wanted_of(texts)
+        ]
+        # nothing is asked of the last one
+        most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)
         rule = "a text must fit, but for its last token, into the context"
-        require(most <= self.plan.context, f"{rule} of {self.plan.context} tokens", most, "raise `context`")
-        require(not self._start, "models with an encoder score no texts", "one", "choose another model")
+        require(
+            most <= self.plan.context,
+            f"{rule} of {self.plan.context} tokens",
+            most,
+            "raise `context`",
+        )
+        require(
+            not self._start, "models with an encoder score no texts", "one", "choose another model"
+        )
         with self._turn.stepping():
-            scorer = Scorer(self.target, self._pool.borrow().target, self.plan.max_prompt_rows + self.plan.num_nodes)
+            scorer = Scorer(
+                self.target,
+                self._pool.borrow().target,
+                self.plan.max_prompt_rows + self.plan.num_nodes,
+            )
             self._compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
             scores = scorer.score(wanted)
             self.num_score_passes += scorer.num_passes
@@ -329,20 +450,29 @@ class Decoder:
         return self._trees.for_run(sampling, self.rule.name)
 
     def save_session(
-        self, path: str | os.PathLike[str], messages: list[dict[str, str]] | None = None, num_turns: int = 0
+        self,
+        path: str | os.PathLike[str],
+        messages: list[dict[str, str]] | None = None,
+        num_turns: int = 0,
     ) -> None:
-        """Keep the text that was written last, with its keys and values, in a file; see `load_session`.
+        """Keep the text that was written last, with its keys and values, in a file; see
+        `load_session`.
 
-        `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
+        `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be
+        written.
         """
         require_sessions(self._start, self.num_parallel)
         with self._turn.held():
-            save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
+            save_session(
+                Path(path), self._models, self._pool, self._arithmetic, messages, num_turns
+            )
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.
+        """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it
+        shares with their text.
 
-        Raises `UserError` for files of other weights or another type, longer ones than the context, broken ones.
+        Raises `UserError` for files of other weights or another type, longer ones than the context,
+        broken ones.
         """
         require_sessions(self._start, self.num_parallel)
         with self._turn.held():
@@ -350,14 +480,19 @@ class Decoder:
 
     @property
     def _arithmetic(self) -> str:
-        """What the bits of keys and values depend on here; empty where they depend on the rows beside as well."""
+        """What the bits of keys and values depend on here; empty where they depend on the rows
+        beside as well.
+        """
         if not self.invariance.holds:
             return ""
-        counts = ", ".join(map(str, self.invariance.thread_counts))  # row sizes are those that hold with all of them
+        # row sizes are those that hold with all of them
+        counts = ", ".join(map(str, self.invariance.thread_counts))
         return f"{cpu_name()}, torch {torch.__version__}, {self.plan.device}, {counts} threads"
 
     def close(self) -> None:
-        """Stop the readers, close the files, drop weights and buffers, once a step of another thread is over."""
+        """Stop the readers, close the files, drop weights and buffers, once a step of another
+        thread is over.
+        """
         with self._turn.last(), giving_back_memory():
             self._resources.close()
             if hasattr(self, "_pool"):
@@ -371,17 +506,23 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, tools: abc.Sequence[Tool] = ()) -> list[int]:
-        """Token ids of a prompt as `generate` takes it, checked; any thread may ask. Raises `UserError`.
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, tools: abc.Sequence[Tool] = ()
+    ) -> list[int]:
+        """Token ids of a prompt as `generate` takes it, checked; any thread may ask. Raises
+        `UserError`.
 
         Args:
-            tools: functions that the chat template tells the model of, as OpenAI's protocol describes them.
+            tools: functions that the chat template tells the model of, as OpenAI's protocol
+                describes them.
         """
         with self._encoding:  # not every tokenizer may be used by two threads
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
 
     def room(self, prompt_ids: abc.Sequence[int]) -> int:
-        """New tokens that may follow on a prompt; less than one where it fills the context by itself."""
+        """New tokens that may follow on a prompt; less than one where it fills the context by
+        itself.
+        """
         return self.plan.context - len(self._start or prompt_ids)
 
     def _other_rule(self, name: str) -> Rule:
@@ -402,8 +543,11 @@ def _compute_in(waiting: ThreadWaiting, mode: Mode) -> None:
 
 
 def _close_dropped(resources: ExitStack) -> None:
-    """Hooks of the models make a cycle with them, which would hold weights, threads and files until it is collected."""
-    if threading.current_thread().name.startswith("offload-"):  # a reader that collects garbage cannot wait for itself
+    """Hooks of the models make a cycle with them, which would hold weights, threads and files until
+    it is collected.
+    """
+    # a reader that collects garbage cannot wait for itself
+    if threading.current_thread().name.startswith("offload-"):
         threading.Thread(target=resources.close, daemon=True).start()
     else:
         resources.close()

@@ -1,7 +1,7 @@
 """One generation under way: bursts of accepted tokens become text, until something ends it.
 
-A sweep accepts several tokens at once, so the end (an end-of-sequence token, a stop string, the wanted length) may lie
-inside a burst; what was accepted beyond it is dropped and never counted.
+A sweep accepts several tokens at once, so the end (an end-of-sequence token, a stop string, the
+wanted length) may lie inside a burst; what was accepted beyond it is dropped and never counted.
 """
 
 import time
@@ -10,27 +10,25 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offload.calibration.invariance import Invariance
-from offload.calibration.kernel_comparison import Outcome, rows_of
-from offload.config import Sampling
-from offload.engine.logprobs import TokenLogprob
-from offload.engine.sequence import Sequence
+from offload.calibration.trial import ComparisonOutcome, rows_of
+from offload.engine.sequence import DecoderLock, Sequence, TokenLogprob
 from offload.engine.text import TextStream
-from offload.engine.turn import Turn
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
-from offload.planning.tree_policy import TreeChoice
+from offload.planning.selector import TreeChoice
 from offload.stats import Stats
+from offload.units import Sampling
 
 _TEXT_SHOWN = 60  # characters of it, where a result is looked at
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
-class Setup(NamedTuple):
+class RunInfo(NamedTuple):
     """What a text is written with: the part of a result that its sequence does not know."""
 
     plan: MemoryPlan
     tree_choice: TreeChoice
-    comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
+    comparisons: tuple[ComparisonOutcome, ...]  # of kernels, where it runs on a GPU
     invariance: Invariance  # whether tokens have the same bits with every tree
     lenience: float = 1.0  # with less the text is not the target's
 
@@ -41,25 +39,29 @@ class Generation:
 
     token_ids: list[int]  # that of the end included, where the model ended the text
     text: str  # up to a stop string, or to the end that the model set
-    finish_reason: FinishReason  # "stop": the model's end or a stop string; "length": as many tokens as were asked for
+    # "stop": the model's end or a stop string; "length": as many tokens as were asked for
+    finish_reason: FinishReason
     sampling: Sampling
     rule: str
     stats: Stats
     plan: MemoryPlan
     tree_choice: TreeChoice
-    comparisons: tuple[Outcome, ...]  # of kernels, where it ran on a GPU
+    comparisons: tuple[ComparisonOutcome, ...]  # of kernels, where it ran on a GPU
     is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0
     logprobs: list[TokenLogprob] | None = None  # of the new tokens, where they were asked for
 
     @property
     def is_exact(self) -> bool:
-        """Whether the text is what the target alone would have written, or is distributed like that."""
+        """Whether the text is what the target alone would have written, or is distributed like
+        that.
+        """
         return self.lenience == 1
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _TEXT_SHOWN else f"{self.text[:_TEXT_SHOWN]}..."
-        stats, ended = self.stats, f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
+        stats = self.stats
+        ended = f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
         ended += "" if self.is_exact else f", NOT exact (lenience {self.lenience:g})"
         speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
@@ -72,7 +74,11 @@ class Generation:
             "num_prompt_tokens": self.stats.num_prompt_tokens,
             "num_kept_tokens": self.stats.num_kept_tokens,  # of these, by a session
             "num_new_tokens": len(self.token_ids),
-            **({} if self.logprobs is None else {"logprobs": [one._asdict() for one in self.logprobs]}),
+            **(
+                {}
+                if self.logprobs is None
+                else {"logprobs": [one._asdict() for one in self.logprobs]}
+            ),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
             "sampling": self.sampling.as_dict(),
@@ -88,20 +94,34 @@ class Generation:
 
 
 class Run:
-    """Iterate to get pieces of text as they are accepted; `result()` tells at any time what there is so far.
+    """Iterate to get pieces of text as they are accepted; `result()` tells at any time what there
+    is so far.
 
-    A run that was left or interrupted goes on when it is iterated again; one that is finished gives nothing more.
+    A run that was left or interrupted goes on when it is iterated again; one that is finished gives
+    nothing more.
     """
 
     def __init__(
-        self, step: Callable[[Sequence], object], turn: Turn, sequence: Sequence, text: TextStream, setup: Setup
+        self,
+        step: Callable[[Sequence], object],
+        turn: DecoderLock,
+        sequence: Sequence,
+        text: TextStream,
+        setup: RunInfo,
     ) -> None:
-        self._step, self._turn, self.sequence, self._text, self._setup = step, turn, sequence, text, setup
+        self._step = step
+        self._turn = turn
+        self.sequence = sequence
+        self._text = text
+        self._setup = setup
         self.finish_reason: FinishReason = "interrupted"
-        self._started, self._elapsed_s = time.perf_counter(), 0.0
+        self._started = time.perf_counter()
+        self._elapsed_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
+        return (
+            f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
+        )
 
     @property
     def tree_choice(self) -> TreeChoice:
@@ -125,18 +145,23 @@ class Run:
         return not self.is_finished and not self.sequence.has_ended
 
     def take(self) -> str:
-        """The text of what its sequence has gained by a pass that others may have shared; see `Decoder.advance`."""
+        """The text of what its sequence has gained by a pass that others may have shared; see
+        `Decoder.advance`.
+        """
         if self.is_finished:
             return ""
         num_before = len(self._text.tokens)
         piece = self._take()
         if self.finish_reason != "length":
-            self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - self._started)
+            self._count(
+                len(self.sequence.new_ids) - num_before, time.perf_counter() - self._started
+            )
         return piece
 
     def result(self) -> Generation:
         """What was generated so far."""
-        stats, token_ids = self.sequence.stats, self.sequence.new_ids
+        stats = self.sequence.stats
+        token_ids = self.sequence.new_ids
         stats.num_new_tokens, stats.peak_rss_bytes = len(token_ids), peak_rss_bytes()
         return Generation(
             token_ids=token_ids,
@@ -160,8 +185,11 @@ class Run:
         return self.take()
 
     def _take(self) -> str:
-        """The text of what the sequence has by now, as far as it was not taken before; notes if it stops there."""
-        missing, is_at_end = self.sequence.new_ids[len(self._text.tokens) :], self.sequence.is_at_end_token
+        """The text of what the sequence has by now, as far as it was not taken before; notes if it
+        stops there.
+        """
+        missing = self.sequence.new_ids[len(self._text.tokens) :]
+        is_at_end = self.sequence.is_at_end_token
         piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)
         if has_stopped:
             self.sequence.cut(len(self._text.tokens))
@@ -173,7 +201,8 @@ class Run:
         return piece + (self._text.finish() if is_whole else "")
 
     def _count(self, num_accepted: int, elapsed_s: float) -> None:
-        stats, self._elapsed_s = self.sequence.stats, elapsed_s
+        stats = self.sequence.stats
+        self._elapsed_s = elapsed_s
         if stats.num_first_tokens == 0:
             stats.begin_decoding(num_accepted, elapsed_s)
         else:

@@ -1,11 +1,22 @@
-"""From a path to a decoder: read headers, plan memory, build meta models, place weights, start the stream.
+"""From a path to a decoder: read headers, plan memory, build meta models, place weights, start the
+stream.
 
-What can be refused is refused before the first weight is read; what was open when a later part fails is closed again.
+What can be refused is refused before the first weight is read; what was open when a later part
+fails is closed again.
+
+What transformers warns of while a model is opened: notes of ours, not lines on the stderr of
+somebody's program.
+
+The command line has an ear of its own (`cli/libraries.py`). Invariant: other threads, and handlers
+of others, hear what they would have heard.
 """
 
+import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import le
@@ -15,54 +26,93 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.invariance import Invariance, make_invariant
-from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
-from offload.calibration.rates import with_rates
+from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
+from offload.calibration.link import device_link_bytes_per_s, with_rates
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
-from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import fetch
-from offload.config import Sampling, check_lenience
+from offload.checkpoint.safetensors import settled_dtype
 from offload.declaration import as_in, called_with
-from offload.engine.build import Pair, counter, open_pair, read_pair, send_beside_layers, telling
-from offload.engine.decoder import Decoder, Settled
-from offload.engine.hooks import Hooks, Progress
+from offload.distributed.transport import Transport
+from offload.engine.build import (
+    ModelPair,
+    counter,
+    open_pair,
+    read_pair,
+    send_beside_layers,
+    telling,
+)
+from offload.engine.decoder import Decoder, DecoderConfig
+from offload.engine.identities import Identities
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.team import Given, Team
-from offload.engine.warned import warned
+from offload.engine.team import Hooks, LoadContext, Progress, Team
 from offload.errors import require
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
-from offload.memory.plan import MemoryPlan, Tier
-from offload.memory.planner import Files
+from offload.machine import num_cores
+from offload.memory.plan import LayerTier, MemoryPlan
+from offload.memory.planner import ModelFiles
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
-from offload.options import ModelNames, ModelOptions
-from offload.planning.expert_choice import with_experts
+from offload.options import ModelChoice, ModelOptions
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
-from offload.planning.place import find_place
-from offload.planning.room import Room
-from offload.planning.tree_policy import Trees
-from offload.ranks.transport import Transport
+from offload.planning.room import MemoryBudget
+from offload.planning.selector import Trees, with_experts
+from offload.rank_roles import find_place
 from offload.streaming.device import Device, computing_on, open_device
-from offload.streaming.disk import DiskReader
+from offload.streaming.disk import DiskReader, OpenSource
 from offload.streaming.expert_cache import warm_order
-from offload.streaming.expert_pool import ExpertPool, open_pool
+from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import Layers, open_layers
-from offload.streaming.source import OpenSource
-from offload.threads.cores import num_cores
-from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
-from offload.verification.rules import find_rule, not_exact_line
+from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
+from offload.trees.verification import find_rule, not_exact_line
+from offload.units import Sampling, check_lenience
+
+_LIBRARY = "transformers"
+
+
+@contextmanager
+def warned(notes: list[str]) -> Iterator[None]:
+    """Meanwhile what this thread has that library write to stderr goes to the notes instead, each
+    message once.
+    """
+    thread = threading.get_ident()
+    logger = logging.getLogger(_LIBRARY)
+
+    def is_for_others(record: logging.LogRecord) -> bool:
+        if record.thread != thread:
+            return True
+        line = f"{_LIBRARY}: {' '.join(record.getMessage().split())}"
+        if line not in notes:
+            notes.append(line)
+        return False
+
+    handlers = [handler for handler in logger.handlers if _writes_to_stderr(handler)]
+    for handler in handlers:
+        handler.addFilter(is_for_others)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_for_others)
+
+
+def _writes_to_stderr(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and handler.stream in (
+        sys.stderr,
+        sys.__stderr__,
+    )
+
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
 _NOBODY = Hooks()
 
 
 @dataclass(frozen=True)
-class LoadArguments(ModelOptions, ModelNames):
+class LoadArguments(ModelOptions, ModelChoice):
     """Arguments of `load`: options, and what only a program can give."""
 
     _: KW_ONLY
@@ -92,12 +142,23 @@ def load(given: LoadArguments) -> Decoder:
     """
     device = given.device
     is_device = isinstance(device, str) or hasattr(device, "place")
-    require(is_device, "`device` must be auto, cpu, cuda, cuda:N or an open one", repr(device), "try `device` auto")
+    require(
+        is_device,
+        "`device` must be auto, cpu, cuda, cuda:N or an open one",
+        repr(device),
+        "try `device` auto",
+    )
     opened = None if isinstance(device, str) else device
     options = LoadOptions.of(given if opened is None else replace(given, device="cuda"))
     hooks = Hooks(on_bytes=given.on_bytes, on_layer=given.on_layer)
     return _without_warnings(
-        given.model, given.draft, options, given.request, device=opened, open_source=given.open_source, hooks=hooks
+        given.model,
+        given.draft,
+        options,
+        given.request,
+        device=opened,
+        open_source=given.open_source,
+        hooks=hooks,
     )
 
 
@@ -111,11 +172,18 @@ def _without_warnings(*asked: Any, **how: Any) -> Decoder:
 
 
 def open_decoder(
-    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions,
-    request: Request | None = None, *, device: Device | None = None, open_source: OpenSource = DiskReader,
-    hooks: Hooks = _NOBODY, transport: Transport | None = None,
-) -> Decoder:  # fmt: skip
-    """`load` with its options in one piece; `device` is open, `transport` leads to the other ranks of `options.ranks`.
+    model: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None,
+    options: LoadOptions,
+    request: Request | None = None,
+    *,
+    device: Device | None = None,
+    open_source: OpenSource = DiskReader,
+    hooks: Hooks = _NOBODY,
+    transport: Transport | None = None,
+) -> Decoder:
+    """`load` with its options in one piece; `device` is open, `transport` leads to the other ranks
+    of `options.ranks`.
 
     Raises what `load` raises.
     """
@@ -124,18 +192,23 @@ def open_decoder(
         check_lenience(options.lenience, options.rule, request.sampling)
     device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
-    room = Room.of(options, str(device.place) if device else None)
+    room = MemoryBudget.of(options, str(device.place) if device else None)
     with computing_on(device), ExitStack() as resources:
-        files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
+        files = _read_headers(model, draft, options, room, hooks.on_phase)
+        roles = options.roles()
         dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
-        options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
-        given = Given(files, options, room, device, open_source, hooks)
+        options = replace(options, dtype=dtype)
+        room = replace(room, dtype=dtype)
+        given = LoadContext(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
-            from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
+            from offload.engine.stages import (
+                open_pipeline,  # what torch.distributed brings takes time
+            )
 
             return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
-        files, options = team.own(files), replace(options, profile=team.profile or options.profile)
+        files = team.own(files)
+        options = replace(options, profile=team.profile or options.profile)
         room = _settled_room(room, files, options, None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, settings, device=device.name if device else "cpu")
@@ -143,31 +216,56 @@ def open_decoder(
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
         least = plan_for(1)
-        pair = open_pair(files, options, device, resources, open_source, team.adapt, on_demand=least.has_experts)
-        models = Models(*files, options.dtype, least.context, least.has_longest_context)
-        if request is not None:
-            _check_request(request, pair, models)
-        sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
+        more: Any = {
+            "identities": _identities(given, request, team, least),
+            "on_demand": least.has_experts,
+        }
+        pair = open_pair(files, options, device, resources, open_source, team.adapt, **more)
+        models = Models(
+            *files, options.dtype, least.context, least.has_longest_context, pair.identities
+        )
+        _check_request(request, pair, models)
+        sources = open_sources(
+            options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None
+        )
         pair.notes.extend(send_beside_layers(device, least, resources, pair.target, pair.draft))
-        hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
-        expanded = read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
+        hooks.on_phase(
+            "reading draft and embeddings" if draft is not None else "reading embeddings"
+        )
+        # the first weights: what can be refused has been
+        expanded = read_pair(pair, hooks.on_bytes)
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, plan_for(trees.most_nodes), settings.sampling)
-        choice, kernels = choice._replace(comparisons=(*choice.comparisons, *expanded)), choice.kernels
+        choice, kernels = (
+            choice._replace(comparisons=(*choice.comparisons, *expanded)),
+            choice.kernels,
+        )
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
-        same_bits = partial(_make_invariant, options, pair, threads, hooks.on_phase, is_alone=team.is_alone)
+        same_bits = partial(
+            _make_invariant, options, pair, threads, hooks.on_phase, is_alone=team.is_alone
+        )
         invariance = same_bits(least)
-        hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
+        hooks.on_phase(
+            "choosing a tree, measuring the link" if spec.is_chosen else "planning memory"
+        )
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         invariance = same_bits(plan) if plan.is_streamed and not least.is_streamed else invariance
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
-        more = {"experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources), "device": device}
-        target = team.target(pair.target, stream, plan, kernels=kernels, on_layer=telling(pair, hooks), **more)
-        rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
+        more = {
+            "experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources),
+            "device": device,
+        }
+        target = team.target(
+            pair.target, stream, plan, kernels=kernels, on_layer=telling(pair, hooks), **more
+        )
+        rule = find_rule(options.rule, options.lenience)
+        text = (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
-        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars)
+        settled = DecoderConfig(
+            plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars
+        )
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
@@ -179,28 +277,39 @@ def _device_of(options: LoadOptions) -> Device | None:
 
 
 def _read_headers(
-    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions, room: Room,
+    model: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None,
+    options: LoadOptions,
+    room: MemoryBudget,
     on_phase: Callable[[str], None],
-) -> Files:  # fmt: skip
+) -> ModelFiles:
     """Of both models, fetched once there is room for them. Raises `UserError`."""
     check_held(draft, options.draft_dtype, options.ranks)
     on_phase("reading headers")
     spec = options.tree_spec(has_draft=draft is not None)
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
     least_nodes = 1 if spec.is_chosen else spec.num_nodes
-    refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
+    refuse = (
+        (lambda *headers: room.plan(as_files(headers), least_nodes))
+        if options.ranks is None
+        else _accept
+    )
     return as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
 
 
-def _settled_room(room: Room, files: Files, options: LoadOptions, num_nodes: int | None) -> Room:
-    """The room with what all plans have in common besides: rates of this machine, and how experts come."""
+def _settled_room(
+    room: MemoryBudget, files: ModelFiles, options: LoadOptions, num_nodes: int | None
+) -> MemoryBudget:
+    """The room with what all plans have in common besides: rates of this machine, and how experts
+    come.
+    """
     if options.ranks is None:  # ranks would have to agree on them
         how = {"num_threads": options.threads, "limit_bytes_per_s": options.limit_bytes_per_s}
         room = with_rates(room, files, num_nodes or 1, **how)
     return with_experts(room, files, num_nodes=num_nodes)
 
 
-def _join(given: Given, resources: ExitStack, transport: Transport | None) -> Team:
+def _join(given: LoadContext, resources: ExitStack, transport: Transport | None) -> Team:
     """Those who share the target; on others than the head it does not return."""
     if given.options.ranks is None:
         return Team()
@@ -213,9 +322,27 @@ def _accept(*_: object) -> None:
     """Headers of what several ranks share: what each of them has room for is settled later."""
 
 
-def _check_request(request: Request, pair: Pair, models: Models) -> None:
+def _identities(
+    given: LoadContext, request: Request | None, team: Team, plan: MemoryPlan
+) -> Identities:
+    """Of what was opened; a sum of all weights is taken on the way where it is wanted, and all of
+    them are read.
+    """
+    is_wished = (
+        request is not None and request.is_for_file and team.is_alone and not plan.has_experts
+    )
+    limit_bytes_per_s = given.options.limit_bytes_per_s
+    return Identities(
+        given.files, given.open_source, limit_bytes_per_s=limit_bytes_per_s, is_wished=is_wished
+    )
+
+
+def _check_request(request: Request | None, pair: ModelPair, models: Models) -> None:
     """Raises `UserError` for one that these models cannot serve."""
-    target, bounds = pair.target, (models.context, models.has_longest_context)
+    if request is None:
+        return
+    target = pair.target
+    bounds = (models.context, models.has_longest_context)
     if request.prompt is not None:
         request.ids(pair.tokenizer, target.vocab_size, *bounds, start=target.start)
     if request.grammar is not None:
@@ -224,37 +351,57 @@ def _check_request(request: Request, pair: Pair, models: Models) -> None:
         require_sessions(target.start)
     if request.session is not None:
         check_session(Path(request.session), models)
-    elif request.is_kept:
-        models.prove()
 
 
 def _plan_tree(
-    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet
+    trees: Trees,
+    pair: ModelPair,
+    settings: RunSettings,
+    plan_for: PlanFor,
+    threads: ThreadPolicy,
+    kernels: KernelSet,
 ) -> MemoryPlan:
     """Settle the tree, and with it the memory plan."""
     if trees.wish.is_chosen:
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
-        calibrate(trees, pair.target, pair.draft, pair.store, settings, threads, link=link, kernels=kernels)
+        calibrate(
+            trees,
+            pair.target,
+            pair.draft,
+            pair.store,
+            settings,
+            threads,
+            link=link,
+            kernels=kernels,
+        )
     plan = plan_for(trees.nodes_to_plan(settings.sampling, settings.rule))
     trees.settle(plan)
     return plan
 
 
-def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy:
-    """A fixed count as named, or torch's own where a device computes; else the fastest, for sweeps of so many rows."""
+def _thread_policy(fixed: int | None, pair: ModelPair, num_rows: int) -> ThreadPolicy:
+    """A fixed count as named, or torch's own where a device computes; else the fastest, for sweeps
+    of so many rows.
+    """
     if fixed is None and pair.device is None:
         return pick_threads(pair.target, pair.draft, num_rows)
     count = fixed or torch.get_num_threads()
-    return ThreadPolicy([count], Modes(Mode(count), Mode(count)))
+    return ThreadPolicy([count], StepModes(Mode(count), Mode(count)))
 
 
 def _make_invariant(
-    options: LoadOptions, pair: Pair, threads: ThreadPolicy, on_phase: Callable[[str], None], plan: MemoryPlan,
-    *, is_alone: bool,
-) -> Invariance:  # fmt: skip
+    options: LoadOptions,
+    pair: ModelPair,
+    threads: ThreadPolicy,
+    on_phase: Callable[[str], None],
+    plan: MemoryPlan,
+    *,
+    is_alone: bool,
+) -> Invariance:
     """Let the target give every row the same bits, where that is wanted and where it can be had.
 
-    Asked by the least plan, and once more where only the chosen tree has brought it to stream layers.
+    Asked by the least plan, and once more where only the chosen tree has brought it to stream
+    layers.
     """
     if not is_alone:
         return Invariance(reason="several ranks share its rows")
@@ -270,21 +417,28 @@ def _make_invariant(
     if pair.device is None:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
     invariance = make_invariant(pair.target, slab, counts, plan.context)
-    if not invariance.holds and options.threads is not None and len(counts) > 1:  # it may hold with these alone
+    # it may hold with these alone
+    if not invariance.holds and options.threads is not None and len(counts) > 1:
         invariance = make_invariant(pair.target, slab, [options.threads], plan.context)
     if not invariance.holds:
-        pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")
+        pair.notes.append(
+            f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})"
+        )
     return invariance
 
 
-def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:
+def _link_to_device(pair: ModelPair, plan: MemoryPlan) -> float:
     assert pair.device is not None, "there is a link to it"
     limit_bytes_per_s = pair.store.rate_limit_bytes_per_s
-    return device_link_bytes_per_s(pair.device, plan, pair.store.paths, limit_bytes_per_s=limit_bytes_per_s)
+    return device_link_bytes_per_s(
+        pair.device, plan, pair.store.paths, limit_bytes_per_s=limit_bytes_per_s
+    )
 
 
-def _pick_kernels(pair: Pair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:
-    """On a GPU those that agree with what runs without them; the draft's small passes are recorded with them."""
+def _pick_kernels(pair: ModelPair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:
+    """On a GPU those that agree with what runs without them; the draft's small passes are recorded
+    with them.
+    """
     if pair.device is None or not is_for_kernels(pair.device.place):
         return NO_KERNELS
     choice = choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
@@ -292,40 +446,70 @@ def _pick_kernels(pair: Pair, plan: MemoryPlan, sampling: Sampling) -> KernelCho
         if model is not None:
             model.attend_with(choice.kernels.path_attention)
             normalize_with(model.meta_model, choice.kernels.rms_norm)
-    note = use_graphs(pair.draft) if pair.draft is not None and pair.draft.place.type == "cuda" else None
+    note = (
+        use_graphs(pair.draft)
+        if pair.draft is not None and pair.draft.place.type == "cuda"
+        else None
+    )
     pair.notes.extend([note] if note else [])
     return choice
 
 
 def _open_experts(
-    pair: Pair, plan: MemoryPlan, trees: Trees, settings: RunSettings, on_bytes: Progress, resources: ExitStack
+    pair: ModelPair,
+    plan: MemoryPlan,
+    trees: Trees,
+    settings: RunSettings,
+    on_bytes: Progress,
+    resources: ExitStack,
 ) -> ExpertPool | None:
-    """The pool of routed experts, where they come on demand; in it are those that a tune has seen used most."""
+    """The pool of routed experts, where they come on demand; in it are those that a tune has seen
+    used most.
+    """
     if not pair.target.experts:
         return None
     profile, _ = trees.find(settings.sampling, settings.rule)
     uses = None if profile is None else profile.expert_uses
     records = [experts.records for experts in pair.target.experts]
-    assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
+    assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), (
+        "an expert is larger"
+    )
     uses_B = None if uses is None else np.array(uses.uses_B)
     pool = open_pool(
-        pair.store, records, plan.num_expert_slots, pair.device, resources, uses_B=uses_B,
-        num_host_slots=plan.num_host_expert_slots, ahead_rows=trees.ahead_rows(),
-    )  # fmt: skip
+        pair.store,
+        records,
+        plan.num_expert_slots,
+        pair.device,
+        resources,
+        uses_B=uses_B,
+        num_host_slots=plan.num_host_expert_slots,
+        ahead_rows=trees.ahead_rows(),
+    )
     if uses_B is not None:
         blocks = warm_order(uses_B)[: plan.num_kept_experts].tolist()
-        pool.warm(blocks, counter(sum(pool.records[block].slab_bytes for block in blocks), on_bytes))
+        pool.warm(
+            blocks, counter(sum(pool.records[block].slab_bytes for block in blocks), on_bytes)
+        )
     return pool
 
 
-def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
+def _start_stream(
+    pair: ModelPair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack
+) -> Layers:
     """Read what stays, and let the first streamed layers follow."""
     model = pair.target
-    model.drop_experts()  # samples, to try and to time by; the plan has no room for them beside its own
+    # samples, to try and to time by; the plan has no room for them beside its own
+    model.drop_experts()
     sizes = [layout.slab_bytes for layout in model.layer_layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
-    staying_bytes = sum(size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not Tier.DISK)
-    staying_bytes += sum(layout.slab_bytes for layout in model.encoder_layouts) if plan.encoder_bytes else 0
-    layers = open_layers(pair.store, [*model.layer_layouts, *model.encoder_layouts], plan, pair.device, resources)
+    staying_bytes = sum(
+        size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not LayerTier.DISK
+    )
+    staying_bytes += (
+        sum(layout.slab_bytes for layout in model.encoder_layouts) if plan.encoder_bytes else 0
+    )
+    layers = open_layers(
+        pair.store, [*model.layer_layouts, *model.encoder_layouts], plan, pair.device, resources
+    )
     layers.load_resident(counter(staying_bytes, on_bytes))
     return layers

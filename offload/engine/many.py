@@ -1,6 +1,8 @@
-"""Many requests through one decoder: as many at a time as it has places for, each handed out as it finishes.
+"""Many requests through one decoder: as many at a time as it has places for, each handed out as it
+finishes.
 
-Invariant: what one request gives does not depend on the others; one that cannot be served fails alone.
+Invariant: what one request gives does not depend on the others; one that cannot be served fails
+alone.
 """
 
 from collections import deque
@@ -8,9 +10,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.engine.cache_pool import LEAST_COPIED
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
+from offload.engine.sequence import LEAST_COPIED
 from offload.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -25,17 +27,23 @@ class Finished(NamedTuple):
 
 
 def write_all(
-    decoder: "Decoder", requests: Sequence[Request], on_pass: Callable[[Sequence[Run]], None] = lambda runs: None,
-    *, tree: str | None = None, rule: str | None = None,
-) -> Generator[Finished, None, None]:  # fmt: skip
-    """Yield results in the order of finishing; what is left under way when this is closed is dropped.
+    decoder: "Decoder",
+    requests: Sequence[Request],
+    on_pass: Callable[[Sequence[Run]], None] = lambda runs: None,
+    *,
+    tree: str | None = None,
+    rule: str | None = None,
+) -> Generator[Finished, None, None]:
+    """Yield results in the order of finishing; what is left under way when this is closed is
+    dropped.
 
     A prompt that another text is just taking in waits until it is there, and takes it over.
 
     Args:
         on_pass: hears of all runs under way before every pass over the weights.
     """
-    waiting, under_way = deque(range(len(requests))), dict[int, Run]()
+    waiting = deque(range(len(requests)))
+    under_way = dict[int, Run]()
     try:
         while waiting or under_way:
             while waiting and len(under_way) < decoder.num_parallel:
@@ -44,12 +52,15 @@ def write_all(
                     break
                 number = waiting.popleft()
                 try:
-                    under_way[number] = decoder.start(requests[number], tree=tree, rule=rule, continues=True)
+                    under_way[number] = decoder.start(
+                        requests[number], tree=tree, rule=rule, continues=True
+                    )
                 except UserError as error:
                     yield Finished(number, error)
             if not under_way:
                 continue
-            numbers, runs = [*under_way], [*under_way.values()]
+            numbers = [*under_way]
+            runs = [*under_way.values()]
             on_pass(runs)
             errors = sweep_each(decoder, runs)
             for number, run, failure in zip(numbers, runs, errors, strict=True):
@@ -63,7 +74,11 @@ def write_all(
 
 
 def in_order(
-    decoder: "Decoder", requests: Sequence[Request], *, tree: str | None = None, rule: str | None = None
+    decoder: "Decoder",
+    requests: Sequence[Request],
+    *,
+    tree: str | None = None,
+    rule: str | None = None,
 ) -> list[Generation]:
     """All results, as they were asked for. Raises `UserError` for the first that cannot be served."""
     found = dict[int, Generation]()
@@ -76,18 +91,26 @@ def in_order(
 
 
 def sweep_each(decoder: "Decoder", runs: Sequence[Run]) -> list[Exception | None]:
-    """`Decoder.sweep` for all, and where that fails for each: whose error it was shows alone. Raises `RunError`."""
+    """`Decoder.sweep` for all, and where that fails for each: whose error it was shows alone.
+    Raises `RunError`.
+    """
     try:
         decoder.sweep(runs)
     except RunError:  # the disk, or another rank: it is everybody's
         raise
     except Exception as error:
-        return [error] if len(runs) == 1 else [one for run in runs for one in sweep_each(decoder, [run])]
+        return (
+            [error]
+            if len(runs) == 1
+            else [one for run in runs for one in sweep_each(decoder, [run])]
+        )
     return [None] * len(runs)
 
 
 def is_coming(prompt: object, texts: Iterable[tuple[object, Run]]) -> bool:
-    """Whether some of these texts, given with their prompts, take in this very one, to be copied, and none has it."""
+    """Whether some of these texts, given with their prompts, take in this very one, to be copied,
+    and none has it.
+    """
     alike = [run.sequence for other, run in texts if other == prompt]
     is_worth_it = any(text.num_prompt_tokens > LEAST_COPIED for text in alike)
     return is_worth_it and not any(text.new_ids for text in alike)

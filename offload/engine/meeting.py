@@ -1,52 +1,125 @@
-"""Ranks that were told to load one target meet, and see that they mean the same."""
+"""Ranks that were told to load one target meet, and see that they mean the same.
 
-import json
-import os
+What a rank measures of itself before it takes its share of a model: memory, link and computing.
+"""
+
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
+from statistics import median
 from typing import NamedTuple
 
-from offload.engine.team import Given
-from offload.errors import ReadError
-from offload.planning.place import require_place
-from offload.ranks.join import headers_digest, joined
-from offload.ranks.transport import Transport
+import torch
+from torch.nn import functional
 
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 64  # of each file
+from offload.calibration.link import link_bytes_per_s
+from offload.checkpoint.identity import ModelIdentity, identity_of, proved
+from offload.checkpoint.safetensors import compute_dtype_name
+from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.distributed.join import Joined, joined, require_same_weights
+from offload.distributed.orders import all_gather_objects, try_together
+from offload.distributed.transport import Transport
+from offload.engine.team import LoadContext
+from offload.memory.plan import MemoryPlan
+from offload.planning.shares import RankCapacity
+from offload.rank_roles import require_place
+from offload.streaming.summing import with_sum
+from offload.timer import timed
+from offload.units import parse_size
 
 
-class Met(NamedTuple):
+class Meeting(NamedTuple):
     """The way to all others."""
 
     transport: Transport
     notes: tuple[str, ...]  # for the user
 
 
-def meet(given: Given, resources: ExitStack, transport: Transport | None) -> Met:
-    """Where torchrun's environment says, unless there is a transport already; it is open as long as `resources`.
+def meet_ranks(given: LoadContext, resources: ExitStack, transport: Transport | None) -> Meeting:
+    """Where torchrun's environment says, unless there is a transport already; it is open as long as
+    `resources`.
 
     Raises `UserError` where ranks do not come, or have other files or options.
     """
     if transport is not None:
-        return Met(transport, ())
-    target, options = given.files.target, given.options
+        return Meeting(transport, ())
+    target = given.files.target
+    options = given.options
     given.hooks.on_phase("waiting for the other ranks")
-    headers = json.dumps([target.config, target.tensors], sort_keys=True, default=repr)  # codings are dataclasses
-    content = [headers.encode(), *map(_sample, target.shards)]
+    identity = identity_of(target)
     has_draft = "given" if given.files.draft else "none"
     alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
     alike |= {"--dtype": options.dtype, "--context": str(options.context)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
-    meeting = resources.enter_context(joined(require_place(), headers_digest(content), agreed, target.shards))
-    return Met(meeting.transport, tuple(filter(None, [meeting.note()])))
+    meeting = resources.enter_context(joined(require_place(), identity, agreed, target.shards))
+    _prove(given, meeting, identity)
+    return Meeting(meeting.transport, tuple(filter(None, [meeting.note()])))
 
 
-def _sample(shard: Path) -> bytes:
-    """Some bytes from all over a file: models of one shape have equal headers and other weights. Raises `ReadError`."""
-    try:
-        with shard.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            offsets = [size * part // _NUM_SAMPLES for part in range(_NUM_SAMPLES)]
-            return b"".join(os.pread(file.fileno(), _SAMPLE_BYTES, offset) for offset in offsets)
-    except OSError as error:
-        raise ReadError(f"{shard.name} cannot be read any more: {error.strerror}") from None
+def _prove(given: LoadContext, meeting: Joined, identity: ModelIdentity) -> None:
+    """Have all weights read once where ranks cannot tell otherwise that they have the same: each
+    reads only its share.
+
+    Raises `UserError` on all of them where they have not.
+    """
+    told = [card.proofs for card in meeting.cards]
+    if all(proved(told[0], own) for own in told):
+        return
+    given.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
+    read = partial(
+        with_sum,
+        given.files.target,
+        identity,
+        open_source=given.open_source,
+        limit_bytes_per_s=given.options.limit_bytes_per_s,
+        on_bytes=given.hooks.on_bytes,
+    )
+    mine = try_together(meeting.transport, lambda: identity if identity.has_sum else read())
+    require_same_weights(all_gather_objects(meeting.transport, dict(mine.proofs)), is_final=True)
+
+
+_TYPICAL_ROWS = 64
+_MOST_WIDTH = 4096
+_NUM_TIMES = 9
+# assumed of a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured
+_DEVICE_LINK_BYTES_PER_S = 25e9
+
+
+def capacity_of(given: LoadContext, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
+    """Of this rank; all ranks of a host measure at one time, so that what they have in common is
+    divided.
+
+    Args:
+        held: a roomy plan, for what it holds beside layers; keys and values count with them where
+            ranks share those.
+    """
+    room = given.room
+    shards = given.files.target.shards
+    disk = link_bytes_per_s(shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
+    gpu_bytes = None if room.gpu is None else parse_size(room.gpu, "`gpu_memory`")
+    return RankCapacity.beside(
+        held,
+        0 if shares_kv else held.kv_bytes,
+        ram_bytes=parse_size(room.ram, "`ram`"),
+        gpu_bytes=gpu_bytes,
+        link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S,
+        disk_bytes_per_s=disk,
+        compute_s=_compute_s(given),
+    )
+
+
+def _compute_s(given: LoadContext) -> float:
+    """Seconds that a usual tree takes in all layers, by a product that is as wide."""
+    files = given.files
+    dtype = given.options.dtype
+    width = min(config_sizes(files.target)["hidden_size"], _MOST_WIDTH)
+    how = {
+        "dtype": getattr(torch, compute_dtype_name(files.target, dtype)),
+        "device": None if given.device is None else given.device.place,
+    }
+    rows = torch.zeros(_TYPICAL_ROWS, width, **how)
+    weight = torch.zeros(width, width, **how)
+    # A number on the host is the sign that a device is done as well.
+    once_s = median(
+        timed(lambda: float(functional.linear(rows, weight)[0, 0])) for _ in range(_NUM_TIMES)
+    )
+    return once_s * model_shape(files.target, dtype).num_weights / width**2

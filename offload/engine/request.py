@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offload.config import MOST_SAMPLES, Sampling
 from offload.declaration import options_at, options_of, whole_number
 from offload.engine.text import Tokenizer, encode_messages, encode_prompt
 from offload.errors import UserError, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
+from offload.units import MOST_SAMPLES, Sampling
 
-Message = Mapping[str, Any]  # role (system, user, assistant, tool) and content; calls of tools beside it
+# role (system, user, assistant, tool) and content; calls of tools beside it
+Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # a function that a model may call, as OpenAI's protocol describes it
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -24,15 +25,23 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Request:
     """One run to be."""
 
-    prompt: Prompt | None = None  # text, messages of a conversation, or token ids; None is not known yet
+    # text, messages of a conversation, or token ids; None is not known yet
+    prompt: Prompt | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
     is_kept: bool = False  # its text will be kept in such a file
-    num_logprobs: int | None = None  # tell each new token's, and those of so many of the likeliest; None tells none
+    is_named: bool = False  # its text will be written under the name of its model
+    # tell each new token's, and those of so many of the likeliest; None tells none
+    num_logprobs: int | None = None
     grammar: Grammar | None = None  # that the text must keep
+
+    @property
+    def is_for_file(self) -> bool:
+        """Whether something will be written that must tell of which model it is."""
+        return self.is_kept or self.is_named or self.session is not None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -42,22 +51,34 @@ class Request:
             stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         except TypeError:  # also of what only looks as if it could be iterated over
             stops = (self.stop,)  # type: ignore[assignment]
-        require(all(isinstance(one, str) for one in stops), "`stop` must be text", f"{self.stop!r:.80}", "give a str")
+        require(
+            all(isinstance(one, str) for one in stops),
+            "`stop` must be text",
+            f"{self.stop!r:.80}",
+            "give a str",
+        )
         return stops
 
     def check(self) -> None:
         """Raises `UserError` for settings that no model could meet."""
         require(
-            isinstance(self.sampling, Sampling), "`sampling` must be a Sampling", f"{self.sampling!r:.80}", "give one"
+            isinstance(self.sampling, Sampling),
+            "`sampling` must be a Sampling",
+            f"{self.sampling!r:.80}",
+            "give one",
         )
         is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
-        require(is_grammar, "a request's grammar must be a Grammar", f"{self.grammar!r:.80}", "give one")
+        require(
+            is_grammar, "a request's grammar must be a Grammar", f"{self.grammar!r:.80}", "give one"
+        )
         require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
         num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
         require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
         if self.num_logprobs is not None:
             num_top = whole_number(self.num_logprobs, "`num_logprobs`")
-            require(num_top >= 0, "`num_logprobs` must be 0 or more", num_top, "0 tells the token's own")
+            require(
+                num_top >= 0, "`num_logprobs` must be 0 or more", num_top, "0 tells the token's own"
+            )
 
     def ids(
         self,
@@ -68,25 +89,36 @@ class Request:
         *,
         start: tuple[int, ...] = (),
     ) -> list[int]:
-        """Token ids of the prompt. Raises `UserError` for bad requests, or where `context` positions do not suffice.
+        """Token ids of the prompt. Raises `UserError` for bad requests, or where `context`
+        positions do not suffice.
 
         Args:
             is_longest: the model allows no more of them.
-            start: of a decoder whose prompt an encoder reads: prompt and new tokens have so many positions each.
+            start: of a decoder whose prompt an encoder reads: prompt and new tokens have so many
+                positions each.
         """
         self.check()
         if self.stops and tokenizer is None:
-            raise UserError("`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out")
+            raise UserError(
+                "`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out"
+            )
         if start and _are_messages(self.prompt):
-            raise UserError("a model with an encoder reads every prompt anew and cannot chat: use offload generate")
+            raise UserError(
+                "a model with an encoder reads every prompt anew and cannot chat: use offload generate"
+            )
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
-        num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+        num_new = self.max_new_tokens
+        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if start:
             _check_source(ids, start, num_new, context)
         elif len(ids) + num_new > context:
-            remedy = ", the longest that this model was made for: " if is_longest else ": raise `context`, "
+            remedy = (
+                ", the longest that this model was made for: "
+                if is_longest
+                else ": raise `context`, "
+            )
             raise UserError(
                 f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
                 f"{context}{remedy}shorten the prompt or lower `max_new_tokens`"
@@ -102,7 +134,9 @@ def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
     drawing = options_of(Sampling)
     known = [*options_at("python", TextOptions), *drawing]
     if unknown := arguments.keys() - {*known}:
-        raise TypeError(f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(known)}")
+        raise TypeError(
+            f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(known)}"
+        )
     left = dict(arguments)
     sampling = Sampling(**{name: left.pop(name) for name in drawing if name in left})
     kept = find_grammar(**{name: left.pop(name) for name in GRAMMARS if name in left})
@@ -114,7 +148,10 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
-        yield replace(request, sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63))
+        yield replace(
+            request,
+            sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63),
+        )
 
 
 def several_of(prompt: Any) -> Sequence[Prompt] | None:
@@ -130,7 +167,9 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
 
 
 def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:
-    """A prompt, or one that was gone on from, with the start of the decoder's own text behind what an encoder reads."""
+    """A prompt, or one that was gone on from, with the start of the decoder's own text behind what
+    an encoder reads.
+    """
     return [*ids, *(token for token in start if token not in ids)]
 
 
@@ -149,9 +188,13 @@ def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context:
 
 
 def encode(
-    tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *,
-    raw: bool = False, tools: Sequence[Tool] = (),
-) -> list[int]:  # fmt: skip
+    tokenizer: Tokenizer | None,
+    prompt: Prompt | None,
+    vocab_size: int,
+    *,
+    raw: bool = False,
+    tools: Sequence[Tool] = (),
+) -> list[int]:
     """Token ids of a prompt, checked; `tools` are those of a conversation. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = whole_numbers(prompt)
@@ -162,7 +205,9 @@ def encode(
     elif isinstance(prompt, str):
         ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)
     else:
-        require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
+        require(
+            not raw, "messages need the chat template", "raw=True", "give text, or leave raw out"
+        )
         ids = encode_messages(tokenizer, _messages(prompt), tools)
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
@@ -176,7 +221,8 @@ def encode(
 def whole_numbers(prompt: Any) -> list[int]:
     """Token ids as Python's numbers. Raises `UserError`."""
     try:
-        if isinstance(prompt, bytes | bytearray | Mapping | Set):  # of which the numbers are no ids, or in no order
+        # of which the numbers are no ids, or in no order
+        if isinstance(prompt, bytes | bytearray | Mapping | Set):
             raise TypeError
         return [whole_number(token, "a token id") for token in prompt]
     except (TypeError, UserError):
@@ -186,7 +232,9 @@ def whole_numbers(prompt: Any) -> list[int]:
 
 
 def _whole_text(text: str) -> str:
-    """The same text. Raises `UserError` where it holds halves of characters, which have no bytes in UTF-8."""
+    """The same text. Raises `UserError` where it holds halves of characters, which have no bytes in
+    UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -201,7 +249,8 @@ def _are_messages(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-_UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}  # that programs put beside a text
+# that programs put beside a text
+_UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:
@@ -213,19 +262,27 @@ def _kind_of(part: Mapping[str, Any]) -> str:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """With a content of text; parts of it are put together as templates do. Raises `UserError` for images and such."""
+    """With a content of text; parts of it are put together as templates do. Raises `UserError` for
+    images and such.
+    """
     content = message.get("content") if isinstance(message, Mapping) else None
     if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
         content = ""  # calls may be all that was said
-    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    parts = (
+        [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    )
     others = {str(part.get("type") or _kind_of(part)) for part in parts} - {"text"}
     others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()
     rule = "messages must be text: images and sound are not read"
     require(not others, rule, f"{', '.join(sorted(others)):.80}", "leave it out")
     if isinstance(content, list):
-        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        texts: list[Any] = [
+            part.get("text") if isinstance(part, Mapping) else None for part in content
+        ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     is_sound = isinstance(content, str) and isinstance(message.get("role"), str)
-    require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
+    require(
+        is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it"
+    )
     _whole_text(message["role"] + content)
     return {**message, "content": content}

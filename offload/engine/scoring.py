@@ -1,6 +1,8 @@
-"""How likely texts are that are there already: many of them in one pass, as branches of one tree of tokens.
+"""How likely texts are that are there already: many of them in one pass, as branches of one tree of
+tokens.
 
-Texts that begin alike share the rows of their beginning, and all of them one sweep over the weights. Nothing is drawn.
+Texts that begin alike share the rows of their beginning, and all of them one sweep over the
+weights. Nothing is drawn.
 Invariant: a row sees the tokens before it in its own text, and no others.
 """
 
@@ -10,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.config import require, whole_number
-from offload.engine.cache_pool import num_shared
+from offload.engine.sequence import num_shared
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target
+from offload.units import require, whole_number
 
 
 class TextScore(NamedTuple):
@@ -25,7 +27,7 @@ class TextScore(NamedTuple):
     num_tokens: int
 
 
-class Wanted(NamedTuple):
+class ScoreRequest(NamedTuple):
     """One text, and from which of its tokens on they are scored; at least one comes before."""
 
     tokens: Sequence[int]
@@ -53,22 +55,34 @@ class Scorer:
     """
 
     def __init__(self, target: Target, cache: KVCache, max_rows: int) -> None:
-        self._target, self._cache, self._max_rows, self.num_passes = target, cache, max_rows, 0
+        self._target = target
+        self._cache = cache
+        self._max_rows = max_rows
+        self.num_passes = 0
 
-    def score(self, texts: Sequence[Wanted]) -> list[TextScore]:
+    def score(self, texts: Sequence[ScoreRequest]) -> list[TextScore]:
         """Of each text. Raises `UserError` for one without a beginning, or longer than the context."""
         for tokens, first in texts:
-            require(0 < first <= len(tokens), "a text is scored behind its first token", first, "give it a beginning")
+            require(
+                0 < first <= len(tokens),
+                "a text is scored behind its first token",
+                first,
+                "give it a beginning",
+            )
         seen: defaultdict[int, list[tuple[float, bool]]] = defaultdict(list)
         for batch in self._batches(texts):
             for index, found in self._pass(texts, batch):
                 seen[index].append(found)
         return [
-            TextScore(sum(one for one, _ in seen[index]), all(best for _, best in seen[index]), len(seen[index]))
+            TextScore(
+                sum(one for one, _ in seen[index]),
+                all(best for _, best in seen[index]),
+                len(seen[index]),
+            )
             for index in range(len(texts))
         ]
 
-    def _batches(self, texts: Sequence[Wanted]) -> Iterator["_Branches"]:
+    def _batches(self, texts: Sequence[ScoreRequest]) -> Iterator["_Branches"]:
         """Texts that are alike lie together."""
         order = sorted(range(len(texts)), key=lambda index: list(texts[index].tokens))
         rows = [list(text.tokens[:-1]) for text in texts]
@@ -83,9 +97,14 @@ class Scorer:
         long = [index for index in order if len(rows[index]) > most]
         yield from self._long_batches(long, rows, [text.first - 1 for text in texts])
 
-    def _long_batches(self, order: list[int], rows: list[list[int]], firsts: list[int]) -> Iterator["_Branches"]:
-        """What is longer than a pass comes part by part; those that begin alike share the parts before their ends."""
-        waiting, held = deque(order), list[int]()
+    def _long_batches(
+        self, order: list[int], rows: list[list[int]], firsts: list[int]
+    ) -> Iterator["_Branches"]:
+        """What is longer than a pass comes part by part; those that begin alike share the parts
+        before their ends.
+        """
+        waiting = deque(order)
+        held = list[int]()
         while waiting:
             index = waiting.popleft()
             lo = min(num_shared(held, rows[index]), firsts[index])
@@ -94,7 +113,8 @@ class Scorer:
                 part.add(index, rows[index][lo : lo + most])
                 yield part
                 lo += most
-            held, branches = rows[index][:lo], _Branches(lo)
+            held = rows[index][:lo]
+            branches = _Branches(lo)
             branches.add(index, rows[index][lo:])
             while waiting and rows[waiting[0]][:lo] == held and firsts[waiting[0]] >= lo:
                 if branches.num_rows + branches.num_new(rows[waiting[0]][lo:]) > most:
@@ -103,10 +123,14 @@ class Scorer:
             yield branches
 
     def _room_behind(self, num_kept: int) -> int:
-        """Rows of one pass behind so many tokens that the cache has: branches of many texts may outgrow the context."""
+        """Rows of one pass behind so many tokens that the cache has: branches of many texts may
+        outgrow the context.
+        """
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
-    def _pass(self, texts: Sequence[Wanted], batch: "_Branches") -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _pass(
+        self, texts: Sequence[ScoreRequest], batch: "_Branches"
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
         self._cache.clear(batch.first)
         logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), self._cache)
         self.num_passes += 1
@@ -115,7 +139,10 @@ class Scorer:
             if depth + 1 >= first:
                 logits_V = logits[row].float()
                 token = tokens[depth + 1]
-                yield index, (float(logits_V.log_softmax(0)[token]), int(logits_V.argmax()) == token)
+                yield (
+                    index,
+                    (float(logits_V.log_softmax(0)[token]), int(logits_V.argmax()) == token),
+                )
         if batch.is_chain:
             self._cache.commit(range(batch.num_rows))
 
@@ -139,7 +166,8 @@ class _Branches:
 
     def num_new(self, tokens: Sequence[int]) -> int:
         """Rows that a text would add."""
-        row, num_known = -1, 0
+        row = -1
+        num_known = 0
         for token in tokens:
             row = self._child.get((row, token), -2)
             if row < -1:
@@ -149,7 +177,8 @@ class _Branches:
 
     def add(self, index: int, tokens: Sequence[int]) -> None:
         """One more text."""
-        row, path = -1, list[int]()
+        row = -1
+        path = list[int]()
         for depth, token in enumerate(tokens):
             key = (row, token)
             if key not in self._child:

@@ -1,23 +1,77 @@
-"""One text being written: all that is known of it and of how it goes on, while models hold weights alone.
+"""One text being written: all that is known of it and of how it goes on, while models hold weights
+alone.
 
-Invariant: its caches hold keys and values of its tokens, from the first on. A step that was cut short may leave more
-in them, which the next one clears away.
+Invariant: its caches hold keys and values of its tokens, from the first on. A step that was cut
+short may leave more in them, which the next one clears away.
+
+How likely the target thought the tokens that were emitted: its own opinion, before anything was
+done to its logits.
+
+Invariant: what is asked for here changes no token.
+
+Who has the caches of a decoder: memory is planned for so many texts at a time, each with a set of
+its own.
+
+They are never replaced: captured graphs lie on their buffers, and a text may go on from what
+another one left there. With one set a text that is begun overtakes the one before; with several
+each text keeps its own until it is released.
+
+Whose turn it is at a decoder: one thread's at a time, and within it one step's.
+
+Invariant: caches, slots and readers are touched by whoever has the turn alone. Nobody waits for it
+but who closes.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import weakref
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Several
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
-from offload.config import Drafting
-from offload.engine.logprobs import TokenLogprob
+from torch import Tensor
+
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
-from offload.sampling.sampler import Sampler
-from offload.stats import Moved, Stats
-from offload.tree.topology import DynamicShape, Shape, chain
-from offload.verification.rules import Rule
+from offload.sampling.sampler import Rows, Sampler
+from offload.stats import Stats, Transfers
+from offload.trees.topology import DynamicShape, Shape, chain
+from offload.trees.verification import Rule
+from offload.units import ChildSampling
+
+
+class TokenLogprob(NamedTuple):
+    """One new token."""
+
+    token: int
+    # natural; of the softmax of the target's logits, before penalties, biases, temperature and
+    # filters
+    logprob: float
+    # the likeliest tokens there with theirs, the likeliest first
+    top: tuple[tuple[int, float], ...]
+
+
+def path_logprobs(
+    rows: Rows, nodes: abc.Sequence[int], tokens: abc.Sequence[int], num_top: int
+) -> list[TokenLogprob]:
+    """Of the tokens that were emitted after these nodes of an accepted path, from the target's own
+    logits.
+    """
+    return [_logprob(rows[node], token, num_top) for node, token in zip(nodes, tokens, strict=True)]
+
+
+def _logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
+    logprob_V = logits_V.float().log_softmax(0)
+    logprob_K, token_K = logprob_V.topk(min(num_top, len(logprob_V)))
+    return TokenLogprob(
+        token,
+        float(logprob_V[token]),
+        tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True)),
+    )
 
 
 class Caches(NamedTuple):
@@ -46,14 +100,15 @@ class PassFigures(NamedTuple):
     num_texts: int  # that shared the pass
     draft_s: float
     sweep_s: float
-    moved: Moved
+    moved: Transfers
 
 
 class Limits(NamedTuple):
     """What ends a text."""
 
     max_new_tokens: int = sys.maxsize
-    end_ids: frozenset[int] = frozenset()  # that of the end is part of the sequence, but not of its text
+    # that of the end is part of the sequence, but not of its text
+    end_ids: frozenset[int] = frozenset()
 
 
 class Sequence:
@@ -65,16 +120,26 @@ class Sequence:
         limits: what ends it.
         stats: of its steps since the shape was set.
         last_pass: its last step; None before the first.
-        num_logprobs: how many of the likeliest tokens to note beside each new one; None notes nothing.
+        num_logprobs: how many of the likeliest tokens to note beside each new one; None notes
+            nothing.
         logprobs: of the new tokens, where they are noted.
     """
 
     def __init__(
-        self, tokens: Iterable[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits,
-        *, has_draft: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        tokens: Iterable[int],
+        sampler: Sampler,
+        rule: Rule,
+        shape: Shape,
+        limits: Limits,
+        *,
+        has_draft: bool = True,
+    ) -> None:
         self._has_draft = has_draft
-        self.tokens, self.sampler, self.rule, self.limits = list(tokens), sampler, rule, limits
+        self.tokens = list(tokens)
+        self.sampler = sampler
+        self.rule = rule
+        self.limits = limits
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
         self._chains: ChainPolicy | None = None
@@ -89,16 +154,20 @@ class Sequence:
         self.shape, self.stats = shape, Stats(num_prompt_tokens=self.num_prompt_tokens)
         self.stats.tree_num_nodes, self.stats.tree_depth = shape.num_nodes, shape.depth
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
-        is_known = self.sampler.is_greedy or self.sampler.drafting is not Drafting.COUPLED
+        is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
         self.stats.is_draft_known = is_known and self._has_draft
         return self.stats
 
-    def follow(self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None) -> None:
-        """From the next step on its trees are chains of lengths that change as this says; None changes nothing.
+    def follow(
+        self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None
+    ) -> None:
+        """From the next step on its trees are chains of lengths that change as this says; None
+        changes nothing.
 
         `among` is the shape of its tree beside others, by how many texts share the pass.
         """
-        self._chains, self._among = chains, among
+        self._chains = chains
+        self._among = among
 
     def shape_among(self, num_texts: int) -> Shape:
         """Of the next tree, where so many texts share the pass."""
@@ -111,7 +180,9 @@ class Sequence:
         return self.caches.target.length >= len(self.tokens) - 1
 
     def lengthen(self) -> None:
-        """A step is over: the next chain is as long as all steps so far suggest, and nobody has drawn for it yet."""
+        """A step is over: the next chain is as long as all steps so far suggest, and nobody has
+        drawn for it yet.
+        """
         if self._chains is None:
             return
         self.stats.chain_lengths.append(self.shape.depth)
@@ -121,9 +192,13 @@ class Sequence:
 
     @property
     def caches(self) -> Caches:
-        """What the models keep of it. Raises `UserError` when they were taken away, by another one or for good."""
+        """What the models keep of it. Raises `UserError` when they were taken away, by another one
+        or for good.
+        """
         if self._caches is None:
-            raise UserError("this decoder has begun another generation or was closed: finish one before the next")
+            raise UserError(
+                "this decoder has begun another generation or was closed: finish one before the next"
+            )
         return self._caches
 
     def hold(self, caches: Caches | None) -> None:
@@ -148,7 +223,10 @@ class Sequence:
     def accept(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
         """Add newly accepted tokens up to where the text ends; returns those."""
         num_left = self.num_prompt_tokens + self.limits.max_new_tokens - len(self.tokens)
-        end = next((index for index, token in enumerate(tokens) if token in self.limits.end_ids), len(tokens))
+        end = next(
+            (index for index, token in enumerate(tokens) if token in self.limits.end_ids),
+            len(tokens),
+        )
         counted = tokens[: min(end + 1, num_left)]
         counted = counted[: self.sampler.accept(counted)]
         self.tokens += counted
@@ -159,3 +237,209 @@ class Sequence:
         """Drop all but so many of its new tokens: behind them a stop string is complete."""
         del self.tokens[self.num_prompt_tokens + num_new :], self.logprobs[num_new:]
         self.sampler.cut(self.new_ids)
+
+
+LEAST_COPIED = 16  # tokens: computing fewer once more takes no longer
+
+
+class _Place:
+    """One set of caches, and whose text is in it."""
+
+    def __init__(self, caches: Caches) -> None:
+        self.caches, self._returned, self._last_used = caches, list[int](), 0
+        self._held: weakref.ref[Sequence] | None = None
+
+    @property
+    def holder(self) -> Sequence | None:
+        """Who has them; whoever was dropped has them no more."""
+        return None if self._held is None else self._held()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the text that the caches belong to: their content begins with these."""
+        return self._returned if self.holder is None else self.holder.tokens
+
+    def give(self, sequence: Sequence, num_kept: int) -> None:
+        """To a sequence, with what they hold of its first tokens."""
+        self.take_back()
+        self.caches.clear(num_kept)
+        sequence.hold(self.caches)
+        sequence.stats.num_kept_tokens = self.caches.target.length
+        self._held = weakref.ref(sequence, self._forget)
+        self._last_tokens = sequence.tokens
+
+    def take_back(self) -> None:
+        """Nobody has them; the text in them is the same."""
+        self._returned, holder = self.tokens, self.holder
+        self._held = None
+        if holder is not None:
+            holder.hold(None)
+
+    def fill(self, tokens: list[int]) -> None:
+        """They were filled with what belongs to these tokens."""
+        assert self.holder is None, "a sequence has the caches"
+        self._returned = tokens
+
+    def _forget(self, _: object) -> None:
+        self._returned = self._last_tokens
+
+
+class CachePool:
+    """Lends sets of caches to sequences; `start` is what texts have behind what an encoder reads."""
+
+    def __init__(self, sets: Several[Caches], start: tuple[int, ...] = ()) -> None:
+        # the one used last comes last
+        self._places = [_Place(caches) for caches in sets]
+        self._start = start
+
+    @property
+    def caches(self) -> Caches:
+        """The set that was used last."""
+        return self._places[-1].caches
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the text that these belong to: their content begins with them."""
+        return self._places[-1].tokens
+
+    def lend(self, sequence: Sequence, *, keeps: bool) -> None:
+        """A set that nobody has, or the only one; `keeps` what was computed for the tokens that
+        both begin with.
+
+        Raises `UserError` where all are taken.
+        """
+        free = self._free()
+        num_kept = 0
+        place = free[0]
+        if keeps:
+            alike = [self._num_to_keep(one, sequence.tokens) for one in free]
+            num_kept = max(alike)
+            place = free[alike.index(num_kept)]
+            num_kept = self._copied(place, sequence.tokens, num_kept)
+        place.give(sequence, num_kept)
+        self._places.remove(place)
+        self._places.append(place)
+
+    def borrow(self) -> Caches:
+        """An empty set that nobody has, or the only one, for what is no text; the next text may
+        have it.
+
+        Raises `UserError` where all are taken.
+        """
+        place = self._free()[0]
+        place.take_back()
+        place.fill([])
+        place.caches.clear()
+        return place.caches
+
+    def _free(self) -> list[_Place]:
+        free = [place for place in self._places if place.holder is None] or self._places[
+            : len(self._places) == 1
+        ]
+        if not free:
+            raise UserError(
+                f"{len(self._places)} texts are being written, as many as there is memory for: "
+                "release one, or load with a larger `parallel`"
+            )
+        return free
+
+    def _copied(self, place: _Place, tokens: list[int], num_kept: int) -> int:
+        """Tokens that a place holds once it has taken over what another text, such as one being
+        written, holds more.
+        """
+        others = [(self._num_to_keep(one, tokens), one) for one in self._places]
+        num_shared, other = max(others, key=lambda pair: pair[0])
+        if other is place or num_shared < num_kept + LEAST_COPIED:
+            return num_kept
+        place.take_back()
+        place.fill([])  # of a copy that is cut short nothing is kept
+        place.caches.copy_from(other.caches, num_shared)
+        place.fill(tokens[:num_shared])
+        return num_shared
+
+    def _num_to_keep(self, place: _Place, tokens: list[int]) -> int:
+        """Of the tokens but for the last, what a place has; nothing of another prompt to an
+        encoder, however alike.
+        """
+        num = num_shared(place.tokens, tokens)
+        is_other = any(one not in tokens[:num] for one in self._start)
+        return 0 if is_other else min(num, len(tokens) - 1, place.caches.target.length)
+
+    def release(self, sequence: Sequence) -> None:
+        """Its caches may go to others; what they hold stays until then."""
+        for place in self._places:
+            if place.holder is sequence:
+                place.take_back()
+
+    def take_back(self) -> list[int]:
+        """No sequence has any caches; returns the tokens of the last that had."""
+        for place in self._places:
+            place.take_back()
+        return self.tokens
+
+    def filled_for(self, tokens: list[int]) -> None:
+        """The caches that were used last, which nobody has, were filled with what belongs to these."""
+        self._places[-1].fill(tokens)
+
+
+def num_shared(first: list[int], second: list[int]) -> int:
+    """Tokens at the beginning that two texts have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next(
+        (index for index, (one, other) in pairs if one != other), min(len(first), len(second))
+    )
+
+
+class DecoderLock:
+    """Had by the thread that uses a decoder, as often as it likes; others are refused meanwhile.
+
+    `computing` is entered with every turn: where that thread is to compute.
+    """
+
+    def __init__(self, computing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._lock = threading.RLock()
+        self._is_over = False
+        self._computing = computing
+        self._stepping: int | None = None  # the thread that a step is under way in
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For a run, or a part of one. Raises `UserError` where another thread has it, or nobody
+        can any more.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise UserError(
+                "this decoder is in use by another thread: wait until that is done, or load a second one"
+            )
+        try:
+            self._require_no_own_step()
+            if self._is_over:
+                raise UserError("this decoder was closed: load the model again")
+            with self._computing():
+                yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """For one step, which nothing that it calls may disturb."""
+        with self.held():
+            self._stepping = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._stepping = None
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """When another thread's step has ended; nobody gets a turn from now on."""
+        self._require_no_own_step()
+        self._is_over = True
+        with self._lock:
+            yield
+
+    def _require_no_own_step(self) -> None:
+        if self._stepping == threading.get_ident():
+            raise UserError(
+                "this decoder is in the middle of a step: let what that calls raise, to end it first"
+            )

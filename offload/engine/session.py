@@ -1,10 +1,19 @@
 """A text on disk: its tokens, with the keys and values that both models have computed for them.
 
-One safetensors file, written all or nothing. Invariant: keys and values are taken in only for the very weights and the
-type that they were computed with, and only where names, types, shapes and a checksum prove the file whole.
+One safetensors file, written all or nothing. Invariant: tokens are taken in only for the very
+model, keys and values only for the very weights and the type that they were computed with, and all
+of it only where names, types, shapes and a checksum prove the file whole.
+
+Tensors to a safetensors file of our own, with a checksum: written all or nothing, and without a
+second copy.
+
+The format's own library wants all bytes at once, which for the keys and values of a long text is a
+budget's worth.
 """
 
 import json
+import os
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,22 +23,77 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from offload.checkpoint.files import open_regular, replacing
+from offload.checkpoint.identity import ModelIdentity, same_model
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
-from offload.checkpoint.small_files import open_regular
-from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
-from offload.config import require
 from offload.drafting.hybrid import HybridState
-from offload.encoding.registry import PLAIN_OF
-from offload.engine.cache_pool import CachePool
+from offload.encoding.base import PLAIN_OF, STORED
+from offload.engine.identities import Identities
+from offload.engine.sequence import CachePool
 from offload.errors import ReadError, UserError, ensure, reason
 from offload.model.kv_cache import KVCache
-from offload.planning.profile import fingerprint
+from offload.units import require
 
-_FORMAT = "offload session, version 1"
+SUM = "crc32"  # the note that has the checksum of all that lies behind the header
+_TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
+
+
+def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of any type that the format has, in this order, with notes about them. Raises
+    `OSError`.
+    """
+    with replacing(path) as scratch:
+        _write(scratch, notes, tensors)
+
+
+def data_sum(path: Path) -> str:
+    """The checksum that a file should have noted, eight hexadecimal digits. Raises `OSError`."""
+    total = 0
+    with path.open("rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        while block := file.read(1 << 20):
+            total = zlib.crc32(block, total)
+    return f"{total:08x}"
+
+
+def _write(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    places = dict[str, Any]()
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        end = end + tensor.numel() * tensor.element_size()
+        places[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    with path.open("wb") as file:
+        file.write(_header({**notes, SUM: "0" * 8}, places))
+        total = 0
+        for tensor in tensors.values():
+            data = tensor.cpu().contiguous().view(torch.uint8).numpy().data
+            total = zlib.crc32(data, total)
+            file.write(data)
+        file.seek(0)
+        file.write(_header({**notes, SUM: f"{total:08x}"}, places))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(notes: Mapping[str, str], places: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"__metadata__": notes, **places}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+_FORMAT = "offload session, version 2"
 _TOLD = ("role", "content")
-_TOKENS, _PARTS, _KINDS = "tokens", ("target", "draft"), ("keys", "values")
+_TOKENS = "tokens"
+_PARTS = ("target", "draft")
+_KINDS = ("keys", "values")
 _AFRESH = "name another file, or delete it to begin anew"
 
 
@@ -42,23 +106,22 @@ class Models:
     dtype: str  # that is wished for
     context: int
     has_longest_context: bool  # the target allows no more
+    identities: Identities  # of both, by what their files hold
 
     @cached_property
-    def identity(self) -> dict[str, str]:
-        """Fingerprints of the weights, and the types; those of no draft are empty."""
+    def dtypes(self) -> dict[str, str]:
+        """Types that are computed in; that of no draft is empty."""
         pairs = zip(_PARTS, (self.target, self.draft), strict=True)
-        found = {part: (fingerprint(one), compute_dtype_name(one, self.dtype)) for part, one in pairs if one}
-        target, draft = found["target"], found.get("draft", ("", ""))
-        return {"target": target[0], "dtype": target[1], "draft": draft[0], "draft_dtype": draft[1]}
-
-    def prove(self) -> None:
-        """Have the identity while the files are those that were opened. Raises `ReadError`."""
-        _ = self.identity
+        return {part: compute_dtype_name(one, self.dtype) if one else "" for part, one in pairs}
 
     def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
-        """Whether that part of a file with these notes is of the same weights in the same type."""
-        keys = ("target", "dtype") if part == "target" else ("draft", "draft_dtype")
-        return all(notes[key] == self.identity[key] for key in keys)
+        """Whether that part of a file with these notes is of the same weights in the same type;
+        nothing is read.
+        """
+        told = _told_identity(notes, part)
+        mine = self.identities.of(part)
+        is_same = told is not None and mine is not None and not same_model(told, mine)
+        return is_same and notes.get(f"{part}_dtype") == self.dtypes[part]
 
 
 class Session(NamedTuple):
@@ -70,29 +133,59 @@ class Session(NamedTuple):
 
 
 def save_session(
-    path: Path, models: Models, pool: CachePool, arithmetic: str, messages: list[dict[str, str]] | None, num_turns: int
+    path: Path,
+    models: Models,
+    pool: CachePool,
+    arithmetic: str,
+    messages: list[dict[str, str]] | None,
+    num_turns: int,
 ) -> None:
-    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written.
+    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be
+    written.
 
-    `arithmetic` names what the bits of keys and values depend on beside weights and types; empty where on more.
+    `arithmetic` names what the bits of keys and values depend on beside weights and types; empty
+    where on more.
     """
-    tokens, tensors = pool.tokens, {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
+    tokens = pool.tokens
+    tensors = {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
     for part, cache in _caches(pool).items():
         for index, pair in cache.states(len(tokens)).items():
-            tensors |= {_name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)}
+            tensors |= {
+                _name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)
+            }
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
     try:
-        write_tensors(path, {**models.identity, **told, "format": _FORMAT}, tensors)
-    except ReadError as error:  # of the weights, which have changed since: that need not end a conversation
+        write_tensors(path, {**_identities(models), **told, "format": _FORMAT}, tensors)
+    # of the weights, which have changed since: that need not end a conversation
+    except ReadError as error:
         raise UserError(f"cannot tell of which weights a session would be: {error}") from None
     except OSError as error:
-        raise UserError(f"cannot write the session to {path} ({error.strerror}): name another file") from None
+        raise UserError(
+            f"cannot write the session to {path} ({error.strerror}): name another file"
+        ) from None
+
+
+def _identities(models: Models) -> dict[str, str]:
+    """What a file tells of the models. Raises `ReadError`."""
+    found = {part: models.identities.of(part) for part in _PARTS}
+    told = {part: json.dumps(one.as_dict()) if one else "" for part, one in found.items()}
+    return told | {f"{part}_dtype": dtype for part, dtype in models.dtypes.items()}
+
+
+def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
+    """None for what is none. Raises `KeyError` where the file does not speak of that part."""
+    told = notes[part]
+    try:
+        return ModelIdentity.parse(json.loads(told))
+    except (ValueError, RecursionError):
+        return None
 
 
 def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -> Session:
     """Fill the caches with what a file holds for them. Raises `UserError`.
 
-    Of another draft nothing is taken, and of the target nothing that would have other bits if computed here.
+    Of another draft nothing is taken, and of the target nothing that would have other bits if
+    computed here.
     """
     with _opened(path) as file:
         session = _checked(path, file, models)
@@ -104,23 +197,35 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
             has_same_bits = part == "draft" or arithmetic in ("", file.metadata().get("arithmetic"))
             if has_same_bits and models.can_use(part, file.metadata()):
                 kept = _kept_layers(file, part)
-                states = ((index, *(file.get_tensor(_name(part, kind, index)) for kind in _KINDS)) for index in kept)
+                states = (
+                    (index, *(file.get_tensor(_name(part, kind, index)) for kind in _KINDS))
+                    for index in kept
+                )
                 cache.refill(states, _num_kept(file, part) if kept else 0)
     pool.filled_for(session.tokens)
     return session
 
 
 def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
-    """Raises `UserError` where no text could be kept in a file: behind an encoder, with such a start, none goes on."""
+    """Raises `UserError` where no text could be kept in a file: behind an encoder, with such a
+    start, none goes on.
+    """
     require(
-        parallel == 1, "`session` keeps the one text that is written, `parallel` must be 1", parallel, "leave it out"
+        parallel == 1,
+        "`session` keeps the one text that is written, `parallel` must be 1",
+        parallel,
+        "leave it out",
     )
     if start:
-        raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
+        raise UserError(
+            "`session` keeps a text that goes on, a model with an encoder writes anew: leave it out"
+        )
 
 
 def check_session(path: Path, models: Models) -> Session:
-    """What a file holds, proved by its header to fit these models. Raises `UserError`; nothing is filled."""
+    """What a file holds, proved by its header to fit these models. Raises `UserError`; nothing is
+    filled.
+    """
     with _opened(path) as file:
         return _checked(path, file, models)
 
@@ -128,11 +233,18 @@ def check_session(path: Path, models: Models) -> Session:
 def _checked(path: Path, file: Any, models: Models) -> Session:
     notes = file.metadata() or {}
     if notes.get("format") != _FORMAT:
-        raise UserError(f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}")
-    for key, words in (("target", "weights"), ("dtype", "`dtype`")):
-        if notes.get(key) != models.identity[key]:
-            mine, other = (str(one.get(key))[:12] for one in (models.identity, notes))
-            raise UserError(f"{path} was computed with other {words} ({other}, not {mine}): {_AFRESH}")
+        raise UserError(
+            f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}"
+        )
+    told = _told_identity(notes, "target") if "target" in notes else None
+    if told is None:
+        raise _broken(path, "it does not tell of which model it is")
+    if what := models.identities.difference(told):
+        raise UserError(f"{path} was computed with another model ({what}): {_AFRESH}")
+    if notes.get("target_dtype") != (mine := models.dtypes["target"]):
+        raise UserError(
+            f"{path} was computed with other `dtype` ({notes.get('target_dtype')}, not {mine}): {_AFRESH}"
+        )
     try:
         session = _contents(file, notes)
         for part in _PARTS:
@@ -142,30 +254,49 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
         raise _broken(path, reason(error)) from None
     if len(session.tokens) >= models.context:
         remedy = "" if models.has_longest_context else "raise `context`, or "
-        raise UserError(f"{path} has {len(session.tokens)} tokens, the context {models.context}: {remedy}{_AFRESH}")
+        raise UserError(
+            f"{path} has {len(session.tokens)} tokens, the context {models.context}: {remedy}{_AFRESH}"
+        )
     return session
 
 
 def _contents(file: Any, notes: Mapping[str, str]) -> Session:
     header = file.get_slice(_TOKENS)
-    ensure(header.get_dtype() == "I64" and len(header.get_shape()) == 1, "tokens are a row of whole numbers")
+    ensure(
+        header.get_dtype() == "I64" and len(header.get_shape()) == 1,
+        "tokens are a row of whole numbers",
+    )
     messages = json.loads(notes["messages"])
     ensure(messages is None or isinstance(messages, list), "messages are a list")
-    are_texts = all(isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str} for one in messages or [])
+    are_texts = all(
+        isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str}
+        for one in messages or []
+    )
     ensure(are_texts, "a message has a role and a content of text")
     return Session(file.get_tensor(_TOKENS).tolist(), messages, int(notes["num_turns"]))
 
 
-def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: str, num_tokens: int) -> None:
-    """Keys and values of every layer that has its own, of the shape that the config tells. Raises `ValueError`."""
+def _check_states(
+    file: Any, part: str, checkpoint: Checkpoint | None, dtype: str, num_tokens: int
+) -> None:
+    """Keys and values of every layer that has its own, of the shape that the config tells. Raises
+    `ValueError`.
+    """
     kept = _kept_layers(file, part)
     if checkpoint is None or not kept:
         ensure(not kept, f"{part} has keys and values, and there is none")
         return
-    sizes, computed = config_sizes(checkpoint), PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
-    num_own = sizes["num_hidden_layers"] - (text_config(checkpoint).get("num_kv_shared_layers") or 0)
-    ensure(kept == list(range(num_own)), f"{part} has {num_own} layers with keys and values, not {kept}")
-    num_kept, total_bytes = _num_kept(file, part), 0
+    sizes = config_sizes(checkpoint)
+    computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
+    num_own = sizes["num_hidden_layers"] - (
+        text_config(checkpoint).get("num_kv_shared_layers") or 0
+    )
+    ensure(
+        kept == list(range(num_own)),
+        f"{part} has {num_own} layers with keys and values, not {kept}",
+    )
+    num_kept = _num_kept(file, part)
+    total_bytes = 0
     num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
     per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
     ensure(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
@@ -177,14 +308,20 @@ def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: st
         is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
         is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, head_dim(sizes)))
         ensure(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
-    ensure(total_bytes <= per_token_bytes, f"{part} has {total_bytes} bytes a token, not {per_token_bytes}")
+    ensure(
+        total_bytes <= per_token_bytes,
+        f"{part} has {total_bytes} bytes a token, not {per_token_bytes}",
+    )
 
 
 def _kept_layers(file: Any, part: str) -> list[int]:
     """Layers with keys and values in the file, each with both. Raises `ValueError`."""
     names = {name for name in file.keys() if name.startswith(f"{part}.")}  # noqa: SIM118
     kept = sorted({int(name.rsplit(".", 1)[1]) for name in names})
-    ensure(names == {_name(part, kind, index) for kind in _KINDS for index in kept}, f"names of {part} do not pair")
+    ensure(
+        names == {_name(part, kind, index) for kind in _KINDS for index in kept},
+        f"names of {part} do not pair",
+    )
     return kept
 
 
@@ -195,7 +332,9 @@ def _num_kept(file: Any, part: str) -> int:
 def _caches(pool: CachePool) -> dict[str, KVCache]:
     """Of both models; a drafter without one keeps nothing that would be worth a file."""
     target, draft = pool.caches
-    found = zip(_PARTS, (target, draft.cache if isinstance(draft, HybridState) else draft), strict=True)
+    found = zip(
+        _PARTS, (target, draft.cache if isinstance(draft, HybridState) else draft), strict=True
+    )
     return {part: cache for part, cache in found if isinstance(cache, KVCache)}
 
 
@@ -211,7 +350,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
-        raise UserError(f"cannot read the session {path} ({error.strerror or error}): check the path") from None
+        raise UserError(
+            f"cannot read the session {path} ({error.strerror or error}): check the path"
+        ) from None
     except SafetensorError as error:
         raise _broken(path, reason(error)) from None
 

@@ -1,6 +1,8 @@
-"""One target on many ranks: what they agree on before a weight is read, and loading on those that follow the head.
+"""One target on many ranks: what they agree on before a weight is read, and loading on those that
+follow the head.
 
-Shares come from what each rank has measured of itself. Whatever one rank must refuse ends all of them, with its line.
+Shares come from what each rank has measured of itself. Whatever one rank must refuse ends all of
+them, with its line.
 """
 
 from contextlib import ExitStack
@@ -14,32 +16,40 @@ import torch
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.distributed.layout import (
+    Sharding,
+    gathered_widths,
+    layers_alone,
+    shard_files,
+    share_layers,
+)
+from offload.distributed.orders import (
+    agree_on,
+    all_gather_objects,
+    broadcast_from_head,
+    try_together,
+)
+from offload.distributed.shards import Exchange, ShardedTarget, cut_model, serve_shard
+from offload.distributed.transport import Transport
 from offload.engine.build import send_beside_layers
-from offload.engine.capacity import capacity_of
-from offload.engine.meeting import meet
-from offload.engine.team import Given, Team
+from offload.engine.meeting import capacity_of, meet_ranks
+from offload.engine.team import LoadContext, Team
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files
-from offload.model.section import SectionModel
-from offload.model.weights import StreamedModel
+from offload.memory.planner import ModelFiles
+from offload.model.streamed import SectionModel, StreamedModel
+from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
-from offload.planning.exchange import Gathers
 from offload.planning.shares import Load, RankCapacity, shard_fractions
-from offload.ranks.agreement import agree_on, hear_head, tell_all, try_together
-from offload.ranks.exchange import Exchange, cut_model
-from offload.ranks.layout import gathered_widths, layers_alone, shard_files
-from offload.ranks.sharded import ShardedTarget, serve_shard
-from offload.ranks.sharding import Sharding, share_layers
-from offload.ranks.transport import Transport
 from offload.stats import RankFigures
 from offload.streaming.layers import Layers, open_layers
-from offload.streaming.sight import Sight
+from offload.streaming.scan import WeightScan
 from offload.timer import timed
 
 _TYPICAL_NODES = 64
 _BY_HOST = "ranks exchange rows of GPUs by way of host memory, which is slower than NCCL, and the way that was tried"
-_TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
+_TIMED_ROWS = (1, 16, 64, 256)
+_NUM_TIMES = 3
 
 
 class _Measured(NamedTuple):
@@ -53,17 +63,30 @@ class _Measured(NamedTuple):
 class Shards(Team):
     """The head of several ranks, each of which has some rows of every matrix."""
 
-    is_alone, profile = False, "none"  # profiles are those of one process
+    # profiles are those of one process
+    is_alone = False
+    profile = "none"
 
     def __init__(
-        self, transport: Transport, sharding: Sharding, exchange: Exchange, measured: _Measured, resources: ExitStack,
+        self,
+        transport: Transport,
+        sharding: Sharding,
+        exchange: Exchange,
+        measured: _Measured,
+        resources: ExitStack,
         notes: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self.transport, self.sharding, self.exchange, self._measured = transport, sharding, exchange, measured
+    ) -> None:
+        self.transport = transport
+        self.sharding = sharding
+        self.exchange = exchange
+        self._measured = measured
         self.exchange_s = measured.exchange_s
-        self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}", *notes)
+        self._resources, self.notes = (
+            resources,
+            (f"rows of every layer by rank: {sharding.percentages}", *notes),
+        )
 
-    def own(self, files: Files) -> Files:
+    def own(self, files: ModelFiles) -> ModelFiles:
         """The head's rows, with all that is around the layers."""
         return files._replace(target=self.sharding.checkpoint_of(self.transport.rank, files.target))
 
@@ -73,29 +96,51 @@ class Shards(Team):
 
     def settle(self, plan: MemoryPlan) -> None:
         """The others plan for as many rows and positions. Raises `UserError` where one has no room."""
-        hear_head(self.transport, [plan.num_nodes, plan.context])
+        broadcast_from_head(self.transport, [plan.num_nodes, plan.context])
         agree_on(self.transport)
 
-    def target(self, model: StreamedModel, stream: Layers, plan: MemoryPlan, **more: Any) -> ShardedTarget:
+    def target(
+        self, model: StreamedModel, stream: Layers, plan: MemoryPlan, **more: Any
+    ) -> ShardedTarget:
         """What the others follow, once all have loaded, until `resources` are closed."""
         agree_on(self.transport)  # all have loaded
         read = partial(self.figures, stream, plan)
-        ways: dict[str, Any] = {"transport": self.transport, "exchange": self.exchange, "read": read}
+        ways: dict[str, Any] = {
+            "transport": self.transport,
+            "exchange": self.exchange,
+            "read": read,
+        }
         target = ShardedTarget(model, stream, plan, **ways, **more)
         self._resources.callback(target.stop)
         return target
 
     def figures(self, stream: Layers, plan: MemoryPlan) -> RankFigures:
         """This rank's own, now."""
-        exchange, transport, (own_bytes, row_bytes, _) = self.exchange, self.transport, self._measured
+        exchange, transport, (own_bytes, row_bytes, _) = (
+            self.exchange,
+            self.transport,
+            self._measured,
+        )
         return RankFigures(
-            plan.ram_bytes, own_bytes, peak_rss_bytes(), exchange.num_passes, exchange.num_rows, plan.streamed_bytes,
-            stream.bytes_read, stream.stall_s, row_bytes, dict(transport.bytes_sent), transport.exchange_s,
-        )  # fmt: skip
+            plan.ram_bytes,
+            own_bytes,
+            peak_rss_bytes(),
+            exchange.num_passes,
+            exchange.num_rows,
+            plan.streamed_bytes,
+            stream.bytes_read,
+            stream.stall_s,
+            row_bytes,
+            dict(transport.bytes_sent),
+            transport.exchange_s,
+        )
 
 
-def join_shards(given: Given, resources: ExitStack, transport: Transport | None = None) -> Shards:
-    """The head's view, once all have agreed. On any other rank: follow the head to its end, then raise `SystemExit`.
+def join_shards(
+    given: LoadContext, resources: ExitStack, transport: Transport | None = None
+) -> Shards:
+    """The head's view, once all have agreed. On any other rank: follow the head to its end, then
+    raise `SystemExit`.
 
     Args:
         transport: to the others; None meets them where torchrun's environment says.
@@ -103,7 +148,7 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
     own_bytes = rss_bytes()
-    transport, notes = meet(given, resources, transport)
+    transport, notes = meet_ranks(given, resources, transport)
     given.hooks.on_phase("measuring links, sharing layers")
     shards = _share(given, transport, own_bytes, resources)
     shards.notes += notes
@@ -113,24 +158,39 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
     return shards
 
 
-def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitStack) -> Shards:
-    files, dtype = given.files, given.options.dtype
+def _share(
+    given: LoadContext, transport: Transport, own_bytes: int, resources: ExitStack
+) -> Shards:
+    files = given.files
+    dtype = given.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
-    has_gpu = any(tell_all(transport, given.device is not None))  # links are measured at one time: they may be the same
+    # links are measured at one time: they may be the same
+    has_gpu = any(all_gather_objects(transport, given.device is not None))
     held = given.room.roomy().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
     mine = capacity_of(given, held, shares_kv=even.has_own_heads)
-    capacities = [RankCapacity(*one) for one in tell_all(transport, mine)]
+    capacities = [RankCapacity(*one) for one in all_gather_objects(transport, mine)]
     shape = model_shape(files.target, dtype)
     kv_bytes = given.room.roomy().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
-    fractions = hear_head(transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes)))
-    sharding, exchange = share_layers(files.target, fractions), Exchange(transport)
+    fractions = broadcast_from_head(
+        transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes))
+    )
+    sharding = share_layers(files.target, fractions)
+    exchange = Exchange(transport)
     column = torch.zeros(1, 1, dtype=getattr(torch, compute_dtype_name(files.target, dtype)))
-    layer_s = [_layer_s(exchange, sharding, transport.rank, column.expand(rows, -1)) for rows in _TIMED_ROWS]
+    layer_s = [
+        _layer_s(exchange, sharding, transport.rank, column.expand(rows, -1))
+        for rows in _TIMED_ROWS
+    ]
     pass_s = tuple(len(shape.layer_bytes) * seconds for seconds in layer_s)
-    num_layers, width = len(shape.layer_bytes), config_sizes(files.target)["hidden_size"]
-    row_bytes = Gathers(gathered_widths(sharding), num_layers, width, column.itemsize).sent_bytes(1)[transport.rank]
+    num_layers = len(shape.layer_bytes)
+    width = config_sizes(files.target)["hidden_size"]
+    row_bytes = Gathers(gathered_widths(sharding), num_layers, width, column.itemsize).sent_bytes(
+        1
+    )[transport.rank]
     measured = _Measured(own_bytes, row_bytes, Curve(_TIMED_ROWS, pass_s))
-    return Shards(transport, sharding, exchange, measured, resources, (_BY_HOST,) if has_gpu else ())
+    return Shards(
+        transport, sharding, exchange, measured, resources, (_BY_HOST,) if has_gpu else ()
+    )
 
 
 def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Tensor) -> float:
@@ -144,19 +204,24 @@ def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Te
         return median(timed(gather_all) for _ in range(_NUM_TIMES))
 
 
-def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
+def _follow(shards: Shards, given: LoadContext, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
-    transport, options = shards.transport, given.options
-    num_nodes, context = hear_head(transport)
-    files, room = shard_files(given.files, shards.sharding, transport.rank), replace(given.room, context=context)
+    transport = shards.transport
+    options = given.options
+    num_nodes, context = broadcast_from_head(transport)
+    files = shard_files(given.files, shards.sharding, transport.rank)
+    room = replace(given.room, context=context)
     plan = try_together(transport, lambda: room.plan(files, num_nodes))
-    own, device = shards.own(given.files).target, given.device
+    own = shards.own(given.files).target
+    device = given.device
     place = torch.device("cpu") if device is None else device.place
     model = SectionModel(own, layers_alone(own), options.dtype, place, adapt=shards.adapt)
     resources.callback(model.close)
     limit = options.limit_bytes_per_s
-    sight = Sight(own, given.hooks.on_note)
-    store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight)
+    sight = WeightScan(own, given.hooks.on_note)
+    store = given.open_source(
+        own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight
+    )
     resources.callback(store.close)
     for note in send_beside_layers(device, plan, resources, model):
         given.hooks.on_note(note)
@@ -164,4 +229,6 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()
     agree_on(transport)
-    serve_shard(model, stream, plan, transport, shards.exchange, partial(shards.figures, stream, plan))
+    serve_shard(
+        model, stream, plan, transport, shards.exchange, partial(shards.figures, stream, plan)
+    )

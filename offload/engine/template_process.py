@@ -1,11 +1,13 @@
-"""The process that chat templates are rendered in: they are programs of strangers, and some never end.
+"""The process that chat templates are rendered in: they are programs of strangers, and some never
+end.
 
-Why a process. A line tracer, or an exception thrown into a thread, acts between two lines of Python, but a power of
-large numbers, `'x' * 10**10`, filters that join, replace or sort are one call of C that holds the interpreter's lock
-until it is done; and a thread cannot be ended. A process has the kernel's limits on its time and memory, whatever runs
-in it. Why it is not forked: pages of a fork are shared until they are written to, and the disk writes into ours.
-Invariant: one request is answered at a time, and after anything but an answer the process is ended: none is ever met by
-what belongs to another, and none is left behind that computes.
+Why a process. A line tracer, or an exception thrown into a thread, acts between two lines of
+Python, but a power of large numbers, `'x' * 10**10`, filters that join, replace or sort are one
+call of C that holds the interpreter's lock until it is done; and a thread cannot be ended. A
+process has the kernel's limits on its time and memory, whatever runs in it. Why it is not forked:
+pages of a fork are shared until they are written to, and the disk writes into ours.
+Invariant: one request is answered at a time, and after anything but an answer the process is ended:
+none is ever met by what belongs to another, and none is left behind that computes.
 """
 
 import functools
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 _CPU_S = 5  # for a request; templates take milliseconds
-_WAIT_S = 60.0  # for what neither computes nor answers, such as a process that was stopped; and for its start
+# for what neither computes nor answers, such as a process that was stopped; and for its start
+_WAIT_S = 60.0
 _MOST_CHARS = 1 << 20  # that a template writes beside what it was told
 _TIMES_TOLD = 8  # of the characters of what it was told, which it may repeat and write as JSON
 _ESCAPED = 12  # characters of JSON for one of text, at most
@@ -39,7 +42,9 @@ class TemplateExceeded(TemplateFailed):
 
 
 class TemplateProcess:
-    """Renders by `render`; it is started when it is first asked, and again after it had to be ended."""
+    """Renders by `render`; it is started when it is first asked, and again after it had to be
+    ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,11 +54,15 @@ class TemplateProcess:
         """What a template makes of a conversation. Raises `TemplateFailed`.
 
         Args:
-            variables: further arguments of transformers' `render_jinja_template`, such as `add_generation_prompt`.
+            variables: further arguments of transformers' `render_jinja_template`, such as
+                `add_generation_prompt`.
         """
         told = {**variables, "chat_template": template, "conversations": [messages]}
         most_chars = _MOST_CHARS + _TIMES_TOLD * len(json.dumps([messages, variables], default=str))
-        line = json.dumps({**told, "most_s": _CPU_S, "most_chars": most_chars}, default=str).encode() + b"\n"
+        line = (
+            json.dumps({**told, "most_s": _CPU_S, "most_chars": most_chars}, default=str).encode()
+            + b"\n"
+        )
         with self._lock:
             answer = self._ask(line, _ESCAPED * most_chars + 100)
         if "exceeded" in answer:
@@ -87,7 +96,10 @@ class TemplateProcess:
         if self._process is None:
             worker = Path(__file__).with_name("template_worker.py")
             self._process = subprocess.Popen(
-                [sys.executable, "-P", worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                [sys.executable, "-P", worker],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             )
             self._stop = weakref.finalize(self, _stop, os.getpid(), self._process)
             with _Clock(self._process):
@@ -104,10 +116,13 @@ class TemplateProcess:
 
 
 class _Clock:
-    """Ends a process that takes longer than `_WAIT_S` over what is inside; monotonic, so that no clock is set there."""
+    """Ends a process that takes longer than `_WAIT_S` over what is inside; monotonic, so that no
+    clock is set there.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self.has_struck, self._process = False, process
+        self.has_struck = False
+        self._process = process
         self._timer = threading.Timer(_WAIT_S, self._strike)
         self._timer.daemon = True
 
@@ -125,7 +140,9 @@ class _Clock:
 
 
 def template_process() -> TemplateProcess:
-    """The one of this process, which all its models share: what it answers depends on nothing but the request."""
+    """The one of this process, which all its models share: what it answers depends on nothing but
+    the request.
+    """
     return _process_of(os.getpid())
 
 
@@ -149,7 +166,9 @@ def _exchange(process: "subprocess.Popen[bytes]", line: bytes, most_bytes: int) 
     status = process.wait()
     if sys.platform != "win32" and status == -signal.SIGXCPU:
         return {"exceeded": f"it computes for more than {_CPU_S} s"}
-    return {"exceeded": f"it ends, or does not answer, the process that renders it (status {status})"}
+    return {
+        "exceeded": f"it ends, or does not answer, the process that renders it (status {status})"
+    }
 
 
 def _line(process: "subprocess.Popen[bytes]", most_bytes: int) -> bytes:

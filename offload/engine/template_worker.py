@@ -1,9 +1,11 @@
-"""Render chat templates that strangers have written: `python -P template_worker.py`, a request and an answer per line.
+"""Render chat templates that strangers have written: `python -P template_worker.py`, a request and
+an answer per line.
 
-A request is JSON: what transformers' `render_jinja_template` takes, with `most_s` of processor time and `most_chars`.
-An answer is JSON with `text`, or what has `failed`, or which limit was `exceeded`. Invariant: nothing of the package is
-imported, and of transformers its sandbox alone, so that it is there in 0.3 s and 40 MB; and the kernel ends this
-process once a request has computed for longer than it may, whoever waits for it.
+A request is JSON: what transformers' `render_jinja_template` takes, with `most_s` of processor time
+and `most_chars`. An answer is JSON with `text`, or what has `failed`, or which limit was
+`exceeded`. Invariant: nothing of the package is imported, and of transformers its sandbox alone, so
+that it is there in 0.3 s and 40 MB; and the kernel ends this process once a request has computed
+for longer than it may, whoever waits for it.
 """
 
 import json
@@ -25,7 +27,8 @@ def main() -> None:
     """Serve standard input until it ends, which it does with the process that asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it means the process that asks
     try:
-        render, num_bytes = _sandbox(), _in_memory_bytes()
+        render = _sandbox()
+        num_bytes = _in_memory_bytes()
     except Exception as error:  # of an installation that is not whole
         print(_told(error), flush=True)
         return
@@ -41,7 +44,8 @@ def main() -> None:
 def _answer(render: Callable[..., Any], line: bytes) -> dict[str, str]:
     try:
         asked = json.loads(line)
-        most_s, most_chars = asked.pop("most_s"), asked.pop("most_chars")
+        most_s = asked.pop("most_s")
+        most_chars = asked.pop("most_chars")
         _limit("RLIMIT_CPU", int(time.process_time()) + 1 + most_s)
         (text,), _ = render(**asked)
     except MemoryError:
@@ -58,13 +62,18 @@ def _told(error: Exception) -> str:
 
 
 def _sandbox() -> Callable[..., Any]:
-    """transformers' own; without torch and pictures, and without what the package looks for when it is imported."""
+    """transformers' own; without torch and pictures, and without what the package looks for when it
+    is imported.
+    """
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         raise ImportError("transformers is missing")
     (folder,) = found.submodule_search_locations
-    for name, path in (("transformers", folder), ("transformers.utils", os.path.join(folder, "utils"))):
+    for name, path in (
+        ("transformers", folder),
+        ("transformers.utils", os.path.join(folder, "utils")),
+    ):
         sys.modules[name] = package = types.ModuleType(name)
         package.__path__ = [path]
     try:
@@ -78,7 +87,9 @@ def _sandbox() -> Callable[..., Any]:
 
 
 def _in_memory_bytes() -> int | None:
-    """Addresses in use, libraries included, which differ by gigabytes between machines; None where nobody tells."""
+    """Addresses in use, libraries included, which differ by gigabytes between machines; None where
+    nobody tells.
+    """
     if not os.path.exists(_PAGES):
         return None
     with open(_PAGES) as pages:

@@ -1,4 +1,6 @@
-"""Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
+"""Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in
+between.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,21 +9,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from offload.checkpoint.hub import check_tokenizer_files
 from offload.checkpoint.safetensors import has_tokenizer, read_json
-from offload.checkpoint.tokenizer_files import check_tokenizer_files
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
-_CONTEXT_TOKENS = 8  # decoded before the new ones, because some tokenizers glue or drop a leading space
+# decoded before the new ones, because some tokenizers glue or drop a leading space
+_CONTEXT_TOKENS = 8
 
 
-Tokenizer: TypeAlias = Any  # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
+# a `PreTrainedTokenizerBase` of transformers, which takes a second to import
+Tokenizer: TypeAlias = Any
 
 
 def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
-    """The tokenizer in a folder or GGUF file, None where it has none. Raises `UserError` for what cannot be read."""
+    """The tokenizer in a folder or GGUF file, None where it has none. Raises `UserError` for what
+    cannot be read.
+    """
     from transformers import AutoTokenizer
 
     if os.path.isfile(directory):
@@ -32,7 +38,9 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         _check_names(Path(directory))
         how = {"trust_remote_code": False, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(directory, config=_config_beside(Path(directory)), **how)
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, config=_config_beside(Path(directory)), **how
+        )
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get("chat_template")
@@ -40,9 +48,11 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
 
 
 def _config_beside(directory: Path) -> Any:
-    """What the model's config says of its tokenizer, or None where there is none. Raises `OSError`, `ValueError`.
+    """What the model's config says of its tokenizer, or None where there is none. Raises `OSError`,
+    `ValueError`.
 
-    The library takes a file that the disk does not give for none, and may choose another class of tokenizer: other ids.
+    The library takes a file that the disk does not give for none, and may choose another class of
+    tokenizer: other ids.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -51,17 +61,25 @@ def _config_beside(directory: Path) -> Any:
         return None
     told = read_json(directory / "config.json")
     try:
-        return AutoConfig.for_model(str(told.get("model_type")), tokenizer_class=told.get("tokenizer_class"))
-    except (ValueError, StrictDataclassError):  # of a kind that it does not know, or that needs more than this
+        return AutoConfig.for_model(
+            str(told.get("model_type")), tokenizer_class=told.get("tokenizer_class")
+        )
+    # of a kind that it does not know, or that needs more than this
+    except (ValueError, StrictDataclassError):
         return None
 
 
 def _check_names(directory: Path) -> None:
-    """Raises `ValueError` for another folder's file in place of tokenizer.json, which transformers would open."""
+    """Raises `ValueError` for another folder's file in place of tokenizer.json, which transformers
+    would open.
+    """
     told = directory / "tokenizer_config.json"
     names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
     for name in names:
-        ensure(isinstance(name, str) and Path(name).name == name, f"{name!r:.80} is no file beside {told.name}")
+        ensure(
+            isinstance(name, str) and Path(name).name == name,
+            f"{name!r:.80} is no file beside {told.name}",
+        )
 
 
 def _load_from_gguf(file: Path) -> Tokenizer:
@@ -72,7 +90,10 @@ def _load_from_gguf(file: Path) -> Tokenizer:
             f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
             "pip install gguf, or give `config`, the folder or hub id of the original model"
         )
-    with refusing(f"cannot read the tokenizer in {file.name}", "give `config`, the original model's folder or hub id"):
+    with refusing(
+        f"cannot read the tokenizer in {file.name}",
+        "give `config`, the original model's folder or hub id",
+    ):
         told = {"gguf_file": file.name, "trust_remote_code": False, "local_files_only": True}
         return AutoTokenizer.from_pretrained(file.parent, **told)
 
@@ -90,36 +111,50 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
 def encode_messages(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a chat template.
+    """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a
+    chat template.
 
     Args:
-        tools: what the template is told of, and the model with it, where the template knows such a thing.
+        tools: what the template is told of, and the model with it, where the template knows such a
+            thing.
     """
     if not tokenizer.chat_template:
         raise UserError(
             "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
             "or give a prompt alone (offload generate -p without `system`, /v1/completions)"
         )
-    return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
+    return _in_template(
+        tokenizer,
+        messages,
+        "some know no system prompt, all want user and assistant in turn",
+        tools,
+    )
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
     """A conversation as the model's chat template writes it. Raises `TemplateFailed`.
 
     Args:
-        how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template` takes them.
+        how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template`
+            takes them.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str):  # there are several, by name
         template = tokenizer.get_chat_template(tools=how.get("tools"))
     if not isinstance(template, str):
         raise TemplateFailed(f"it must be text, got {template!r:.80}")
-    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    said = [
+        {name: value for name, value in message.items() if value is not None}
+        for message in messages
+    ]
     return template_process().render(template, said, **{**tokenizer.special_tokens_map, **how})
 
 
 def _in_template(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], remedy: str, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    remedy: str,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     told = {"tools": [*tools]} if tools else {}
     with refusing("the model's chat template failed", remedy):
@@ -128,17 +163,24 @@ def _in_template(
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
-    """Templates of some models that also see look for lists of parts, and pass over what is text as if it were none."""
-    last, failure = str(messages[-1]["content"]).strip(), None
+    """Templates of some models that also see look for lists of parts, and pass over what is text as
+    if it were none.
+    """
+    last = str(messages[-1]["content"]).strip()
+    failure = None
     try:
         text = render_chat(tokenizer, messages, add_generation_prompt=True, **told)
     except TemplateExceeded:
         raise
     except TemplateFailed as error:
-        text, failure = "", error
+        text = ""
+        failure = error
     if failure is None and last in text:
         return text
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
     try:
         in_parts = render_chat(tokenizer, parts, add_generation_prompt=True, **told)
     except TemplateFailed:
@@ -151,12 +193,16 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
 
 
 class TextStream:
-    """Turns accepted tokens into text, handed out once characters are complete and no stop string can begin there.
+    """Turns accepted tokens into text, handed out once characters are complete and no stop string
+    can begin there.
 
-    A character that the prompt begins is new text if new tokens complete it; else what stands for it is the prompt's.
+    A character that the prompt begins is new text if new tokens complete it; else what stands for
+    it is the prompt's.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()
+    ) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._byte_of = _byte_tokens(tokenizer)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
@@ -165,7 +211,9 @@ class TextStream:
         self.text = ""  # what was handed out
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """Take new tokens; returns the piece that has become certain and whether a stop string was reached."""
+        """Take new tokens; returns the piece that has become certain and whether a stop string was
+        reached.
+        """
         num_before = len(self._tokens)
         self._tokens += tokens
         whole = self.whole()
@@ -173,7 +221,9 @@ class TextStream:
             return self._hand_out(self._certain(whole)), False
         self._cut_at_stop(num_before)
         whole = self.whole()
-        return self._hand_out(whole[: min(whole.find(stop) for stop in self._stop if stop in whole)]), True
+        return self._hand_out(
+            whole[: min(whole.find(stop) for stop in self._stop if stop in whole)]
+        ), True
 
     def finish(self) -> str:
         """The last piece, incomplete characters included."""
@@ -185,11 +235,15 @@ class TextStream:
 
     @property
     def tokens(self) -> list[int]:
-        """The pushed ones, no further than the token that completed a stop string: later ones were accepted in vain."""
+        """The pushed ones, no further than the token that completed a stop string: later ones were
+        accepted in vain.
+        """
         return list(self._tokens)
 
     def _cut_at_stop(self, num_before: int) -> None:
-        """Of a burst that holds several stop strings the first one to be complete counts; none was before the burst."""
+        """Of a burst that holds several stop strings the first one to be complete counts; none was
+        before the burst.
+        """
         for count in range(num_before + 1, len(self._tokens)):
             text = self._text_of(self._tokens[:count])
             if any(stop in text for stop in self._stop):
@@ -210,8 +264,11 @@ class TextStream:
         return whole
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        text, num_before = self._decode(tokens), len(self._context_text)
-        if self._context_text.endswith(_REPLACEMENT) and not text.startswith(_REPLACEMENT, num_before - 1):
+        text = self._decode(tokens)
+        num_before = len(self._context_text)
+        if self._context_text.endswith(_REPLACEMENT) and not text.startswith(
+            _REPLACEMENT, num_before - 1
+        ):
             num_before -= 1
         return text[num_before:]
 
@@ -219,9 +276,14 @@ class TextStream:
         if self._tokenizer is None:
             return ""
         ids = _as_utf8([*self._context, *tokens], self._byte_of)
-        # Some tokenizers would drop spaces before punctuation afterwards: the text would change behind what was shown.
+        # Some tokenizers would drop spaces before punctuation afterwards: the text would change
+        # behind what was shown.
         with refusing("the model's tokenizer failed", "download its files again"):
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(
+                self._tokenizer.decode(
+                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+            )
 
 
 def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
@@ -238,11 +300,13 @@ def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
 def _as_utf8(ids: list[int], byte_of: Mapping[int, int]) -> list[int]:
     """With replacement characters in place of bytes that are no UTF-8, each by itself.
 
-    A tokenizer would replace all tokens of bytes that stand together, characters that are complete included.
+    A tokenizer would replace all tokens of bytes that stand together, characters that are complete
+    included.
     """
     if byte_of.keys().isdisjoint(ids):
         return ids
-    token_of, mended = {byte: token for token, byte in byte_of.items()}, list[int]()
+    token_of = {byte: token for token, byte in byte_of.items()}
+    mended = list[int]()
     for is_byte, run in groupby(ids, byte_of.__contains__):
         if is_byte:
             raw = bytes(byte_of[token] for token in run)

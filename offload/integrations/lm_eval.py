@@ -1,8 +1,11 @@
-"""The model `offload` of EleutherAI's lm-eval: tasks are scored and written by as few passes as memory allows.
+"""The model `offload` of EleutherAI's lm-eval: tasks are scored and written by as few passes as
+memory allows.
 
-    python -m offload.integrations.lm_eval run --model offload --model_args pretrained=big,draft=small --tasks ...
+    python -m offload.integrations.lm_eval run --model offload --model_args
+    pretrained=big,draft=small --tasks ...
 
-Invariant: texts are cut into tokens, windows and stop strings as lm-eval's own `hf` does, so that results are its own.
+Invariant: texts are cut into tokens, windows and stop strings as lm-eval's own `hf` does, so that
+results are its own.
 """
 
 import sys
@@ -11,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, NoReturn
 
-from offload.config import Sampling
 from offload.declaration import options_at
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -21,6 +23,7 @@ from offload.engine.request import Request
 from offload.engine.template_process import TemplateFailed
 from offload.engine.text import render_chat
 from offload.errors import RunError, UserError, require
+from offload.units import Sampling
 
 try:
     from lm_eval import utils
@@ -36,9 +39,12 @@ try:
     )
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    raise UserError(f"this runs inside of lm-eval, and {error.name} is missing: pip install 'offload[eval]'") from None
+    raise UserError(
+        f"this runs inside of lm-eval, and {error.name} is missing: pip install 'offload[eval]'"
+    ) from None
 
-Tokens = tuple[Any, list[int], list[int]]  # what a request is known by, a context, and what is scored behind it
+# what a request is known by, a context, and what is scored behind it
+Tokens = tuple[Any, list[int], list[int]]
 
 _TEXTS_PER_CALL = 4096  # scored between two results that are kept, where lm-eval keeps any
 _ANY_DEVICE = "cuda:0"
@@ -54,10 +60,17 @@ class OffloadLM(TemplateLM):
     """
 
     def __init__(
-        self, pretrained: str | Decoder, *, batch_size: int | str = 1, max_batch_size: int | None = None,
-        device: str | None = None, add_bos_token: bool | None = None, prefix_token_id: int | None = None,
-        seed: int = 0, **load_args: Any,
-    ) -> None:  # fmt: skip
+        self,
+        pretrained: str | Decoder,
+        *,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        seed: int = 0,
+        **load_args: Any,
+    ) -> None:
         """Load a model, or take one that is loaded. Raises `UserError`.
 
         Args:
@@ -65,17 +78,24 @@ class OffloadLM(TemplateLM):
             max_batch_size: not asked for: memory is planned.
             device: as lm-eval names it, which says `cuda:0` on any machine unless told otherwise.
             add_bos_token: whether texts begin with that token; None leaves it to the tokenizer.
-            prefix_token_id: stands for an empty context; default: the token that begins texts, or ends them.
+            prefix_token_id: stands for an empty context; default: the token that begins texts, or
+                ends them.
             seed: of text that is drawn; the next ones are those of its repetitions.
             load_args: of `offload.load`.
         """
         super().__init__()
         self.decoder = (
-            pretrained if isinstance(pretrained, Decoder) else _load(pretrained, device, batch_size, load_args)
+            pretrained
+            if isinstance(pretrained, Decoder)
+            else _load(pretrained, device, batch_size, load_args)
         )
         if self.decoder.tokenizer is None or self.decoder.target.start:
-            raise UserError("lm-eval takes models with a tokenizer and without an encoder: name another one")
-        self.tokenizer, self._add_bos, self._seed = self.decoder.tokenizer, add_bos_token, seed
+            raise UserError(
+                "lm-eval takes models with a tokenizer and without an encoder: name another one"
+            )
+        self.tokenizer = self.decoder.tokenizer
+        self._add_bos = add_bos_token
+        self._seed = seed
         self._prefix = prefix_token_id
 
     @property
@@ -107,16 +127,23 @@ class OffloadLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """A conversation as text; without its system prompt where the template knows none."""
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        how = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         try:
             return render_chat(self.tokenizer, chat_history, **how)
         except TemplateFailed:
             others = [message for message in chat_history if message["role"] != "system"]
             return render_chat(self.tokenizer, others, **how)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Token ids, with the token that begins texts unless the string brings it."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None:
@@ -127,13 +154,22 @@ class OffloadLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Tokens], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """For each the log-probability of what is behind its context, and whether it is what greedy decoding writes."""
+        """For each the log-probability of what is behind its context, and whether it is what greedy
+        decoding writes.
+        """
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda number: requests[number][1] + requests[number][2])  # alike ones
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+        # alike ones
+        order = sorted(
+            range(len(requests)), key=lambda number: requests[number][1] + requests[number][2]
+        )
+        with tqdm(
+            total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests"
+        ) as bar:
             for begin in range(0, len(order), _TEXTS_PER_CALL):
                 numbers = order[begin : begin + _TEXTS_PER_CALL]
-                scores = self.decoder.score_texts([self._window(requests[number]) for number in numbers])
+                scores = self.decoder.score_texts(
+                    [self._window(requests[number]) for number in numbers]
+                )
                 for number, score in zip(numbers, scores, strict=True):
                     answers[number], name = (score.logprob, score.is_greedy), requests[number][0]
                     if name is not None:
@@ -142,42 +178,67 @@ class OffloadLM(TemplateLM):
         return answers
 
     def _window(self, request: Tokens) -> tuple[list[int], int]:
-        """As much of a text as there is room for, of which the last token is no input; where the scored part begins."""
+        """As much of a text as there is room for, of which the last token is no input; where the
+        scored part begins.
+        """
         _, context, scored = request
         rule = f"what is scored must have between 1 and {self.max_length} tokens"
-        require(0 < len(scored) <= self.max_length, rule, len(scored), "raise `context`, or leave the task out")
+        require(
+            0 < len(scored) <= self.max_length,
+            rule,
+            len(scored),
+            "raise `context`, or leave the task out",
+        )
         ids = (context + scored)[-(self.max_length + 1) :]
         return ids, len(ids) - len(scored)
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of each text the log-probability of all its tokens; longer ones than the context go window by window."""
-        windows, owners = list[Tokens](), list[int]()
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Of each text the log-probability of all its tokens; longer ones than the context go
+        window by window.
+        """
+        windows = list[Tokens]()
+        owners = list[int]()
         for number, request in enumerate(requests):
             for context, scored in self._rolling(request.args[0]):
                 windows.append((None, context, scored))
                 owners.append(number)
         sums = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+        for owner, (logprob, _) in zip(
+            owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
+        ):
             sums[owner] += logprob
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (request.args[0],), total)
         return sums
 
     def _rolling(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        how = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
-        return map(utils.make_disjoint_window, utils.get_rolling_token_windows(self.tok_encode(text), **how))
+        how = {
+            "prefix_token": self.prefix_token_id,
+            "max_seq_len": self.max_length,
+            "context_len": 1,
+        }
+        return map(
+            utils.make_disjoint_window,
+            utils.get_rolling_token_windows(self.tok_encode(text), **how),
+        )
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts up to their stop strings, as many at a time as the decoder has places for."""
-        texts, seen = [""] * len(requests), Counter[str]()
-        wanted, untils = list[Request](), list[list[str]]()
+        texts = [""] * len(requests)
+        seen = Counter[str]()
+        wanted = list[Request]()
+        untils = list[list[str]]()
         for request in requests:
             context, settings = request.args
             one, until = self._request(context, settings, repetition=seen[repr(request.args)])
             seen[repr(request.args)] += 1
             wanted.append(one)
             untils.append(until)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm, desc="Running generate_until requests"
+        ) as bar:
             for number, outcome in write_all(self.decoder, wanted):
                 if not isinstance(outcome, Generation):
                     raise outcome
@@ -188,29 +249,45 @@ class OffloadLM(TemplateLM):
                 bar.update(1)
         return texts
 
-    def _request(self, context: str, settings: dict[str, Any], *, repetition: int) -> tuple[Request, list[str]]:
-        """What to write, and the strings that end it, that of the end token included. Raises `UserError`."""
+    def _request(
+        self, context: str, settings: dict[str, Any], *, repetition: int
+    ) -> tuple[Request, list[str]]:
+        """What to write, and the strings that end it, that of the end token included. Raises
+        `UserError`.
+        """
         told: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(told.pop("until"), eos=eos)
-        num_new, is_drawn = told.pop("max_gen_toks"), told.pop("do_sample")
+        num_new = told.pop("max_gen_toks")
+        is_drawn = told.pop("do_sample")
         for name, value in told.items():
             rule = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
             require(name in _SETTINGS, rule, f"{name}={value!r}", "leave it out")
         drawing = {_SETTINGS[name].name: value for name, value in told.items()}
-        sampling = Sampling(**drawing | ({} if is_drawn else {"temperature": 0.0}), seed=self._seed + repetition)
+        sampling = Sampling(
+            **drawing | ({} if is_drawn else {"temperature": 0.0}), seed=self._seed + repetition
+        )
         num_kept = self.max_length - num_new
         rule = f"max_gen_toks must be less than the context of {self.max_length}"
         require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")
         ids = self.tok_encode(context)[-num_kept:] or [self.prefix_token_id]
-        return Request(ids, sampling, num_new, [stop for stop in until if stop not in ("", eos)]), until
+        return Request(
+            ids, sampling, num_new, [stop for stop in until if stop not in ("", eos)]
+        ), until
 
 
-def _load(model: str, device: str | None, batch_size: int | str, load_args: dict[str, Any]) -> Decoder:
+def _load(
+    model: str, device: str | None, batch_size: int | str, load_args: dict[str, Any]
+) -> Decoder:
     """Raises `UserError`."""
     known = signature(load).parameters
     for name, value in load_args.items():
-        require(name in known, f"model_args must be of {', '.join(known)}", f"{name}={value!r}", "leave it out")
+        require(
+            name in known,
+            f"model_args must be of {', '.join(known)}",
+            f"{name}={value!r}",
+            "leave it out",
+        )
     given: dict[str, Any] = {} if device in (None, _ANY_DEVICE) else {"device": device}
     if "parallel" in known and str(batch_size).isdecimal():
         given["parallel"] = int(batch_size)

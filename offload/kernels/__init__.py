@@ -1,7 +1,8 @@
 """Gives the files of the top-level folder kernels/ their import path, `offload.kernels.<file>`.
 
-That folder cannot be a package itself: Hugging Face has one of that name, and `import transformers` would find ours.
-A wheel carries the files right here; in a checkout they lie two folders up, and that folder joins the search path.
+That folder cannot be a package itself: Hugging Face has one of that name, and `import transformers`
+would find ours. A wheel carries the files right here; in a checkout they lie two folders up, and
+that folder joins the search path.
 Invariant: a file beside this one is found first.
 """
 

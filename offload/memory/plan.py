@@ -1,29 +1,40 @@
-"""What lies where during a run: the plan as a value, its sums, and the sizes of what stands beside the layers.
+"""What lies where during a run: the plan as a value, its sums, and the sizes of what stands beside
+the layers.
 
-With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against `ram_bytes`. Invariant:
-every byte of a plan is in exactly one of the two sums, `total_bytes` and `gpu_total_bytes`.
+With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against
+`ram_bytes`. Invariant: every byte of a plan is in exactly one of the two sums, `total_bytes` and
+`gpu_total_bytes`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from offload.checkpoint.sizes import ModelShape
-from offload.config import NOISE_POSITIONS, format_bytes
-from offload.tree.pace import PACES, most_rows
+from offload.trees.topology import PACES, most_rows
+from offload.units import NOISE_POSITIONS, format_bytes
 
-PROMPT_ROWS = 512  # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
-INNER_ROWS = 256  # of a feed-forward on a CPU, which takes its rows part by part: also the most of one product
-PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
-MIN_SLOTS, WANTED_SLOTS = 2, 3
-MIN_EXPERTS = 2  # slots with which any pass gets through: one is computed with while another is read
-_AHEAD_BYTES = 32 << 20  # of experts that are read meanwhile: a disk is busy with less, and goes on while they compute
+# committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
+PROMPT_ROWS = 512
+# of a feed-forward on a CPU, which takes its rows part by part: also the most of one product
+INNER_ROWS = 256
+# scores, keys and values in float32 while rows attend in the order of their paths
+PATH_SCRATCH_BYTES = 16 << 20
+MIN_SLOTS = 2
+WANTED_SLOTS = 3
+# slots with which any pass gets through: one is computed with while another is read
+MIN_EXPERTS = 2
+# of experts that are read meanwhile: a disk is busy with less, and goes on while they compute
+_AHEAD_BYTES = 32 << 20
 _RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 
 
-class Tier(StrEnum):
-    """Where a layer lies between sweeps; fixed for the run, since a sweep is a cycle and any cache of it would miss."""
+class LayerTier(StrEnum):
+    """Where a layer lies between sweeps; fixed for the run, since a sweep is a cycle and any cache
+    of it would miss.
+    """
 
     RESIDENT = "resident"  # where it is computed
     HOST = "host"  # pinned memory of the host, one link away from the GPU
@@ -47,25 +58,31 @@ class MemoryPlan:
     slot_bytes: int  # of the largest layer, on the device as on the host
     num_slots: int  # where layers are computed
     layer_bytes: tuple[int, ...]
-    tier_L: tuple[Tier, ...]
+    tier_L: tuple[LayerTier, ...]
     num_logits_rows: int  # rows that are scored at once
-    parallel: int = 1  # texts that are written at a time; `context` is of each, `num_nodes` of all together
+    # texts that are written at a time; `context` is of each, `num_nodes` of all together
+    parallel: int = 1
     device: str = "cpu"  # or "cuda"
     gpu_bytes: int | None = None  # budget of the GPU; None on a CPU
     gpu_runtime_bytes: int = 0  # of the driver and its libraries, on the GPU
-    table_bytes: int = 0  # embedding table that stays on the host while layers are computed on the GPU
-    staging_bytes: int = 0  # that loading needs on the host beyond what the pinned allocator has room for
+    # embedding table that stays on the host while layers are computed on the GPU
+    table_bytes: int = 0
+    # that loading needs on the host beyond what the pinned allocator has room for
+    staging_bytes: int = 0
     num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the GPU
     max_context: int | None = None  # that the model was made for; None where it does not say
     source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
-    encoder_bytes: int = 0  # of its layers where they stay; else they pass through the slots, once per prompt
-    # Where routed experts come one by one `layer_bytes` are of the dense parts alone; else these are all 0.
+    # of its layers where they stay; else they pass through the slots, once per prompt
+    encoder_bytes: int = 0
+    # Where routed experts come one by one `layer_bytes` are of the dense parts alone; else these
+    # are all 0.
     num_experts: int = 0  # of all layers
     num_expert_layers: int = 0
     experts_per_token: int = 0  # that one row needs, of all layers
     expert_slot_bytes: int = 0  # of the largest expert
     num_expert_slots: int = 0  # where layers are computed
-    num_host_expert_slots: int = 0  # of a second pool in pinned memory, for experts that a GPU does not keep
+    # of a second pool in pinned memory, for experts that a GPU does not keep
+    num_host_expert_slots: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -77,7 +94,9 @@ class MemoryPlan:
         """How many may stay where layers are computed, the other slots being for those that pass."""
         if self.num_expert_slots >= self.num_experts:
             return self.num_experts
-        return max(0, self.num_expert_slots - num_passing(self.num_expert_slots, self.expert_slot_bytes))
+        return max(
+            0, self.num_expert_slots - num_passing(self.num_expert_slots, self.expert_slot_bytes)
+        )
 
     @property
     def is_streamed(self) -> bool:
@@ -93,7 +112,9 @@ class MemoryPlan:
         used = f"{format_bytes(self.total_bytes)} of {format_bytes(self.ram_bytes)} of memory"
         if self.gpu_bytes is not None:
             used = f"{format_bytes(self.gpu_total_bytes)} of {format_bytes(self.gpu_bytes)} on the GPU, {used}"
-        tiers = ", ".join(f"{self.num_layers_in(tier)} {tier}" for tier in Tier if self.num_layers_in(tier))
+        tiers = ", ".join(
+            f"{self.num_layers_in(tier)} {tier}" for tier in LayerTier if self.num_layers_in(tier)
+        )
         return (
             f"MemoryPlan({used}\n"
             f"  {len(self.tier_L)} layers: {tiers}; {format_bytes(self.streamed_bytes)} a sweep\n{self._experts_line}"
@@ -110,24 +131,26 @@ class MemoryPlan:
 
     @property
     def is_resident(self) -> tuple[bool, ...]:
-        return tuple(tier is Tier.RESIDENT for tier in self.tier_L)
+        return tuple(tier is LayerTier.RESIDENT for tier in self.tier_L)
 
     @property
     def num_resident(self) -> int:
-        return self.num_layers_in(Tier.RESIDENT)
+        return self.num_layers_in(LayerTier.RESIDENT)
 
     @property
     def resident_bytes(self) -> int:
-        return self.bytes_in(Tier.RESIDENT)
+        return self.bytes_in(LayerTier.RESIDENT)
 
     @property
     def host_bytes(self) -> int:
-        """Exact bytes of pinned memory: the slabs of the layers that every sweep sends from there to the GPU."""
-        return self.bytes_in(Tier.HOST)
+        """Exact bytes of pinned memory: the slabs of the layers that every sweep sends from there
+        to the GPU.
+        """
+        return self.bytes_in(LayerTier.HOST)
 
     @property
     def disk_streamed_bytes(self) -> int:
-        return self.bytes_in(Tier.DISK)
+        return self.bytes_in(LayerTier.DISK)
 
     @property
     def streamed_bytes(self) -> int:
@@ -139,8 +162,17 @@ class MemoryPlan:
         """What the plan takes of `ram_bytes`."""
         if self.gpu_bytes is None:
             return self._computing_bytes
-        slots_bytes = self.num_host_slots * self.slot_bytes + self.num_host_expert_slots * self.expert_slot_bytes
-        return self.runtime_bytes + self.table_bytes + self.staging_bytes + self.host_bytes + slots_bytes
+        slots_bytes = (
+            self.num_host_slots * self.slot_bytes
+            + self.num_host_expert_slots * self.expert_slot_bytes
+        )
+        return (
+            self.runtime_bytes
+            + self.table_bytes
+            + self.staging_bytes
+            + self.host_bytes
+            + slots_bytes
+        )
 
     @property
     def gpu_total_bytes(self) -> int:
@@ -151,12 +183,16 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """Everything but layers and slots, in the memory where layers are computed."""
         runtime_bytes = self.runtime_bytes if self.gpu_bytes is None else self.gpu_runtime_bytes
-        models_bytes = self.rest_bytes + self.encoder_bytes + self.draft_bytes + self.distribution_bytes
+        models_bytes = (
+            self.rest_bytes + self.encoder_bytes + self.draft_bytes + self.distribution_bytes
+        )
         return runtime_bytes + models_bytes + self.kv_bytes + self.activation_bytes
 
     @property
     def cache_slots(self) -> int:
-        """S: committed positions of a text, and the rows of the largest sweep, which may all be of it."""
+        """S: committed positions of a text, and the rows of the largest sweep, which may all be of
+        it.
+        """
         return num_slots(self.context, self.num_nodes, self.parallel)
 
     @property
@@ -166,20 +202,24 @@ class MemoryPlan:
 
     @property
     def _computing_bytes(self) -> int:
-        slots_bytes = self.num_slots * self.slot_bytes + self.num_expert_slots * self.expert_slot_bytes
+        slots_bytes = (
+            self.num_slots * self.slot_bytes + self.num_expert_slots * self.expert_slot_bytes
+        )
         return self.fixed_bytes + self.resident_bytes + slots_bytes
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
         """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
         return 1 if self.source_tokens else max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
 
-    def num_layers_in(self, tier: Tier) -> int:
+    def num_layers_in(self, tier: LayerTier) -> int:
         """Layers of one tier."""
         return self.tier_L.count(tier)
 
-    def bytes_in(self, tier: Tier) -> int:
+    def bytes_in(self, tier: LayerTier) -> int:
         """Bytes of the layers of one tier."""
-        return sum(size for size, own in zip(self.layer_bytes, self.tier_L, strict=True) if own is tier)
+        return sum(
+            size for size, own in zip(self.layer_bytes, self.tier_L, strict=True) if own is tier
+        )
 
     def as_dict(self) -> dict[str, object]:
         """The plan by the names that `--json` uses."""
@@ -187,71 +227,121 @@ class MemoryPlan:
         if self.gpu_bytes is not None:
             budgets |= {"gpu_bytes": self.gpu_bytes, "gpu_planned_bytes": self.gpu_total_bytes}
         slots = ("num_slots", "num_host_slots", "slot_bytes")
-        sizes = ("runtime_bytes", "gpu_runtime_bytes", "staging_bytes", "draft_bytes", "kv_bytes", "activation_bytes")
-        layers = {tier: [layer for layer, own in enumerate(self.tier_L) if own is tier] for tier in Tier}
+        sizes = (
+            "runtime_bytes",
+            "gpu_runtime_bytes",
+            "staging_bytes",
+            "draft_bytes",
+            "kv_bytes",
+            "activation_bytes",
+        )
+        layers = {
+            tier: [layer for layer, own in enumerate(self.tier_L) if own is tier]
+            for tier in LayerTier
+        }
         return {
             "device": self.device,
-            "tiers": {str(tier): {"num_layers": len(layers[tier]), "num_bytes": self.bytes_in(tier)} for tier in Tier},
+            "tiers": {
+                str(tier): {"num_layers": len(layers[tier]), "num_bytes": self.bytes_in(tier)}
+                for tier in LayerTier
+            },
             "slots": {name: getattr(self, name) for name in slots},
             "budgets": budgets,
-            **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context", "parallel")},
+            **{
+                name: getattr(self, name)
+                for name in (*sizes, "num_logits_rows", "context", "parallel")
+            },
             "prompt_rows": self.max_prompt_rows,
             "embedding_and_head_bytes": self.rest_bytes,
             **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
             "host_embedding_bytes": self.table_bytes,
             "law_bytes": self.distribution_bytes,
-            "resident_layers": layers[Tier.RESIDENT],
-            "disk_layers": layers[Tier.DISK],
+            "resident_layers": layers[LayerTier.RESIDENT],
+            "disk_layers": layers[LayerTier.DISK],
             **({"experts": self._experts_dict()} if self.has_experts else {}),
         }
 
     def _experts_dict(self) -> dict[str, object]:
-        names = ("num_experts", "experts_per_token", "num_expert_slots", "num_host_expert_slots", "expert_slot_bytes")
+        names = (
+            "num_experts",
+            "experts_per_token",
+            "num_expert_slots",
+            "num_host_expert_slots",
+            "expert_slot_bytes",
+        )
         return {"num_kept": self.num_kept_experts, **{name: getattr(self, name) for name in names}}
 
 
 def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int) -> frozenset[int]:
-    """As many of `layers` as the budget holds, evenly spread, so that no long run of layers has to be streamed.
+    """As many of `layers` as the budget holds, evenly spread, so that no long run of layers has to
+    be streamed.
 
-    Gaps at both ends are half as long: layers that wait in slots when a sweep begins are the first that it needs.
+    Gaps at both ends are half as long: layers that wait in slots when a sweep begins are the first
+    that it needs.
     """
-    for count in range(len(layers), 0, -1):
-        chosen = frozenset(layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count))
+    # No more than this many fit, however they are chosen: larger counts need not be tried.
+    smallest_bytes = accumulate(sorted(layer_bytes[layer] for layer in layers))
+    most = sum(num_bytes <= budget_bytes for num_bytes in smallest_bytes)
+    for count in range(most, 0, -1):
+        chosen = frozenset(
+            layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count)
+        )
         if sum(layer_bytes[layer] for layer in chosen) <= budget_bytes:
             return chosen
     return frozenset()
 
 
 def num_passing(num_slots: int, slot_bytes: int) -> int:
-    """Of a pool's slots, such as experts pass through that do not stay: what is computed with, and what is read ahead.
+    """Of a pool's slots, such as experts pass through that do not stay: what is computed with, and
+    what is read ahead.
 
-    They are at most a quarter of all, so that a small pool keeps something too, but for the least with which it works.
+    They are at most a quarter of all, so that a small pool keeps something too, but for the least
+    with which it works.
     """
     return max(MIN_EXPERTS, min(MIN_EXPERTS + -(-_AHEAD_BYTES // slot_bytes), num_slots // 4))
 
 
 def num_slots(context: int, num_nodes: int, parallel: int) -> int:
-    """Positions and rows of one text's cache, prompts within its context; of one alone for branches that are scored."""
+    """Positions and rows of one text's cache, prompts within its context; of one alone for branches
+    that are scored.
+    """
     return context + num_nodes + (min(PROMPT_ROWS, context) if parallel == 1 else 0)
 
 
-def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1) -> int:
-    """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
+def draft_bytes(
+    draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1
+) -> int:
+    """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside
+    those of prompts.
+    """
     source_tokens = context if draft.encoder_bytes else 0
     slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
     kv_bytes = parallel * draft.kv_bytes_per_token * slots
-    weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
+    weights_bytes = draft.num_bytes + draft.cast_bytes * len(
+        (*draft.layer_bytes, *draft.encoder_bytes)
+    )
     weights_bytes += draft.scratch_bytes
     if draft.shares_rest:  # but for a table that the target keeps on the host
         weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
-    pass_bytes = activation_bytes(draft, max(PROMPT_ROWS, num_nodes), num_nodes, context, is_gpu=is_gpu)
-    return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes + growth_bytes(draft.vocab_size, num_nodes)
+    pass_bytes = activation_bytes(
+        draft, max(PROMPT_ROWS, num_nodes), num_nodes, context, is_gpu=is_gpu
+    )
+    return (
+        weights_bytes
+        + kv_bytes
+        + (2 if is_gpu else 1) * pass_bytes
+        + growth_bytes(draft.vocab_size, num_nodes)
+    )
 
 
 def growth_bytes(vocab_size: int, num_nodes: int) -> int:
-    """Scores in float32 of all rows that a dynamic tree runs, and the copies that the largest pass ranks them by."""
+    """Scores in float32 of all rows that a dynamic tree runs, and the copies that the largest pass
+    ranks them by.
+    """
     widest = max(pace.rows_per_pass(num_nodes) for pace in PACES)
-    return 4 * vocab_size * (most_rows(num_nodes) + _RANKING_COPIES * widest) if num_nodes > 1 else 0
+    return (
+        4 * vocab_size * (most_rows(num_nodes) + _RANKING_COPIES * widest) if num_nodes > 1 else 0
+    )
 
 
 def distribution_bytes(vocab_size: int, num_nodes: int) -> int:
@@ -264,10 +354,19 @@ def noise_bytes(vocab_size: int) -> int:
     return 8 * vocab_size * NOISE_POSITIONS
 
 
-def activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int, *, is_gpu: bool) -> int:
-    """Activations of the widest pass, its logits, and what it holds for every pair of a row and a position."""
-    num_pairs, num_inner_rows = num_rows * (context + num_rows), num_rows if is_gpu else min(num_rows, INNER_ROWS)
-    rows_bytes = (shape.row_bytes - shape.inner_row_bytes) * num_rows + shape.inner_row_bytes * num_inner_rows
+def activation_bytes(
+    shape: ModelShape, num_rows: int, num_logits: int, context: int, *, is_gpu: bool
+) -> int:
+    """Activations of the widest pass, its logits, and what it holds for every pair of a row and a
+    position.
+    """
+    num_pairs = num_rows * (context + num_rows)
+    num_inner_rows = num_rows if is_gpu else min(num_rows, INNER_ROWS)
+    rows_bytes = (
+        shape.row_bytes - shape.inner_row_bytes
+    ) * num_rows + shape.inner_row_bytes * num_inner_rows
     pass_bytes = rows_bytes + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs
-    source_bytes = context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
+    source_bytes = (
+        context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
+    )
     return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once

@@ -1,10 +1,12 @@
 """Where every byte goes: from headers and budgets to a memory plan, for this machine or any other.
 
-Layers lie where they are computed, in pinned memory of the host where that is a GPU's, or on the disk. Each place takes
-first what it must hold, then two or three slots for the layers that pass through it, then as many layers as fit.
+Layers lie where they are computed, in pinned memory of the host where that is a GPU's, or on the
+disk. Each place takes first what it must hold, then two or three slots for the layers that pass
+through it, then as many layers as fit.
 
-The host's budget counts on the order of loading: what goes to a GPU passes through before memory is pinned. Invariant:
-the items of a plan add up to no more than its budgets; one that cannot hold two slots is refused with what would do.
+The host's budget counts on the order of loading: what goes to a GPU passes through before memory is
+pinned. Invariant: the items of a plan add up to no more than its budgets; one that cannot hold two
+slots is refused with what would do.
 """
 
 import math
@@ -13,13 +15,26 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
-from offload.checkpoint.encoder_decoder import TRAINED_CONTEXT, has_encoder
-from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import (
+from offload.checkpoint.sizes import ExpertShape, ModelShape, config_sizes, model_shape, text_config
+from offload.checkpoint.t5 import TRAINED_CONTEXT, has_encoder
+from offload.errors import UserError
+from offload.machine import available_gpu_bytes, available_ram_bytes
+from offload.memory.plan import (
+    PATH_SCRATCH_BYTES,
+    PROMPT_ROWS,
+    LayerTier,
+    MemoryPlan,
+    activation_bytes,
+    distribution_bytes,
+    draft_bytes,
+    noise_bytes,
+    num_slots,
+)
+from offload.memory.prompt_rows import Rates, with_prompt_rows
+from offload.memory.tiers import ExpertPoolSize, Filling, MemoryTier, fill_all
+from offload.units import (
     DTYPES,
     EXPERTS,
     ByteSize,
@@ -30,41 +45,32 @@ from offload.config import (
     require,
     whole_number,
 )
-from offload.errors import UserError
-from offload.machine import available_gpu_bytes, available_ram_bytes
-from offload.memory.filling import Filling, Place, Pool, fill_all
-from offload.memory.plan import (
-    PATH_SCRATCH_BYTES,
-    PROMPT_ROWS,
-    MemoryPlan,
-    Tier,
-    activation_bytes,
-    distribution_bytes,
-    draft_bytes,
-    noise_bytes,
-    num_slots,
-)
-from offload.memory.prompt_rows import Rates, with_prompt_rows
 
-RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
-# Importing numba and its first compilations: 115 to 137 MiB of RSS with an empty cache by one to three kinds of words
-# (float8, integers, Q8_0; Q4_K to Q8_0), 100 to 104 MiB with a warm one, in bare processes with torch and transformers.
+# code that runs for the first time, tokenizer, scratch of the matrix library: measured
+RUNTIME_BYTES = 112 << 20
+# Importing numba and its first compilations: 115 to 137 MiB of RSS with an empty cache by one to
+# three kinds of words (float8, integers, Q8_0; Q4_K to Q8_0), 100 to 104 MiB with a warm one, in
+# bare processes with torch and transformers.
 COMPILER_BYTES = 144 << 20
 _HAS_COMPILER = find_spec("numba") is not None
-# Usual figures, rounded up: a CUDA context with torch's kernels takes 0.3 to 0.5 GiB, cuBLAS and cuBLASLt a workspace
-# of 8 to 32 MiB each per stream that multiplies, and ends of the segments of torch's allocator stay unused.
+# Usual figures, rounded up: a CUDA context with torch's kernels takes 0.3 to 0.5 GiB, cuBLAS and
+# cuBLASLt a workspace of 8 to 32 MiB each per stream that multiplies, and ends of the segments of
+# torch's allocator stay unused.
 GPU_RUNTIME_BYTES = 1 << 30
-HOST_RUNTIME_BYTES = 1 << 30  # what the driver and its libraries keep on the host beside the program's own
-# The head is read once per chunk. From about this many rows on multiplying takes longer than reading it (110 TFLOP/s
-# over 0.86 TB/s on an L40), so smaller chunks would pay for reading and larger ones only take memory.
+# what the driver and its libraries keep on the host beside the program's own
+HOST_RUNTIME_BYTES = 1 << 30
+# The head is read once per chunk. From about this many rows on multiplying takes longer than
+# reading it (110 TFLOP/s over 0.86 TB/s on an L40), so smaller chunks would pay for reading and
+# larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-_RESERVE_SHARE, _RESERVE_BYTES = 0.25, 1 << 30  # of free memory, left to whoever works at the machine meanwhile
+# of free memory, left to whoever works at the machine meanwhile
+_RESERVE_SHARE = 0.25
+_RESERVE_BYTES = 1 << 30
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
-_SHAPES = WeakKeyDictionary[Checkpoint, dict[str, ModelShape]]()  # by compute type; they go with their checkpoint
 
 
-class Files(NamedTuple):
+class ModelFiles(NamedTuple):
     """Both checkpoints."""
 
     target: Checkpoint
@@ -93,30 +99,29 @@ def plan_memory(
         num_nodes: N of the largest tree, or of those of all texts together.
         experts: one of `EXPERTS`, see `make_plan`.
         parallel: texts that are written at a time, each with keys and values of its own.
-        rates: of the machine, where they are known: they decide how many rows a pass over a prompt has.
+        rates: of the machine, where they are known: they decide how many rows a pass over a prompt
+            has.
     """
     require_dtype(dtype)
     target, draft = files
     _check_encoders(target, draft, is_gpu=gpu is not None, parallel=parallel)
-    shapes = (shape_of(target, dtype), shape_of(draft, dtype) if draft else None)
+    shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
-    positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
+    positions = _check_context(target, context)
+    keeps_distributions = drafting_of(rule).keeps_distributions
     _check_experts(target, shapes[0], experts)
     gpu_bytes = None if gpu is None else parse_size(gpu, "`gpu_memory`")
     budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu), rates)
     plan = make_plan(
-        *shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions,
-        experts=experts, parallel=parallel,
-    )  # fmt: skip
+        *shapes,
+        budgets,
+        context=positions,
+        num_nodes=num_nodes,
+        keeps_distributions=keeps_distributions,
+        experts=experts,
+        parallel=parallel,
+    )
     return replace(plan, max_context=_longest_context(target))
-
-
-def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
-    """`model_shape`, looked for once: of one checkpoint many plans are made, and a mixture has thousands of tensors."""
-    known = _SHAPES.setdefault(checkpoint, {})
-    if dtype not in known:
-        known[dtype] = model_shape(checkpoint, dtype)
-    return known[dtype]
 
 
 class Budgets(NamedTuple):
@@ -148,10 +153,11 @@ def make_plan(
     experts: str = "auto",
     parallel: int = 1,
 ) -> MemoryPlan:
-    """Fill one place after the other; `num_nodes` is N of the largest tree, or of the trees of `parallel` texts.
+    """Fill one place after the other; `num_nodes` is N of the largest tree, or of the trees of
+    `parallel` texts.
 
-    Routed experts come one by one with `experts` demand, within their layers with layers; auto is demand where that is
-    possible and not everything stays.
+    Routed experts come one by one with `experts` demand, within their layers with layers; auto is
+    demand where that is possible and not everything stays.
 
     Raises:
         UserError: a place cannot hold two slots; names the least budget that works.
@@ -193,12 +199,17 @@ def on_demand(shape: ModelShape) -> ModelShape:
     experts = shape.experts
     assert experts is not None, "there are some"
     return replace(
-        shape, layer_bytes=experts.dense_bytes, scratch_bytes=experts.scratch_bytes, cast_bytes=experts.cast_bytes,
+        shape,
+        layer_bytes=experts.dense_bytes,
+        scratch_bytes=experts.scratch_bytes,
+        cast_bytes=experts.cast_bytes,
         row_bytes=shape.row_bytes + experts.row_bytes,
-    )  # fmt: skip
+    )
 
 
-def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes) -> MemoryPlan:
+def _make_plan(
+    target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes
+) -> MemoryPlan:
     """The experts of `target`, if there are any, come one by one."""
     context, num_nodes, keeps_distributions, parallel, rows = sizes
     is_gpu = budgets.gpu_bytes is not None
@@ -207,8 +218,12 @@ def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, s
     kv_slots = source_tokens + num_slots(context, num_nodes, parallel)
     items = {
         "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
-        "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel) if draft else 0,
-        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
+        "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel)
+        if draft
+        else 0,
+        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes)
+        if keeps_distributions and draft
+        else 0,
         "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots,
         "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
         + activation_bytes(target, rows + num_nodes, num_logits, context, is_gpu=is_gpu)
@@ -216,37 +231,64 @@ def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, s
         + target.scratch_bytes
         + parallel * noise_bytes(target.vocab_size),
     }
-    is_compiled = not is_gpu and _HAS_COMPILER and any(one.is_compiled for one in (target, draft) if one)
-    runtime_bytes = RUNTIME_BYTES + (HOST_RUNTIME_BYTES if is_gpu else COMPILER_BYTES if is_compiled else 0)
+    is_compiled = (
+        not is_gpu and _HAS_COMPILER and any(one.is_compiled for one in (target, draft) if one)
+    )
+    runtime_bytes = RUNTIME_BYTES + (
+        HOST_RUNTIME_BYTES if is_gpu else COMPILER_BYTES if is_compiled else 0
+    )
     beside_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
     own_bytes = GPU_RUNTIME_BYTES if is_gpu else runtime_bytes
     experts = target.experts
-    pool = Pool(experts.num_records, experts.slot_bytes) if experts else Pool()
+    pool = ExpertPoolSize(experts.num_records, experts.slot_bytes) if experts else ExpertPoolSize()
     slots = "two layer slots and two experts" if experts else "two layer slots"
-    places = [_computing_place(budgets, items, context, own_bytes, slots, passing_bytes=0 if is_gpu else beside_bytes)]
+    places = [
+        _computing_place(
+            budgets, items, context, own_bytes, slots, passing_bytes=0 if is_gpu else beside_bytes
+        )
+    ]
     if is_gpu:
         places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
-    all_bytes, num_layers = (*target.layer_bytes, *target.encoder_bytes), len(target.layer_bytes)
+    all_bytes = (*target.layer_bytes, *target.encoder_bytes)
+    num_layers = len(target.layer_bytes)
     fillings = fill_all(places, all_bytes, num_layers, pool)
-    tier_of = {layer: tier for tier, filling in zip(Tier, fillings, strict=False) for layer in filling.layers}
-    tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(num_layers))
+    tier_of = {
+        layer: tier
+        for tier, filling in zip(LayerTier, fillings, strict=False)
+        for layer in filling.layers
+    }
+    tier_L = tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers))
     slot_bytes = max(all_bytes) if fillings[0].num_slots else 0
     host = fillings[1] if is_gpu else Filling(frozenset(), 0)
-    hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
+    hosted_bytes = (
+        sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
+    )
     hosted_bytes += host.num_expert_slots * pool.slot_bytes
     return MemoryPlan(
-        device="cuda" if is_gpu else "cpu", ram_bytes=budgets.ram_bytes, gpu_bytes=budgets.gpu_bytes,
-        context=context, num_nodes=num_nodes, parallel=parallel, max_prompt_rows=rows, num_logits_rows=num_logits,
+        device="cuda" if is_gpu else "cpu",
+        ram_bytes=budgets.ram_bytes,
+        gpu_bytes=budgets.gpu_bytes,
+        context=context,
+        num_nodes=num_nodes,
+        parallel=parallel,
+        max_prompt_rows=rows,
+        num_logits_rows=num_logits,
         runtime_bytes=runtime_bytes,
         gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
         table_bytes=target.table_bytes if is_gpu else 0,
         staging_bytes=max(0, places[1].passing_bytes - hosted_bytes) if is_gpu else 0,
-        num_slots=fillings[0].num_slots, num_host_slots=host.num_slots, slot_bytes=slot_bytes,
-        layer_bytes=target.layer_bytes, tier_L=tier_L, source_tokens=source_tokens,
+        num_slots=fillings[0].num_slots,
+        num_host_slots=host.num_slots,
+        slot_bytes=slot_bytes,
+        layer_bytes=target.layer_bytes,
+        tier_L=tier_L,
+        source_tokens=source_tokens,
         encoder_bytes=0 if fillings[0].num_slots else sum(target.encoder_bytes),
-        num_expert_slots=fillings[0].num_expert_slots, num_host_expert_slots=host.num_expert_slots,
-        **items, **_expert_counts(experts),
-    )  # fmt: skip
+        num_expert_slots=fillings[0].num_expert_slots,
+        num_host_expert_slots=host.num_expert_slots,
+        **items,
+        **_expert_counts(experts),
+    )
 
 
 def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
@@ -261,31 +303,48 @@ def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
 
 
 def _computing_place(
-    budgets: Budgets, items: dict[str, int], context: int, runtime_bytes: int, slots: str, *, passing_bytes: int
-) -> Place:
+    budgets: Budgets,
+    items: dict[str, int],
+    context: int,
+    runtime_bytes: int,
+    slots: str,
+    *,
+    passing_bytes: int,
+) -> MemoryTier:
     """Where layers are computed: a GPU's memory, or the host's."""
-    where, argument, budget_bytes = "RAM", "ram", budgets.ram_bytes
+    where = "RAM"
+    argument = "ram"
+    budget_bytes = budgets.ram_bytes
     if budgets.gpu_bytes is not None:
-        where, argument, budget_bytes = "device memory", "gpu_memory", budgets.gpu_bytes
-    fixed_bytes, drafting_bytes = runtime_bytes + sum(items.values()), items["draft_bytes"]
+        where = "device memory"
+        argument = "gpu_memory"
+        budget_bytes = budgets.gpu_bytes
+    fixed_bytes = runtime_bytes + sum(items.values())
+    drafting_bytes = items["draft_bytes"]
 
     def refusal(slots_bytes: int) -> UserError:
         draft = smaller = ""
         if budgets.gpu_bytes is not None and drafting_bytes:
             room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
             draft = f", {budgets.size(drafting_bytes)} of it for the draft"
-            smaller = f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
+            smaller = (
+                f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
+            )
         return UserError(
             f"needs {budgets.size(slots_bytes)} of {where} for {slots} and {budgets.size(fixed_bytes)} for the "
             f"rest{draft}, budget is {budgets.size(budget_bytes)}: raise `{argument}` to "
             f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller} or lower `context` from {context}"
         )
 
-    return Place(budget_bytes, fixed_bytes, passing_bytes, refusal)
+    return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
 
-def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> Place:
-    """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where layers will."""
+def _feeding_place(
+    budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None
+) -> MemoryTier:
+    """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where
+    layers will.
+    """
     slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes] if draft else []
 
     def refusal(least_bytes: int) -> UserError:
@@ -295,8 +354,11 @@ def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft
             f"{budgets.enough(least_bytes + fixed_bytes)}"
         )
 
-    slabs_of_target = [*target.layer_bytes, target.head_bytes + target.beside_bytes]  # a head is expanded from these
-    return Place(budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal)
+    # a head is expanded from these
+    slabs_of_target = [*target.layer_bytes, target.head_bytes + target.beside_bytes]
+    return MemoryTier(
+        budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal
+    )
 
 
 def default_ram_bytes() -> int:
@@ -307,7 +369,8 @@ def default_ram_bytes() -> int:
 
 def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
     """The smallest budget in bytes that `plan` does not refuse."""
-    too_small, enough = 0, 1 << 50
+    too_small = 0
+    enough = 1 << 50
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
         try:
@@ -320,7 +383,8 @@ def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
 
 def ram_warning(ram: str | int) -> str | None:
     """A line for the user who allows more than there is."""
-    wanted, free_bytes = ByteSize.parse(ram, "`ram`"), available_ram_bytes()
+    wanted = ByteSize.parse(ram, "`ram`")
+    free_bytes = available_ram_bytes()
     if wanted <= free_bytes:
         return None
     free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
@@ -344,12 +408,22 @@ def require_positions(context: int) -> None:
 
 def require_dtype(dtype: str) -> None:
     """Raises `UserError` for a type that nothing is computed in."""
-    require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
+    require(
+        dtype in DTYPES,
+        f"`dtype` must be one of {', '.join(DTYPES)}",
+        repr(dtype),
+        "try `dtype` auto",
+    )
 
 
 def require_experts(experts: str) -> None:
     """Raises `UserError` for a way of reading experts that there is not."""
-    require(experts in EXPERTS, f"`experts` must be one of {', '.join(EXPERTS)}", repr(experts), "try `experts` auto")
+    require(
+        experts in EXPERTS,
+        f"`experts` must be one of {', '.join(EXPERTS)}",
+        repr(experts),
+        "try `experts` auto",
+    )
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
@@ -357,10 +431,17 @@ def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
     require_experts(experts)
     kind = str(target.config.get("model_type"))
     rule = "`experts` demand needs a mixture whose experts can be read one by one"
-    require(shape.experts is not None or experts != "demand", rule, f"model type {kind}", "try `experts` layers")
+    require(
+        shape.experts is not None or experts != "demand",
+        rule,
+        f"model type {kind}",
+        "try `experts` layers",
+    )
 
 
-def _check_encoders(target: Checkpoint, draft: Checkpoint | None, *, is_gpu: bool, parallel: int) -> None:
+def _check_encoders(
+    target: Checkpoint, draft: Checkpoint | None, *, is_gpu: bool, parallel: int
+) -> None:
     rule = "models with an encoder write one text at a time, `parallel` must be 1"
     require(parallel == 1 or not has_encoder(target.config), rule, parallel, "leave it out")
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
@@ -368,7 +449,9 @@ def _check_encoders(target: Checkpoint, draft: Checkpoint | None, *, is_gpu: boo
         what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
         raise UserError(f"{what}: choose a smaller model of the target's family")
     if has_encoder(target.config) and is_gpu:
-        raise UserError("models with an encoder are computed by the CPU, `device` is cuda: give `device` cpu")
+        raise UserError(
+            "models with an encoder are computed by the CPU, `device` is cuda: give `device` cpu"
+        )
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
@@ -379,7 +462,11 @@ def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
     require_positions(context)
     if limit and context > limit:
         is_turn = _turning_point(checkpoint) is not None
-        why = "beyond which longrope turns all positions anew" if is_turn else "which this model was made for"
+        why = (
+            "beyond which longrope turns all positions anew"
+            if is_turn
+            else "which this model was made for"
+        )
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
 
@@ -389,10 +476,14 @@ def _longest_context(checkpoint: Checkpoint) -> int | None:
 
 
 def _turning_point(checkpoint: Checkpoint) -> int | None:
-    """Where a longrope model changes the frequencies of all positions at once, so that no cached key fits any more."""
+    """Where a longrope model changes the frequencies of all positions at once, so that no cached
+    key fits any more.
+    """
     config = text_config(checkpoint)
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, dict) or "long_factor" not in rope:
         return None
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    original = rope.get("original_max_position_embeddings") or config.get(
+        "original_max_position_embeddings"
+    )
     return original if type(original) is int and original > 0 else None

@@ -1,8 +1,11 @@
-"""How many rows a pass over a prompt has: as many as are computed while the link delivers what the pass needs.
+"""How many rows a pass over a prompt has: as many as are computed while the link delivers what the
+pass needs.
 
-With fewer the link is the slower side, and every token pays for more of a pass; more gain nothing and take memory from
-the layers that stay. This is the one place that decides it, for every decoder, plan and bench. No torch, no clock.
-Invariant: a plan with more rows than usual is within its budgets, and a pass of it moves hardly more.
+With fewer the link is the slower side, and every token pays for more of a pass; more gain nothing
+and take memory from the layers that stay. This is the one place that decides it, for every decoder,
+plan and bench. No torch, no clock.
+Invariant: a plan with more rows than usual is within its budgets, and a pass of it moves hardly
+more.
 """
 
 import math
@@ -15,13 +18,14 @@ from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 
 _LEAST_ROWS = 128  # where memory has no room for the usual ones
 _STEP_ROWS = 64
-# Layers that make way for rows are missed in every pass, with which a text is written as well: a prompt that fills
-# 4,096 positions saves seven passes at most, so what a pass loses must be a few hundredths of it.
+# Layers that make way for rows are missed in every pass, with which a text is written as well: a
+# prompt that fills 4,096 positions saves seven passes at most, so what a pass loses must be a few
+# hundredths of it.
 _MOST_MORE = 1.05  # times the bytes of a pass
 
 
-# Times the rows that balance: a prompt that is a little longer than one pass would take another whole one, and rates
-# are wrong by tens of percent, by attention and by the noise of a measurement.
+# Times the rows that balance: a prompt that is a little longer than one pass would take another
+# whole one, and rates are wrong by tens of percent, by attention and by the noise of a measurement.
 _LONGER = 1.5
 
 
@@ -30,11 +34,13 @@ class Rates(NamedTuple):
 
     link_bytes_per_s: float  # to where layers are computed
     flops_per_s: float  # of passes of some hundred rows
-    disk_bytes_per_s: float = math.inf  # to where the link begins, where that is not the disk itself
+    # to where the link begins, where that is not the disk itself
+    disk_bytes_per_s: float = math.inf
 
 
-# Of a GPU that nobody has measured yet: 16 lanes of PCIe 4 and an L40, at the shares that `planning.hardware` assumes.
-# Others are within a factor of 2.5, and twice the rows cost a few hundredths of a pass.
+# Of a GPU that nobody has measured yet: 16 lanes of PCIe 4 and an L40, at the shares that
+# `planning.hardware` assumes. Others are within a factor of 2.5, and twice the rows cost a few
+# hundredths of a pass.
 USUAL_GPU = Rates(25e9, 0.6 * 181e12)
 
 
@@ -57,7 +63,9 @@ def with_prompt_rows(
     usual = _first_that_fits(plan_of, min(PROMPT_ROWS, context))
     if rates is None or not gains_by_rows(usual):
         return usual
-    for rows in _parts(wanted_rows(_link_s(usual, rates), row_s(shape, rates.flops_per_s), context)):
+    for rows in _parts(
+        wanted_rows(_link_s(usual, rates), row_s(shape, rates.flops_per_s), context)
+    ):
         try:
             plan = plan_of(rows)
         except UserError:
@@ -69,7 +77,11 @@ def with_prompt_rows(
 
 def gains_by_rows(usual: MemoryPlan) -> bool:
     """Whether there may be a better plan than that with the usual rows."""
-    return usual.is_streamed and usual.max_prompt_rows == PROMPT_ROWS < usual.context and not usual.source_tokens
+    return (
+        usual.is_streamed
+        and usual.max_prompt_rows == PROMPT_ROWS < usual.context
+        and not usual.source_tokens
+    )
 
 
 def row_s(shape: ModelShape, flops_per_s: float) -> float:
@@ -88,7 +100,9 @@ def _first_that_fits(plan_of: Callable[[int], MemoryPlan], rows: int) -> MemoryP
 
 
 def _parts(wanted: int) -> Iterator[int]:
-    """In how many rows to take what would be one pass, in two passes, in three, ... while that is more than usual."""
+    """In how many rows to take what would be one pass, in two passes, in three, ... while that is
+    more than usual.
+    """
     num_parts = 1
     while (rows := math.ceil(wanted / num_parts / _STEP_ROWS) * _STEP_ROWS) > PROMPT_ROWS:
         yield min(rows, wanted)

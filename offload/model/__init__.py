@@ -1,1 +1,3 @@
-"""The forward pass of transformers over weights that are lent: target, caches, attention, recordings."""
+"""The forward pass of transformers over weights that are lent: target, caches, attention,
+recordings.
+"""

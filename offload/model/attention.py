@@ -1,9 +1,11 @@
-"""Attention of token trees: masks from ancestors, and an attention function that folds grouped queries.
+"""Attention of token trees: masks from ancestors, and an attention function that folds grouped
+queries.
 
-Query heads that share a key/value head become rows of one, so keys and values are read once and never repeated. The
-function is registered with transformers under `NAME`; families that change the scores (soft caps, sinks) keep their own
-eager one and get the same additive masks. Instead of a mask the function also takes `PathRows`, which say what rows see
-by position on their paths, and with them all that a family may do to its scores.
+Query heads that share a key/value head become rows of one, so keys and values are read once and
+never repeated. The function is registered with transformers under `NAME`; families that change the
+scores (soft caps, sinks) keep their own eager one and get the same additive masks. Instead of a
+mask the function also takes `PathRows`, which say what rows see by position on their paths, and
+with them all that a family may do to its scores.
 """
 
 from collections.abc import Iterator
@@ -18,34 +20,45 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window, first_seen
-from offload.model.parts import Parted
+from offload.model.parts import BatchMask
 
-NAME, BIASED = "offload_tree", "offload_tree_biased"
+NAME = "offload_tree"
+BIASED = "offload_tree_biased"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
 _CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
-_SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
+# families that need one take their own eager attention
+_SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 
 
 def is_for_rows(config: Any) -> bool:
-    """Whether the layers of this model pass on to our attention function, untouched, what they get as their mask."""
+    """Whether the layers of this model pass on to our attention function, untouched, what they get
+    as their mask.
+    """
     return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
 
 
 def takes_paths(model: PreTrainedModel) -> bool:
-    """Whether all of a model's attention can be ours, also where its scores are capped or have sinks."""
+    """Whether all of a model's attention can be ours, also where its scores are capped or have
+    sinks.
+    """
     if model.config._attn_implementation != NAME:
         with suppress(ValueError):
             model.set_attn_implementation(NAME)
     return is_for_rows(model.config)
 
 
-def tree_mask(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, dtype: torch.dtype) -> Tensor:
-    """Additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself, as far as its window reaches.
+def tree_mask(
+    num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself, as far as
+    its window reaches.
 
     Args:
         num_prefix: P, committed positions 0..P-1.
-        position_U: absolute positions of the uncommitted rows, of which the last T are the rows of this pass.
-        ancestor_TU: bool; entry (i, j) tells whether uncommitted row j lies on the path to row i, i included.
+        position_U: absolute positions of the uncommitted rows, of which the last T are the rows of
+            this pass.
+        ancestor_TU: bool; entry (i, j) tells whether uncommitted row j lies on the path to row i, i
+            included.
         window: how far back a row sees.
         dtype: of the scores.
     """
@@ -63,23 +76,27 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PathRows | Parted | None,
+    attention_mask: Tensor | PathRows | BatchMask | None,
     *,
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled-dot-product attention over (1, H, T, K) queries and (1, G, S, K) keys; the result is (1, T, H, K).
+    """Scaled-dot-product attention over (1, H, T, K) queries and (1, G, S, K) keys; the result is
+    (1, T, H, K).
 
-    `more` is what transformers passes beside. Raises `UserError` where that would change the scores themselves.
+    `more` is what transformers passes beside. Raises `UserError` where that would change the scores
+    themselves.
     """
-    if isinstance(attention_mask, Parted):
+    if isinstance(attention_mask, BatchMask):
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None
     if isinstance(attention_mask, PathRows):
         return _path_attention(query, key, value, attention_mask, scaling, more), None
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
-        raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
+        raise UserError(
+            f"token trees do not support attention with {' and '.join(wanted)}: choose another model"
+        )
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     # head g * group + i becomes the rows i * T + t
@@ -92,29 +109,50 @@ def folded_attention(
     return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2).contiguous(), None
 
 
-def _parts(folded: Tensor, mask: Tensor | None, group: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Folded rows with their masks, in parts where the mask, repeated for every head, would grow too large."""
+def _parts(
+    folded: Tensor, mask: Tensor | None, group: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Folded rows with their masks, in parts where the mask, repeated for every head, would grow
+    too large.
+    """
     if mask is None or group == 1 or mask.shape[1] != 1:
         yield folded, _folded_mask(mask, group)
         return
-    num_rows, num_heads = mask.shape[2], max(1, min(group, _MAX_MASK_BYTES // (mask.nbytes or 1)))
+    num_rows = mask.shape[2]
+    num_heads = max(1, min(group, _MAX_MASK_BYTES // (mask.nbytes or 1)))
     for rows in folded.split(num_heads * num_rows, dim=2):
         yield rows, _folded_mask(mask, rows.shape[2] // num_rows)
 
 
 def _path_attention(
-    query: Tensor, key: Tensor, value: Tensor, rows: PathRows, scaling: float | None, more: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PathRows,
+    scaling: float | None,
+    more: dict[str, Any],
 ) -> Tensor:
     if more.get("position_bias") is not None:
-        raise UserError("attention in path order does not support position_bias: choose another model")
-    terms = ScoreTerms(query.shape[3] ** -0.5 if scaling is None else scaling, more.get("softcap"), more.get("s_aux"))
-    states = (states[0] if states.stride(3) == 1 else states[0].contiguous() for states in (query, key, value))
+        raise UserError(
+            "attention in path order does not support position_bias: choose another model"
+        )
+    terms = ScoreTerms(
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        more.get("softcap"),
+        more.get("s_aux"),
+    )
+    states = (
+        states[0] if states.stride(3) == 1 else states[0].contiguous()
+        for states in (query, key, value)
+    )
     with torch._C.DisableTorchFunction():  # it pads its products itself
         return rows.attend(*states, rows, terms)[None].contiguous()
 
 
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
-    """The mask of folded queries: one for all heads is repeated, one per head (1, H, T, S) is folded like they are."""
+    """The mask of folded queries: one for all heads is repeated, one per head (1, H, T, S) is
+    folded like they are.
+    """
     if mask is None or group == 1:
         return mask
     if mask.shape[1] == 1:
@@ -132,7 +170,9 @@ def biased_attention(
     position_bias: Tensor,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The same for families whose `position_bias`, (1, H, T, S), is known to go by position and not by row."""
+    """The same for families whose `position_bias`, (1, H, T, S), is known to go by position and not
+    by row.
+    """
     mask = position_bias if attention_mask is None else position_bias + attention_mask
     return folded_attention(module, query, key, value, mask, **more)
 

@@ -1,9 +1,11 @@
-"""A meta model and where its weights come from: parameters become views of slabs, or are expanded from them.
+"""A meta model and where its weights come from: parameters become views of slabs, or are expanded
+from them.
 
-The model is built without storage. A decoder layer's parameters become views of a slab just before it runs and are
-taken away right after; embeddings, final norm and head are bound once, as are all layers of a model that stays. Coded
-weights have their numbers only while their module runs (`expanded.py`), and a draft may hold them in fewer bits
-(`held.py`). Invariant: a parameter is bound to the bytes of its own layer, or is empty.
+The model is built without storage. A decoder layer's parameters become views of a slab just before
+it runs and are taken away right after; embeddings, final norm and head are bound once, as are all
+layers of a model that stays. Coded weights have their numbers only while their module runs
+(`expanded.py`), and a draft may hold them in fewer bits (`held.py`). Invariant: a parameter is
+bound to the bytes of its own layer, or is empty.
 """
 
 from collections.abc import Callable
@@ -14,46 +16,59 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offload.checkpoint.cuts import Section
 from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.checkpoint.section import Section
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
-from offload.model.expanded import Beside, CodedWeight, ExpandedWeights
+from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
 from offload.model.experts import Bring, bring_to, find_experts
-from offload.model.held import HeldWeights
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
 from offload.model.places import below, parameter_places, share, tables_around, view_of
+from offload.model.quantised_draft import HeldWeights
 
 Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
 _HOST = torch.device("cpu")
 
 
 class BoundModel:
-    """The meta model of one checkpoint, and the layouts of the slabs that its parameters are views of.
+    """The meta model of one checkpoint, and the layouts of the slabs that its parameters are views
+    of.
 
     Args:
-        has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
+        has_host_table: embedding tables stay in host memory; the few rows that a pass needs are
+            sent.
         adapt: changes the model before its weights are looked for.
-        section: of the checkpoint's layers, and of what lies around them; None is the whole. See `SectionModel`.
-        on_demand: routed experts are no part of their layers' slabs, but brought one by one, see `bring_experts`.
+        section: of the checkpoint's layers, and of what lies around them; None is the whole. See
+            `SectionModel`.
+        on_demand: routed experts are no part of their layers' slabs, but brought one by one, see
+            `bring_experts`.
 
     Attributes:
         layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
         experts: of each layer that has any, where they come on demand.
-        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of the decoder.
+        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of
+            the decoder.
         dtype: in which it computes; `place`: where.
         vocab_size: V, width of the logits.
         held: matrices of a draft in fewer bits than they are stored in; None where none are.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str, place: torch.device, *,
-        has_host_table: bool, section: Section | None, adapt: Callable[[nn.Module], None], on_demand: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        place: torch.device,
+        *,
+        has_host_table: bool,
+        section: Section | None,
+        adapt: Callable[[nn.Module], None],
+        on_demand: bool = False,
+    ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
-        self.checkpoint, self.place = checkpoint, place
+        self.checkpoint = checkpoint
+        self.place = place
         self._table_place = _HOST if has_host_table else place
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         adapt(self.meta_model)
@@ -62,12 +77,17 @@ class BoundModel:
         places = parameter_places(self.meta_model)
         wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
         stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
-        assert not any(name.startswith(inside) for name in (*shared, *shared.values())), "layers share weights"
+        assert not any(name.startswith(inside) for name in (*shared, *shared.values())), (
+            "layers share weights"
+        )
         source_of = {name: name for name in stored if not name.startswith(inside)} | shared
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
             ids = names[self.meta_model.get_input_embeddings()]
-            held = {name: section.has_table if name.startswith(ids) else section.has_head for name in source_of}
+            held = {
+                name: section.has_table if name.startswith(ids) else section.has_head
+                for name in source_of
+            }
             source_of = {name: source for name, source in source_of.items() if held[name]}
         self._layers, *others = layer_stacks(self.meta_model)
         blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
@@ -76,24 +96,38 @@ class BoundModel:
         self._layer_places = [below(places, names[block]) for block in blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
         own = [below(stored, names[block]) for block in blocks]
-        found = [find_experts(*one) if on_demand else (None, set()) for one in zip(blocks, own, strict=True)]
-        self._experts_of = {layer: experts for layer, (experts, _) in enumerate(found) if experts is not None}
+        found = [
+            find_experts(*one) if on_demand else (None, set())
+            for one in zip(blocks, own, strict=True)
+        ]
+        self._experts_of = {
+            layer: experts for layer, (experts, _) in enumerate(found) if experts is not None
+        }
         self.experts = [*self._experts_of.values()]
         self._layouts = [
             slab_layout({name: what for name, what in stacks.items() if name not in routed})
             for stacks, (_, routed) in zip(own, found, strict=True)
         ]
-        self.layer_layouts, self.encoder_layouts = self._layouts[: self.num_layers], self._layouts[self.num_layers :]
+        self.layer_layouts, self.encoder_layouts = (
+            self._layouts[: self.num_layers],
+            self._layouts[self.num_layers :],
+        )
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
-        self.rest_layout = slab_layout({name: one for name, one in rest.items() if name not in coded})
+        self.rest_layout = slab_layout(
+            {name: one for name, one in rest.items() if name not in coded}
+        )
         prefixes = (names[block] for block in blocks)
         layouts = dict(zip(prefixes, self._layouts, strict=True))
         records = {
-            f"{names[one.module]}{index}.": record for one in self.experts for index, record in enumerate(one.records)
+            f"{names[one.module]}{index}.": record
+            for one in self.experts
+            for index, record in enumerate(one.records)
         }
-        self._beside = Beside(checkpoint.directory.name, coded, layouts | records)
-        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place, self.dtype, [*records.values()])
+        self._beside = CompanionScratch(checkpoint.directory.name, coded, layouts | records)
+        self._expanded = ExpandedWeights(
+            self._layouts, self._layer_places, place, self.dtype, [*records.values()]
+        )
         self._expanded_rest: dict[str, Tensor] = {}
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
@@ -106,10 +140,14 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """The first one that is like most, by which all can be judged: one with routed experts where they come."""
+        """The first one that is like most, by which all can be judged: one with routed experts
+        where they come.
+        """
         return next(iter(self._experts_of), 0)
 
-    def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None) -> int:
+    def read_rest(
+        self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None
+    ) -> int:
         """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
 
         What lies around the layers of a copy is its `target`'s.
@@ -129,7 +167,9 @@ class BoundModel:
     @property
     def rest_bytes(self) -> int:
         """What `read_rest` reads."""
-        return self._beside.layout.slab_bytes + (0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes)
+        return self._beside.layout.slab_bytes + (
+            0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
+        )
 
     def _bind_beside(self, slab: np.ndarray) -> None:
         dtypes = {source: place.empty.dtype for source, place in self._rest_places}
@@ -143,7 +183,9 @@ class BoundModel:
             bring_to(experts, layer, bring, self._expanded.numbers)
 
     def drop_experts(self) -> None:
-        """Let go of what they came from; until `bring_experts` is called again no layer that has any can run."""
+        """Let go of what they came from; until `bring_experts` is called again no layer that has
+        any can run.
+        """
         for experts in self.experts:
             experts.module.__dict__.pop("forward", None)
 
@@ -153,27 +195,48 @@ class BoundModel:
 
     def codings_of(self, layer: int) -> list[Coding]:
         """Of its weights; empty where all are plain."""
-        words = [one for layout in self._parts_of(layer) for several in layout.coded.values() for one in several]
+        words = [
+            one
+            for layout in self._parts_of(layer)
+            for several in layout.coded.values()
+            for one in several
+        ]
         return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
 
-    def coded_words(self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]) -> list[CodedWeight]:
-        """What `expand_with` is for, of a layer that need not be bound; of experts that come on demand the first's."""
-        return [one for layout in self._parts_of(layer) for one in self._expanded.words(layout, fetch(layout))]
+    def coded_words(
+        self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]
+    ) -> list[CodedWeight]:
+        """What `expand_with` is for, of a layer that need not be bound; of experts that come on
+        demand the first's.
+        """
+        return [
+            one
+            for layout in self._parts_of(layer)
+            for one in self._expanded.words(layout, fetch(layout))
+        ]
 
     def _parts_of(self, layer: int) -> list[SlabLayout]:
         experts = self._experts_of.get(layer)
         return [self._layouts[layer], *(experts.records[:1] if experts else ())]
 
     def hold_layer(self, layer: int) -> None:
-        """A layer is bound for good; its slab can go where its matrices are to be held in fewer bits."""
+        """A layer is bound for good; its slab can go where its matrices are to be held in fewer
+        bits.
+        """
         if self.held is not None:
-            self.held.take_layer(self._blocks[layer], self._layer_places[layer].values(), self._expanded)
+            self.held.take_layer(
+                self._blocks[layer], self._layer_places[layer].values(), self._expanded
+            )
             self._expanded.unbind(layer)
 
     def bind_rest(self, slab: np.ndarray) -> None:
-        """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
+        """Give embeddings, norm and head their weights for good; tied ones share one tensor where
+        they lie together.
+        """
         flat = torch.from_numpy(slab[self.rest_layout.sent])
-        weights = {name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
+        weights = {
+            name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters
+        }
         weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
         weights |= self._expanded_rest
         self._expanded_rest = {}
@@ -181,23 +244,28 @@ class BoundModel:
         for source, place in self._rest_places:
             is_table = any(place.table is table._parameters for table in self._tables)
             if (source, is_table) not in sent:
-                # A table that stays on the host is copied, so that the rest of its slab can go; expanded, it has none.
-                weight, is_view = weights[source], source in self.rest_layout.parameters
+                # A table that stays on the host is copied, so that the rest of its slab can go;
+                # expanded, it has none.
+                weight = weights[source]
+                is_view = source in self.rest_layout.parameters
                 kept = weight.clone() if is_table and is_view else weight
                 sent[source, is_table] = kept if is_table else weight.to(self.place)
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
     def bind_layer(self, layer: int, slab: Slab) -> None:
-        """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one.
+        """Let a layer's parameters be views of `slab`, or copies where the compute type differs
+        from the stored one.
 
-        An array is as a store fills it, and is sent where the model computes; a tensor holds what is `sent` of one.
+        An array is as a store fills it, and is sent where the model computes; a tensor holds what
+        is `sent` of one.
         Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
             sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place)
             views = self._views_of(layer, sent)
         else:
-            sent, key = slab, (layer, slab.data_ptr())
+            sent = slab
+            key = (layer, slab.data_ptr())
             views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
         for name, view in views.items():
             place = self._layer_places[layer][name]
@@ -215,22 +283,32 @@ class BoundModel:
         self._expanded.unbind(layer)
 
     def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
-        """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
+        """From now on take each layer's slab just before it runs and give it back right after, even
+        when it fails.
+        """
         for index, layer in enumerate(self._blocks):
-            self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
             self._hooks.append(
-                layer.register_forward_hook(partial(self._give_back, release, index), always_call=True, prepend=True)
+                layer.register_forward_pre_hook(partial(self._bind_from, acquire, index))
+            )
+            self._hooks.append(
+                layer.register_forward_hook(
+                    partial(self._give_back, release, index), always_call=True, prepend=True
+                )
             )
 
     def close(self) -> None:
-        """Take the hooks off: they refer back to this model, and such a cycle would hold its weights for longer."""
+        """Take the hooks off: they refer back to this model, and such a cycle would hold its
+        weights for longer.
+        """
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
         self.drop_experts()
 
     def _move_buffers(self) -> None:
-        """What a family computes at construction (rotary frequencies, scales) goes where it is used."""
+        """What a family computes at construction (rotary frequencies, scales) goes where it is
+        used.
+        """
         for module in self.meta_model.modules():
             place = _HOST if module in self._tables else self.place
             for key, buffer in module._buffers.items():
@@ -245,5 +323,9 @@ class BoundModel:
         release(index)
 
     def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The meta model's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
-        return next((place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype)
+        """The meta model's own type for `name`: the compute type but for what a family insists on
+        keeping in fp32.
+        """
+        return next(
+            (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
+        )

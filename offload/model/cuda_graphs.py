@@ -1,11 +1,13 @@
 """Small passes of a resident model, recorded once and replayed.
 
-A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a device runs them. A
-recording has fixed shapes: rows are padded to one of a few widths. What changes (ids, positions, slots to write to, the
-walks of the rows) lies in one tensor that is filled by one copy before a replay.
+A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a
+device runs them. A
+recording has fixed shapes: rows are padded to one of a few widths. What changes (ids, positions,
+slots to write to, the walks of the rows) lies in one tensor that is filled by one copy before a
+replay.
 
-Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers, since a row without a
-key is NaN.
+Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers,
+since a row without a key is NaN.
 """
 
 from collections.abc import Callable
@@ -20,16 +22,19 @@ from torch import Tensor
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.streaming.device import Stream
 
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # runs the work at least once; what it returns does it again on the same tensors
+# runs the work at least once; what it returns does it again on the same tensors
+Record = Callable[[Work], Work]
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-_PATIENCE = 32  # passes of another text in a row, until it gets the recordings: to make them takes as long as many
+# passes of another text in a row, until it gets the recordings: to make them takes as long as many
+_PATIENCE = 32
 _INPUTS = 3  # of each row: its token, its position, the slot that it is written to; then its walk
-_MOST_COLUMNS = 4 * BLOCK  # of a walk: what a row has behind the prefix that all share, some hundred nodes deep
+# of a walk: what a row has behind the prefix that all share, some hundred nodes deep
+_MOST_COLUMNS = 4 * BLOCK
 
 
 class _Recording(NamedTuple):
@@ -38,22 +43,35 @@ class _Recording(NamedTuple):
 
 
 class Graphs:
-    """Recordings of one model's passes over one cache at a time, each with a recorder of its own; for `replay_with`."""
+    """Recordings of one model's passes over one cache at a time, each with a recorder of its own;
+    for `replay_with`.
+    """
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
-        assert model.attend is not None, "attention along paths has the same shapes for any prefix; masks have not"
+        assert model.attend is not None, (
+            "attention along paths has the same shapes for any prefix; masks have not"
+        )
         self._model, self._open_recorder, self._attend = model, open_recorder, model.attend
         self._cache: KVCache | None = None
-        self._next: tuple[KVCache, int] | None = None  # which other one was asked for last, and how often in a row
+        # which other one was asked for last, and how often in a row
+        self._next: tuple[KVCache, int] | None = None
         self._record: Record | None = None
-        self._logits_WV: Tensor | None = None  # of the pass that was replayed last; as wide as the widest
+        # of the pass that was replayed last; as wide as the widest
+        self._logits_WV: Tensor | None = None
         self._recordings: dict[int, _Recording] = {}  # by width
 
     def __call__(
-        self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, num_logits: int
+        self,
+        token_T: Tensor,
+        position_U: Tensor,
+        ancestor_TU: Tensor,
+        cache: KVCache,
+        num_logits: int,
     ) -> Tensor | None:
-        """See `StreamedModel.forward`; declines texts that take turns, and passes that are too wide or too deep."""
+        """See `StreamedModel.forward`; declines texts that take turns, and passes that are too wide
+        or too deep.
+        """
         if not self._turn_to(cache):
             return None
         num_rows = len(ancestor_TU)
@@ -65,7 +83,8 @@ class Graphs:
             return None
         lo = cache.place(ancestor_TU.shape[1] - num_rows, num_rows)
         input_WI = torch.zeros(width, _INPUTS + HEADER + _MOST_COLUMNS, dtype=torch.int32)
-        input_WI[:, 2] = cache.num_slots  # padding goes to the slot behind all others, and sees what the last row sees
+        # padding goes to the slot behind all others, and sees what the last row sees
+        input_WI[:, 2] = cache.num_slots
         own_T3 = torch.stack([token_T, position_U[-num_rows:], torch.arange(lo, lo + num_rows)], 1)
         input_WI[:num_rows, :_INPUTS] = own_T3
         walk_WL = rows.walk_TL[torch.arange(width).clamp(max=num_rows - 1)]
@@ -75,7 +94,9 @@ class Graphs:
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _turn_to(self, cache: KVCache) -> bool:
-        """Whether this cache has the recordings; of texts side by side one that is alone for a while gets them."""
+        """Whether this cache has the recordings; of texts side by side one that is alone for a
+        while gets them.
+        """
         if cache is self._cache:
             self._next = None
             return True
@@ -84,7 +105,12 @@ class Graphs:
         if self._cache is not None and self._cache.is_beside(cache) and num_asked < _PATIENCE:
             self._next = cache, num_asked
             return False
-        self._cache, self._next, self._recordings, self._record = cache, None, {}, self._open_recorder()
+        self._cache, self._next, self._recordings, self._record = (
+            cache,
+            None,
+            {},
+            self._open_recorder(),
+        )
         return True
 
     def _run(self, width: int, input_WI: Tensor, cache: KVCache) -> None:
@@ -112,7 +138,8 @@ class Graphs:
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory, for as long as the first of them lives.
 
-    `side` is the stream of all: the matrix library keeps up to 32 MiB for each stream it has ever seen.
+    `side` is the stream of all: the matrix library keeps up to 32 MiB for each stream it has ever
+    seen.
     """
 
     def __init__(self, side: Stream) -> None:
@@ -132,7 +159,9 @@ class CudaRecorder:
         return graph.replay
 
     def _capture(self, graph: Any, work: Work) -> None:
-        """Without `torch.cuda.graph`, which waits for the whole device, hence for all layers on their way to it."""
+        """Without `torch.cuda.graph`, which waits for the whole device, hence for all layers on
+        their way to it.
+        """
         try:
             # Other threads copy layers meanwhile, and must be let.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -144,15 +173,18 @@ class CudaRecorder:
                 raise
             graph.capture_end()
         except BaseException:
-            # Up to torch 2.11 a capture that ends broken stays open in the allocator, which then refuses to give
-            # memory back (pytorch/pytorch#180395); where it is closed already, the allocator says so.
+            # Up to torch 2.11 a capture that ends broken stays open in the allocator, which then
+            # refuses to give memory back (pytorch/pytorch#180395); where it is closed already, the
+            # allocator says so.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._side.device.index, self._pool)
             raise
 
 
 def use_graphs(model: StreamedModel) -> str | None:
-    """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user where it cannot."""
+    """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user
+    where it cannot.
+    """
     if model.attend is None:
         return "the draft runs without CUDA graphs, which is slower (its attention takes masks)"
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))

@@ -1,10 +1,12 @@
-"""T5 over streamed weights: an encoder reads the prompt once, and every sweep is one over the decoder's layers.
+"""T5 over streamed weights: an encoder reads the prompt once, and every sweep is one over the
+decoder's layers.
 
-A text's tokens are its prompt, one start token, and what the decoder writes. The cache counts all of them: the encoder
-takes in those of the prompt, and their keys and values, computed by the first sweep, lie in transformers' own cache of
-cross-attention. Scores get a bias by distance, which transformers counts in rows; a node of a tree has the position of
-its depth, so the bias is given from outside, with the tree's mask added. Invariant: what a cache holds belongs to the
-very prompt that it names.
+A text's tokens are its prompt, one start token, and what the decoder writes. The cache counts all
+of them: the encoder takes in those of the prompt, and their keys and values, computed by the first
+sweep, lie in transformers' own cache of cross-attention. Scores get a bias by distance, which
+transformers counts in rows; a node of a tree has the position of its depth, so the bias is given
+from outside, with the tree's mask added. Invariant: what a cache holds belongs to the very prompt
+that it names.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,26 +17,28 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.safetensors import Checkpoint
-from offload.config import require
+from offload.checkpoint.t5 import has_encoder
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
-from offload.model.weights import Masks, StreamedModel
+from offload.model.streamed import Masks, StreamedModel
+from offload.units import require
 
 _HOST = torch.device("cpu")
 
 
 class SourceCache(KVCache):
-    """That of a decoder behind an encoder; its first positions are those of the prompt, which has no slots here.
+    """That of a decoder behind an encoder; its first positions are those of the prompt, which has
+    no slots here.
 
     Attributes:
         source: ids of the prompt that the encoder has read.
-        hidden_1SD: what it has made of them; of no prompt one row of zeros, with which passes can be timed.
+        hidden_1SD: what it has made of them; of no prompt one row of zeros, with which passes can
+            be timed.
         cross: keys and values of cross-attention, of the layers that have met them.
     """
 
@@ -53,7 +57,9 @@ class SourceCache(KVCache):
 
     @contextmanager
     def passing(self) -> Iterator[EncoderDecoderCache]:
-        """Both caches for one pass. After one that was cut short keys may lack their values: all are made anew."""
+        """Both caches for one pass. After one that was cut short keys may lack their values: all
+        are made anew.
+        """
         if self._is_under_way:
             self.cross = DynamicCache()
         self._is_under_way = True
@@ -61,7 +67,9 @@ class SourceCache(KVCache):
         self._is_under_way = False  # not so where the pass has failed
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first positions; of a prompt all or nothing, since its end changes all of it."""
+        """Forget the text but for its first positions; of a prompt all or nothing, since its end
+        changes all of it.
+        """
         if num_kept < len(self.source):
             self.read([], self._nothing_11D)
         super().clear(num_kept)
@@ -70,68 +78,107 @@ class SourceCache(KVCache):
 class EncoderDecoderModel(StreamedModel):
     """A `StreamedModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
+    ) -> None:
         super().__init__(checkpoint, dtype, place, **more)
         self.start = start_tokens(checkpoint)
         rule = f"{checkpoint.directory.name}: decoder_start_token_id must be less than {self.vocab_size}"
         require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")
-        self._distance_TS, self._num_scored = torch.empty(0, 0), 0
+        self._distance_TS = torch.empty(0, 0)
+        self._num_scored = 0
         first: Any = self._layers[0]
         self._hooks += [
-            first.layer[0].SelfAttention.register_forward_pre_hook(self._give_bias, with_kwargs=True),
+            first.layer[0].SelfAttention.register_forward_pre_hook(
+                self._give_bias, with_kwargs=True
+            ),
             self.meta_model.get_output_embeddings().register_forward_pre_hook(self._keep_scored),
         ]
 
-    def new_cache(self, num_slots: int, gather: Callable[..., None] = kv_commit_reference) -> SourceCache:
+    def new_cache(
+        self, num_slots: int, gather: Callable[..., None] = kv_commit_reference
+    ) -> SourceCache:
         """An empty one, for one text; its slots are of the decoder's positions."""
         width = self.meta_model.config.d_model
-        return SourceCache(width, self.dtype, self.place, self.num_layers, num_slots, gather, self.send)
+        return SourceCache(
+            width, self.dtype, self.place, self.num_layers, num_slots, gather, self.send
+        )
 
     @torch.inference_mode()
-    def take_in(self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None) -> None:
-        """Run the encoder over the tokens before the first start, unless `cache` is of these very ones."""
+    def take_in(
+        self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run the encoder over the tokens before the first start, unless `cache` is of these very
+        ones.
+        """
         assert isinstance(cache, SourceCache), "a cache of this model's"
         start = self.start[0]
-        require(start in tokens, f"a text must have the start of its decoder, {start}", tokens[-8:], "add it")
+        require(
+            start in tokens,
+            f"a text must have the start of its decoder, {start}",
+            tokens[-8:],
+            "add it",
+        )
         source = list(tokens[: tokens.index(start)])
-        require(bool(source), "a prompt must have a token before the decoder's start", tokens[:8], "give one")
+        require(
+            bool(source),
+            "a prompt must have a token before the decoder's start",
+            tokens[:8],
+            "give one",
+        )
         if source == cache.source:
             return
         cache.clear()
         begin()
-        source_1S = torch.tensor([source]).clamp(max=self.vocab_size - 1)  # a target may have ids that its draft lacks
+        # a target may have ids that its draft lacks
+        source_1S = torch.tensor([source]).clamp(max=self.vocab_size - 1)
         cache.read(source, self.meta_model.get_encoder()(input_ids=source_1S).last_hidden_state)
 
     def be_invariant(self, rows: object) -> None:
-        """Raises `UserError` where anything is wished for: rows are never added up by position here."""
+        """Raises `UserError` where anything is wished for: rows are never added up by position
+        here.
+        """
         if rows is not None:
-            raise UserError(f"{self.meta_model.config.model_type} models add a bias to their scores")
+            raise UserError(
+                f"{self.meta_model.config.model_type} models add a bias to their scores"
+            )
 
     def _takes_paths(self) -> bool:
         return False
 
     def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
-        cache, self._num_scored = more.get("past_key_values"), logits_to_keep
+        cache = more.get("past_key_values")
+        self._num_scored = logits_to_keep
         hidden_1SD = torch.empty(0) if cache is None else cache.hidden_1SD
         with nullcontext() if cache is None else cache.passing() as both:
             return self.meta_model(
-                decoder_input_ids=token_1T, encoder_outputs=(hidden_1SD,), past_key_values=both, use_cache=True
+                decoder_input_ids=token_1T,
+                encoder_outputs=(hidden_1SD,),
+                past_key_values=both,
+                use_cache=True,
             )
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """Of the decoder's own positions; and how far each of them lies from each row."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
-        num_source, ancestor_TU = len(cache.source), self.send(ancestor_TU)
-        position_S = torch.cat([torch.arange(num_source, cache.length, device=position_U.device), position_U])
+        num_source = len(cache.source)
+        ancestor_TU = self.send(ancestor_TU)
+        position_S = torch.cat(
+            [torch.arange(num_source, cache.length, device=position_U.device), position_U]
+        )
         self._distance_TS = position_S - position_U[-len(ancestor_TU) :, None]
         mask = tree_mask(cache.length - num_source, position_U, ancestor_TU, None, self.dtype)
         return dict.fromkeys(self.windows, mask)
 
-    def _give_mask(self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _give_mask(
+        self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         return args, kwargs  # it is part of the bias, which the first layer hands on to all others
 
     def _give_bias(self, first: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """As `T5Attention.compute_bias`, but by position; the first layer alone has the table, and is bound by now."""
+        """As `T5Attention.compute_bias`, but by position; the first layer alone has the table, and
+        is bound by now.
+        """
         sizes = (first.relative_attention_num_buckets, first.relative_attention_max_distance)
         bucket_TS = first._relative_position_bucket(self._distance_TS, False, *sizes)
         bias_1HTS = first.relative_attention_bias(bucket_TS).permute(2, 0, 1)[None]
@@ -142,6 +189,12 @@ class EncoderDecoderModel(StreamedModel):
         return (args[0][:, -self._num_scored :], *args[1:])
 
 
-def open_model(checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any) -> StreamedModel:
-    """A `StreamedModel` of these arguments, or one with an encoder. Raises `UserError` for what does not run."""
-    return (EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel)(checkpoint, dtype, place, **more)
+def open_model(
+    checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
+) -> StreamedModel:
+    """A `StreamedModel` of these arguments, or one with an encoder. Raises `UserError` for what
+    does not run.
+    """
+    return (EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel)(
+        checkpoint, dtype, place, **more
+    )

@@ -1,8 +1,10 @@
-"""Weights that are stored coded: expanded just before the module that owns them runs, gone right after it.
+"""Weights that are stored coded: expanded just before the module that owns them runs, gone right
+after it.
 
-Modules run one after another, so one scratch serves all of them: it is as large as what the largest module owns. What
-is streamed and what stays are words as they are stored; companions are prepared once. Invariant: a parameter has
-numbers only while its module runs, and these are those of the layer that is bound.
+Modules run one after another, so one scratch serves all of them: it is as large as what the largest
+module owns. What is streamed and what stays are words as they are stored; companions are prepared
+once. Invariant: a parameter has numbers only while its module runs, and these are those of the
+layer that is bound.
 """
 
 import math
@@ -15,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.layout import Part, SlabLayout, Words, slab_layout
+from offload.checkpoint.layout import SlabLayout, TensorPart, Words, slab_layout
 from offload.checkpoint.tensors import Coded
 from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
-from offload.model.places import Place, view_of
+from offload.model.places import ParameterSlot, view_of
 
 _ALIGN_BYTES = 256
 Companions = Mapping[str, Tensor]
@@ -29,8 +31,8 @@ Companions = Mapping[str, Tensor]
 class _Parameter(NamedTuple):
     """One of a module, and where its words lie in the slab of its layer."""
 
-    place: Place
-    parts: Sequence[tuple[Part, slice]]  # in what was sent of the slab
+    place: ParameterSlot
+    parts: Sequence[tuple[TensorPart, slice]]  # in what was sent of the slab
     scratch_lo: int
 
 
@@ -67,14 +69,18 @@ class ExpandedWeights:
     """
 
     def __init__(
-        self, layouts: Sequence[SlabLayout], places: Sequence[Mapping[str, Place]], where: torch.device,
-        dtype: torch.dtype, records: Sequence[SlabLayout] = (),
-    ) -> None:  # fmt: skip
+        self,
+        layouts: Sequence[SlabLayout],
+        places: Sequence[Mapping[str, ParameterSlot]],
+        where: torch.device,
+        dtype: torch.dtype,
+        records: Sequence[SlabLayout] = (),
+    ) -> None:
         self._where, self._scratch_B, self._dtype = where, torch.zeros(0, dtype=torch.uint8), dtype
         self._sent: dict[int, Tensor] = {}
         coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
         self._parts = [one.part for words in coded for one in words]
-        self._companions: Mapping[Part, Companions] = {}
+        self._companions: Mapping[TensorPart, Companions] = {}
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
@@ -86,10 +92,13 @@ class ExpandedWeights:
         """From now on by these functions."""
         self._expansion = expansion
 
-    def keep(self, companions_of: Mapping[Part, Companions]) -> None:
-        """Companions of the layers' words, prepared, go where the model computes; makes room to expand into."""
+    def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
+        """Companions of the layers' words, prepared, go where the model computes; makes room to
+        expand into.
+        """
         self._companions = {
-            part: {name: tensor.to(self._where) for name, tensor in companions_of[part].items()} for part in self._parts
+            part: {name: tensor.to(self._where) for name, tensor in companions_of[part].items()}
+            for part in self._parts
         }
         self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._where)
 
@@ -118,8 +127,11 @@ class ExpandedWeights:
 
     def numbers(self, record: SlabLayout, sent: Tensor) -> dict[str, Tensor]:
         """All parameters of a record; what was coded is valid until anything else is expanded."""
-        with torch._C.DisableTorchFunction():  # nothing of it is a product that somebody would watch
-            weights = {name: view_of(sent, record, name).to(self._dtype) for name in record.parameters}
+        # nothing of it is a product that somebody would watch
+        with torch._C.DisableTorchFunction():
+            weights = {
+                name: view_of(sent, record, name).to(self._dtype) for name in record.parameters
+            }
             lo = 0
             for name, several in record.coded.items():
                 num_bytes = self._dtype.itemsize * _num_weights(several)
@@ -128,15 +140,23 @@ class ExpandedWeights:
                     words = sent[_within(record, one.part, one.slab_lo)]
                     _expand(one.part, words, self._companions[one.part], out, self._expansion)
                 first = several[0].part
-                weights[name] = _as_in_model(first, out) if len(several) == 1 else out.view(-1, first.entry.shape[-1])
+                weights[name] = (
+                    _as_in_model(first, out)
+                    if len(several) == 1
+                    else out.view(-1, first.entry.shape[-1])
+                )
                 lo += _up(num_bytes)
         return weights
 
     def _end_of(self, record: SlabLayout) -> int:
-        return sum(_up(self._dtype.itemsize * _num_weights(several)) for several in record.coded.values())
+        return sum(
+            _up(self._dtype.itemsize * _num_weights(several)) for several in record.coded.values()
+        )
 
     def release(self, module: nn.Module) -> None:
-        """Its parameters have their numbers until those of another are expanded, and it expands no more by itself."""
+        """Its parameters have their numbers until those of another are expanded, and it expands no
+        more by itself.
+        """
         if module in self._owned:
             fill, hooks = self._owned.pop(module)
             fill()
@@ -148,86 +168,116 @@ class ExpandedWeights:
         if not self._owned:
             self._companions, self._scratch_B = {}, torch.empty(0, dtype=torch.uint8)
 
-    def _hook_modules(self, layer: int, layout: SlabLayout, places: Mapping[str, Place]) -> None:
-        owned = defaultdict[nn.Module, list[tuple[str, Place]]](list)
+    def _hook_modules(
+        self, layer: int, layout: SlabLayout, places: Mapping[str, ParameterSlot]
+    ) -> None:
+        owned = defaultdict[nn.Module, list[tuple[str, ParameterSlot]]](list)
         for name in layout.coded:
             owned[places[name].module].append((name, places[name]))
         for module, named in owned.items():
-            parameters, end = [], 0
+            parameters = []
+            end = 0
             for name, place in named:
-                parts = [(one.part, _within(layout, one.part, one.slab_lo)) for one in layout.coded[name]]
+                parts = [
+                    (one.part, _within(layout, one.part, one.slab_lo)) for one in layout.coded[name]
+                ]
                 parameters.append(_Parameter(place, parts, end))
                 end += _up(place.empty.numel() * place.empty.element_size())
             self.scratch_bytes = max(self.scratch_bytes, end)
             fill = partial(self._fill, layer, parameters)
             hooks = [module.register_forward_pre_hook(fill)]
-            hooks.append(module.register_forward_hook(partial(self._clear, parameters), always_call=True))
+            hooks.append(
+                module.register_forward_hook(partial(self._clear, parameters), always_call=True)
+            )
             self.hooks += hooks
             self._owned[module] = fill, hooks
 
     def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
         sent = self._sent[layer]
-        with torch._C.DisableTorchFunction():  # nothing of it is a product that somebody would watch
+        # nothing of it is a product that somebody would watch
+        with torch._C.DisableTorchFunction():
             for place, parts, lo in parameters:
                 out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()]
                 out = out.view(place.empty.dtype)
                 for part, words in parts:
                     _expand(part, sent[words], self._companions[part], out, self._expansion)
                 is_whole = len(parts) == 1
-                place.table[place.key] = _as_in_model(parts[0][0], out) if is_whole else out.view(place.empty.shape)
+                place.table[place.key] = (
+                    _as_in_model(parts[0][0], out) if is_whole else out.view(place.empty.shape)
+                )
 
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
         for place, _parts, _lo in parameters:
             place.table[place.key] = place.empty
 
 
-class Beside:
-    """What is read once, turned into something else, and let go: companions, and words of weights around the layers.
+class CompanionScratch:
+    """What is read once, turned into something else, and let go: companions, and words of weights
+    around the layers.
 
     Args:
         where: names the model.
         rest: the coded weights around the layers, by name.
-        layouts: of the slabs of layers, by what stands before the names in each, such as `model.layers.3.`.
+        layouts: of the slabs of layers, by what stands before the names in each, such as
+            `model.layers.3.`.
 
     Attributes:
         layout: of all of it.
     """
 
-    def __init__(self, where: str, rest: Mapping[str, Sequence[Part]], layouts: Mapping[str, SlabLayout]) -> None:
-        self._where, self._rest = where, rest
+    def __init__(
+        self,
+        where: str,
+        rest: Mapping[str, Sequence[TensorPart]],
+        layouts: Mapping[str, SlabLayout],
+    ) -> None:
+        self._where = where
+        self._rest = rest
         layers = [
             {prefix + name: [one.part for one in words] for name, words in layout.coded.items()}
             for prefix, layout in layouts.items()
         ]
-        self._parts = [(name, part) for own in (rest, *layers) for name, parts in own.items() for part in parts]
+        self._parts = [
+            (name, part) for own in (rest, *layers) for name, parts in own.items() for part in parts
+        ]
         companions = {
-            f"{index}{suffix}": (entry.shape, [Part(entry)])
+            f"{index}{suffix}": (entry.shape, [TensorPart(entry)])
             for index, (_, part) in enumerate(self._parts)
             for suffix, entry in _coded(part).companions
         }
         shapes = {name: (parts[0].entry.shape, parts) for name, parts in rest.items()}
         self.layout = slab_layout({**companions, **shapes})
 
-    def companions(self, slab: np.ndarray) -> dict[Part, Companions]:
+    def companions(self, slab: np.ndarray) -> dict[TensorPart, Companions]:
         """Of all coded weights, prepared. Raises `UserError` where they cannot be right."""
         flat = torch.from_numpy(slab[self.layout.sent])
-        found = dict[Part, Companions]()
+        found = dict[TensorPart, Companions]()
         for index, (name, part) in enumerate(self._parts):
-            own = {suffix: view_of(flat, self.layout, f"{index}{suffix}") for suffix, _ in _coded(part).companions}
+            own = {
+                suffix: view_of(flat, self.layout, f"{index}{suffix}")
+                for suffix, _ in _coded(part).companions
+            }
             try:
                 ready = _coded(part).coding.prepare(own, part.entry.shape)
             except ValueError as error:
                 raise UserError(f"{self._where}: {name}: {error}") from None
-            found[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}  # the slab can go
+            # the slab can go
+            found[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}
         return found
 
     def expanded(
-        self, slab: np.ndarray, companions_of: Mapping[Part, Companions], dtypes: Mapping[str, torch.dtype]
+        self,
+        slab: np.ndarray,
+        companions_of: Mapping[TensorPart, Companions],
+        dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, Tensor]:
         """The weights around the layers, in these types."""
-        flat, weights = torch.from_numpy(slab[self.layout.sent]), {}
+        flat = torch.from_numpy(slab[self.layout.sent])
+        weights = {}
         for name, parts in self._rest.items():
-            out = torch.empty(sum(math.prod(part.entry.shape) for part in parts), dtype=dtypes[name])
+            out = torch.empty(
+                sum(math.prod(part.entry.shape) for part in parts), dtype=dtypes[name]
+            )
             for one in self.layout.coded[name]:
                 words = flat[_within(self.layout, one.part, one.slab_lo)]
                 _expand(one.part, words, companions_of[one.part], out, REFERENCE)
@@ -243,24 +293,26 @@ def _up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _coded(part: Part) -> Coded:
+def _coded(part: TensorPart) -> Coded:
     assert part.entry.coded is not None, "others are views"
     return part.entry.coded
 
 
-def _expand(part: Part, stored_B: Tensor, companions: Companions, flat: Tensor, expansion: Expansion) -> None:
+def _expand(
+    part: TensorPart, stored_B: Tensor, companions: Companions, flat: Tensor, expansion: Expansion
+) -> None:
     """Fill one part of a parameter, all of whose numbers are `flat`."""
     shape = part.entry.shape
     own = flat[part.first : part.first + math.prod(shape)].view(shape)
     _coded(part).coding.expand(stored_B, companions, own, expansion)
 
 
-def _as_in_model(part: Part, flat: Tensor) -> Tensor:
+def _as_in_model(part: TensorPart, flat: Tensor) -> Tensor:
     """A matrix of one part by itself."""
     matrix = flat.view(part.entry.shape)
     return matrix.transpose(-1, -2) if _coded(part).coding.is_transposed else matrix
 
 
-def _within(layout: SlabLayout, part: Part, slab_lo: int) -> slice:
+def _within(layout: SlabLayout, part: TensorPart, slab_lo: int) -> slice:
     lo = slab_lo - layout.lead_bytes
     return slice(lo, lo + part.entry.num_bytes)

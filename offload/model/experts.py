@@ -1,8 +1,9 @@
 """Experts that come when a router asks for them: each by itself, in whatever order they arrive.
 
-transformers multiplies with all experts of a layer as one stack. Here its module is asked for the same sums, expert by
-expert, with weights that are brought for this pass alone. Invariant: what experts contribute is added in their order,
-so that bits do not depend on what was there already; they are those of transformers' own loop over experts.
+transformers multiplies with all experts of a layer as one stack. Here its module is asked for the
+same sums, expert by expert, with weights that are brought for this pass alone. Invariant: what
+experts contribute is added in their order, so that bits do not depend on what was there already;
+they are those of transformers' own loop over experts.
 """
 
 from collections import Counter
@@ -16,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.experts import split_experts
-from offload.checkpoint.layout import Part, SlabLayout
+from offload.checkpoint.layout import SlabLayout, TensorPart, split_experts
 from offload.errors import UserError
 from offload.sampling.sampler import NOT_NUMBERS
 
 Weights = Mapping[str, Tensor]  # of one expert, by the names that their stacks have
-# Layer, its experts, rising, and how many rows want each -> each with its layout and its slab as it is `sent`, valid
-# until the next is asked for.
+# Layer, its experts, rising, and how many rows want each -> each with its layout and its slab as it
+# is `sent`, valid until the next is asked for.
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
 # A record and its slab -> the numbers, valid until it is called again.
 Open = Callable[[SlabLayout, Tensor], Weights]
@@ -43,27 +43,41 @@ class RoutedExperts(NamedTuple):
 
 
 def find_experts(
-    block: nn.Module, stored: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
+    block: nn.Module, stored: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]
 ) -> tuple[RoutedExperts | None, set[str]]:
-    """Those of a layer with these parameters, and the names of their stacks; None where it has none."""
+    """Those of a layer with these parameters, and the names of their stacks; None where it has
+    none.
+    """
     for name, module in block.named_modules():
         if not all(hasattr(module, flag) for flag in _FLAGS):
             continue
         prefix = f"{name}."
-        stacks = {one.removeprefix(prefix): what for one, what in stored.items() if one.startswith(prefix)}
+        stacks = {
+            one.removeprefix(prefix): what for one, what in stored.items() if one.startswith(prefix)
+        }
         count = int(module.num_experts)
-        is_known = module.has_gate and not getattr(module, "has_post_expert_norm", False)  # which 5.17 does not have
-        assert is_known and all(shape[0] == count for shape, _ in stacks.values()), "a family that was tried"
+        # which 5.17 does not have
+        is_known = module.has_gate and not getattr(module, "has_post_expert_norm", False)
+        assert is_known and all(shape[0] == count for shape, _ in stacks.values()), (
+            "a family that was tried"
+        )
         return RoutedExperts(module, split_experts(stacks, count)), {prefix + one for one in stacks}
     return None, set()
 
 
-def sample_of(records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device) -> Bring:
+def sample_of(
+    records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device
+) -> Bring:
     """A few of these stand for all experts, to try and to time by before there is room for more."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
-    slabs = [(record, torch.from_numpy(fetch(record)[record.sent]).to(place)) for record in records[:num_slabs]]
+    slabs = [
+        (record, torch.from_numpy(fetch(record)[record.sent]).to(place))
+        for record in records[:num_slabs]
+    ]
 
-    def bring(_: int, experts: Sequence[int], __: Sequence[int]) -> Iterator[tuple[int, SlabLayout, Tensor]]:
+    def bring(
+        _: int, experts: Sequence[int], __: Sequence[int]
+    ) -> Iterator[tuple[int, SlabLayout, Tensor]]:
         for expert in experts:
             yield expert, *slabs[expert % num_slabs]
 
@@ -81,20 +95,30 @@ def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open
 
 
 def _forward(
-    module: Any, weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
-    hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor,
-) -> Tensor:  # fmt: skip
+    module: Any,
+    weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
+    hidden_ND: Tensor,
+    expert_NK: Tensor,
+    share_NK: Tensor,
+) -> Tensor:
     """What transformers' own loop over experts computes; each row is multiplied with K experts.
 
-    A device is waited for once. On it choices are sorted by their expert, so that nothing has to be sent back.
+    A device is waited for once. On it choices are sorted by their expert, so that nothing has to be
+    sent back.
     """
-    num_rows, by_expert = len(hidden_ND), expert_NK.T.flatten()  # rows of an expert come in the order of that loop
+    # rows of an expert come in the order of that loop
+    num_rows = len(hidden_ND)
+    by_expert = expert_NK.T.flatten()
     sorted_C, order_C = by_expert.sort(stable=True)
-    is_finite, *chosen = torch.cat([share_NK.isfinite().all()[None].to(sorted_C.dtype), sorted_C]).tolist()
+    is_finite, *chosen = torch.cat(
+        [share_NK.isfinite().all()[None].to(sorted_C.dtype), sorted_C]
+    ).tolist()
     if not is_finite:
         raise UserError(NOT_NUMBERS)  # here those of a router
-    row_C, share_C = order_C % num_rows, share_NK.T.flatten()[order_C]
-    uses = Counter(expert for expert in chosen if expert < module.num_experts)  # one more stands for none
+    row_C = order_C % num_rows
+    share_C = share_NK.T.flatten()[order_C]
+    # one more stands for none
+    uses = Counter(expert for expert in chosen if expert < module.num_experts)
     ends = dict(zip(uses, accumulate(uses.values()), strict=True))
     parts = dict[int, tuple[Tensor, Tensor]]()
     for expert, own in weights([*uses], [*uses.values()]):

@@ -1,13 +1,16 @@
 """Keys and values of every layer in buffers of fixed size, with one place where the length changes.
 
-    [0, length) committed   [length, length + U) not committed, in the order in which they were run or kept
+    [0, length) committed   [length, length + U) not committed, in the order in which they were run
+    or kept
 
-A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted path, moves the
-length, and behind it the rows that are kept for a later commit. Where nothing is kept, the next pass writes over what
+A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted
+path, moves the length, and behind it the rows that are kept for a later commit. Where nothing is
+kept, the next pass writes over what
 is not committed: one that is abandoned half-way therefore leaves nothing behind.
 
-Caches of several texts lie side by side in the same buffers, so that one pass can write to all of them and hand all of
-them on to attention, in which each row looks at the columns of its own text alone (`parts.py`).
+Caches of several texts lie side by side in the same buffers, so that one pass can write to all of
+them and hand all of them on to attention, in which each row looks at the columns of its own text
+alone (`parts.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +30,19 @@ class _Window:
     def __init__(self) -> None:
         self.lo = 0
         self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
-        self.slot_T: Tensor | None = None  # of a recorded pass: where its rows go, read anew at each replay
+        # of a recorded pass: where its rows go, read anew at each replay
+        self.slot_T: Tensor | None = None
 
 
 class _Buffers:
-    """Keys and values of every layer, (1, G, B * S, K) each, of B texts side by side; made as layers show shapes."""
+    """Keys and values of every layer, (1, G, B * S, K) each, of B texts side by side; made as
+    layers show shapes.
+    """
 
     def __init__(self, num_texts: int, num_slots: int) -> None:
-        self.num_texts, self._num_slots, self.is_fixed = num_texts, num_slots, False
+        self.num_texts = num_texts
+        self._num_slots = num_slots
+        self.is_fixed = False
         self.of_layer: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -48,22 +56,32 @@ class _Buffers:
             new = torch.zeros if self.is_fixed else torch.empty
             num_slots = self.num_texts * self.stride
             self.of_layer[layer] = tuple(  # type: ignore[assignment]
-                new((*states.shape[:2], num_slots, states.shape[3]), dtype=states.dtype, device=states.device)
+                new(
+                    (*states.shape[:2], num_slots, states.shape[3]),
+                    dtype=states.dtype,
+                    device=states.device,
+                )
                 for states in (key_states, value_states)
             )
         return self.of_layer[layer]
 
 
 class _SlotLayer(DynamicLayer):
-    """One layer's keys and values of one text, (1, G, S, K) each: views of buffers that are made at first use."""
+    """One layer's keys and values of one text, (1, G, S, K) each: views of buffers that are made at
+    first use.
+    """
 
     def __init__(self, window: _Window, buffers: _Buffers, layer: int, text: int) -> None:
         super().__init__()
-        self._window, self._buffers, self._layer, self._text = window, buffers, layer, text
+        self._window = window
+        self._buffers = buffers
+        self._layer = layer
+        self._text = text
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        first, stride = self._text * self._buffers.stride, self._buffers.stride
+        first = self._text * self._buffers.stride
+        stride = self._buffers.stride
         whole = self._buffers.make(self._layer, key_states, value_states)
         self.keys, self.values = (buffer[:, :, first : first + stride] for buffer in whole)
         self.is_initialized = True
@@ -78,7 +96,9 @@ class _SlotLayer(DynamicLayer):
         self.values[:, :, lo:hi] = value_states
         return hi
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         if self._window.slot_T is None:
             hi = self.write(self._window.lo, key_states, value_states)
             return self.keys[:, :, :hi], self.values[:, :, :hi]
@@ -93,9 +113,11 @@ class _SlotLayer(DynamicLayer):
 
 
 class KVCache(Cache):
-    """The cache of one model for one sequence: S = `num_slots`, committed positions plus rows of the largest pass.
+    """The cache of one model for one sequence: S = `num_slots`, committed positions plus rows of
+    the largest pass.
 
-    `gather` moves the rows of a path in all buffers, see `kv_commit_reference`; `send` brings a host's tensor there.
+    `gather` moves the rows of a path in all buffers, see `kv_commit_reference`; `send` brings a
+    host's tensor there.
     """
 
     def __init__(
@@ -106,22 +128,31 @@ class KVCache(Cache):
         send: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._lie_in(_Buffers(1, num_slots), 0, num_layers)
-        self._gather, self._send, self.num_slots = gather, send, num_slots
+        self._gather = gather
+        self._send = send
+        self.num_slots = num_slots
         self.length = self._num_placed = 0
 
     def _lie_in(self, buffers: _Buffers, text: int, num_layers: int) -> None:
-        self._window, self._buffers, self._text = _Window(), buffers, text
-        self._slot_layers = [_SlotLayer(self._window, buffers, layer, text) for layer in range(num_layers)]
+        self._window = _Window()
+        self._buffers = buffers
+        self._text = text
+        self._slot_layers = [
+            _SlotLayer(self._window, buffers, layer, text) for layer in range(num_layers)
+        ]
         Cache.__init__(self, layers=list(self._slot_layers))
 
     @classmethod
     def side_by_side(cls, caches: "Sequence[KVCache]") -> None:
         """Let empty caches of one size share their buffers; see `JointCache`."""
         first = caches[0]
-        buffers, num_layers = _Buffers(len(caches), first.num_slots), len(first._slot_layers)
+        buffers = _Buffers(len(caches), first.num_slots)
+        num_layers = len(first._slot_layers)
         buffers.is_fixed = first._buffers.is_fixed
         for text, cache in enumerate(caches):
-            assert cache.num_slots == first.num_slots and not cache._buffers.of_layer, "new ones, all alike"
+            assert cache.num_slots == first.num_slots and not cache._buffers.of_layer, (
+                "new ones, all alike"
+            )
             cache._lie_in(buffers, text, num_layers)
 
     def write(self, layer: int, position: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -143,11 +174,14 @@ class KVCache(Cache):
 
     @property
     def num_uncommitted(self) -> int:
-        """U, rows behind the committed ones: what the last commit has kept, and the passes since then."""
+        """U, rows behind the committed ones: what the last commit has kept, and the passes since
+        then.
+        """
         return self._num_placed
 
     def place(self, num_uncommitted: int, num_rows: int) -> int:
-        """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are not committed yet.
+        """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are
+        not committed yet.
 
         Returns the position of the first.
 
@@ -160,17 +194,22 @@ class KVCache(Cache):
         return self._window.lo
 
     def fix(self) -> None:
-        """From the first pass on keep one slot more, for rows that are padding, and zeros in slots not written yet.
+        """From the first pass on keep one slot more, for rows that are padding, and zeros in slots
+        not written yet.
 
-        A recorded pass looks at those, and so does one behind rows that were placed and never run; its mask gives them
-        no weight, but no weight times NaN is NaN.
+        A recorded pass looks at those, and so does one behind rows that were placed and never run;
+        its mask gives them no weight, but no weight times NaN is NaN.
         """
-        assert not self._buffers.of_layer or self._buffers.is_fixed, "too late: passes have been run"
+        assert not self._buffers.of_layer or self._buffers.is_fixed, (
+            "too late: passes have been run"
+        )
         self._buffers.is_fixed = True
 
     @contextmanager
     def recorded(self, slot_T: Tensor) -> Iterator[None]:
-        """Meanwhile rows go where `slot_T` says and may look at all slots, whatever `place` was told."""
+        """Meanwhile rows go where `slot_T` says and may look at all slots, whatever `place` was
+        told.
+        """
         self._window.slot_T = slot_T
         try:
             yield
@@ -179,39 +218,57 @@ class KVCache(Cache):
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
-        """Make the uncommitted rows `path` the next positions, and let `kept` follow, uncommitted, in these orders.
+        """Make the uncommitted rows `path` the next positions, and let `kept` follow, uncommitted,
+        in these orders.
 
         Rows are counted from the committed length; everything else is forgotten.
         """
         rows = [*path, *kept]
-        # In some families the last layers share the keys and values of earlier ones and have none of their own.
+        # In some families the last layers share the keys and values of earlier ones and have none
+        # of their own.
         filled = [layer for layer in self._slot_layers if layer.is_initialized]
         if filled and rows != list(range(len(rows))):
             row_A = torch.tensor(rows)
             row_A = row_A.to(filled[0].keys.device) if self._send is None else self._send(row_A)
             lo = self.length - self._window.num_elsewhere
-            self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], lo, row_A)
+            self._gather(
+                [buffer for layer in filled for buffer in (layer.keys, layer.values)], lo, row_A
+            )
         self._end_at(self.length + len(path), len(kept))
 
     def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer the keys and values of at most so many committed positions, (1, G, P, K) each: views."""
+        """By layer the keys and values of at most so many committed positions, (1, G, P, K) each:
+        views.
+        """
         num_kept = min(most, self.length)
-        filled = [(index, layer) for index, layer in enumerate(self._slot_layers) if num_kept and layer.is_initialized]
-        return {index: (layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]) for index, layer in filled}
+        filled = [
+            (index, layer)
+            for index, layer in enumerate(self._slot_layers)
+            if num_kept and layer.is_initialized
+        ]
+        return {
+            index: (layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept])
+            for index, layer in filled
+        }
 
     @torch.inference_mode()
     def refill(self, states: Iterable[tuple[int, Tensor, Tensor]], length: int) -> None:
-        """Take in what `states` gave, layer by layer. Where that fails half-way, the cache is empty."""
+        """Take in what `states` gave, layer by layer. Where that fails half-way, the cache is
+        empty.
+        """
         self.clear()
         for index, keys, values in states:
-            layer, send = self._slot_layers[index], self._send or (lambda tensor: tensor)
+            layer = self._slot_layers[index]
+            send = self._send or (lambda tensor: tensor)
             if not layer.is_initialized:
                 layer.lazy_initialization(send(keys[:, :, :1]), send(values[:, :, :1]))
             layer.keys[:, :, :length], layer.values[:, :, :length] = keys, values
         self._end_at(length)
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
-        """Take over the first committed positions of another text, in place of all that there is here."""
+        """Take over the first committed positions of another text, in place of all that there is
+        here.
+        """
         states = [(layer, *both) for layer, both in other.states(num_positions).items()]
         self.refill(states, min(num_positions, other.length))
 
@@ -220,11 +277,12 @@ class KVCache(Cache):
         self._end_at(min(num_kept, self.length))
 
     def _end_at(self, length: int, num_uncommitted: int = 0) -> None:
-        self.length, self._num_placed = length, num_uncommitted
+        self.length = length
+        self._num_placed = num_uncommitted
         self._window.lo = length + num_uncommitted
 
 
-class Rows(NamedTuple):
+class CacheRows(NamedTuple):
     """Consecutive rows of one pass, all of one text."""
 
     cache: KVCache
@@ -234,24 +292,32 @@ class Rows(NamedTuple):
 
 
 class JointCache(Cache):
-    """What one pass over several texts takes for its cache: each row is written to that of its own text.
+    """What one pass over several texts takes for its cache: each row is written to that of its own
+    text.
 
     Layers are handed the buffers of all texts, as wide as they are.
     """
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        assert all(part.cache.is_beside(parts[0].cache) for part in parts), "caches that lie side by side"
-        super().__init__(layers=[_JointLayer(layer, parts) for layer in range(len(parts[0].cache.layers))])
+    def __init__(self, parts: Sequence[CacheRows]) -> None:
+        assert all(part.cache.is_beside(parts[0].cache) for part in parts), (
+            "caches that lie side by side"
+        )
+        super().__init__(
+            layers=[_JointLayer(layer, parts) for layer in range(len(parts[0].cache.layers))]
+        )
 
 
 class _JointLayer(DynamicLayer):
     """One layer of all texts of a pass."""
 
-    def __init__(self, layer: int, parts: Sequence[Rows]) -> None:
+    def __init__(self, layer: int, parts: Sequence[CacheRows]) -> None:
         super().__init__()
-        self._layer, self._parts = layer, parts
+        self._layer = layer
+        self._parts = parts
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         for cache, lo, hi, position in self._parts:
             cache.write(self._layer, position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
         return self._parts[0].cache.buffers_of(self._layer)

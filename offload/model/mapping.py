@@ -1,7 +1,8 @@
 """Which tensors of a checkpoint make up which parameter of the model.
 
-Mostly they are one and the same. Where transformers fuses what the file keeps apart (experts), its own conversion table
-says how; stacking and row-wise joining can be streamed, anything that would have to compute is refused.
+Mostly they are one and the same. Where transformers fuses what the file keeps apart (experts), its
+own conversion table says how; stacking and row-wise joining can be streamed, anything that would
+have to compute is refused.
 """
 
 import math
@@ -11,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -21,11 +25,11 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from offload.checkpoint.layout import Part
+from offload.checkpoint.layout import TensorPart
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import is_wrapper
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
 
 _COMPUTED = "in a form that must be computed, which cannot be streamed"
@@ -34,23 +38,29 @@ _AGAIN = "download the checkpoint again"
 _EXPERT = re.compile(r"\bexperts\.(\d{1,9})\.")
 _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
-_Found = list[tuple[str | None, str, TensorEntry]]  # (pattern of the converter, name in the file, place in the file)
+# (pattern of the converter, name in the file, place in the file)
+_Found = list[tuple[str | None, str, TensorEntry]]
 
 
-class Sources(NamedTuple):
+class ParameterSources(NamedTuple):
     """Where the parameters of a model come from; every one of them is in exactly one of the two."""
 
-    stored: dict[str, tuple[Shape, list[Part]]]  # shape and parts of a parameter that the file holds
+    # shape and parts of a parameter that the file holds
+    stored: dict[str, tuple[Shape, list[TensorPart]]]
     shared: dict[str, str]  # tied parameter -> the stored one that it shares
 
 
-def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes: dict[str, Shape]) -> Sources:
+def sources_of_parameters(
+    checkpoint: Checkpoint, model: PreTrainedModel, shapes: dict[str, Shape]
+) -> ParameterSources:
     """Find every parameter in the checkpoint: `shapes` has them by their names in the (meta) model.
 
     Raises:
-        UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would need computing.
+        UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
+        need computing.
     """
-    own, whole = _Table.of(get_model_conversion_mapping(model)), _Table([], [])
+    own = _Table.of(get_model_conversion_mapping(model))
+    whole = _Table([], [])
     if is_wrapper(checkpoint.config):
         whole = _Table.of(get_checkpoint_conversion_mapping(checkpoint.config["model_type"]) or [])
     by_pattern = {**whole.by_pattern, **own.by_pattern}
@@ -65,12 +75,16 @@ def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes
     shared = _shared(found, model.all_tied_weights_keys)
     stored = {name: shape for name, shape in shapes.items() if name not in shared}
     where = checkpoint.directory.name
-    parts = {name: _parts(where, name, shape, found[name], by_pattern) for name, shape in stored.items()}
-    return Sources({name: (shape, parts[name]) for name, shape in stored.items()}, shared)
+    parts = {
+        name: _parts(where, name, shape, found[name], by_pattern) for name, shape in stored.items()
+    }
+    return ParameterSources({name: (shape, parts[name]) for name, shape in stored.items()}, shared)
 
 
 class _Table(NamedTuple):
-    """How transformers renames and converts what files hold; where a model is inside another, that has one, too."""
+    """How transformers renames and converts what files hold; where a model is inside another, that
+    has one, too.
+    """
 
     renamings: list[WeightRenaming]
     converters: list[WeightConverter]
@@ -83,10 +97,16 @@ class _Table(NamedTuple):
 
     @property
     def by_pattern(self) -> dict[str, WeightConverter]:
-        return {pattern: converter for converter in self.converters for pattern in converter.source_patterns}
+        return {
+            pattern: converter
+            for converter in self.converters
+            for pattern in converter.source_patterns
+        }
 
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
-        """A tensor's parameter, and the pattern of what converts it; what leads nowhere is taken back, as there."""
+        """A tensor's parameter, and the pattern of what converts it; what leads nowhere is taken
+        back, as there.
+        """
         renamed, pattern = rename_source_key(name, self.renamings, self.converters, prefix, shapes)
         return (name, None) if renamed not in shapes and name in shapes else (renamed, pattern)
 
@@ -94,7 +114,8 @@ class _Table(NamedTuple):
 def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
     """Tied parameters that the file does not hold, and the one of their group that it does hold.
 
-    As in transformers, the file decides: what it stores separately is not tied, whatever the config says.
+    As in transformers, the file decides: what it stores separately is not tied, whatever the config
+    says.
     """
     groups: dict[str, list[str]] = {}
     for name, source in tied.items():
@@ -108,31 +129,49 @@ def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, s
 
 
 def _parts(
-    where: str, parameter: str, shape: Shape, found: _Found, by_pattern: Mapping[str, WeightConverter]
-) -> list[Part]:
+    where: str,
+    parameter: str,
+    shape: Shape,
+    found: _Found,
+    by_pattern: Mapping[str, WeightConverter],
+) -> list[TensorPart]:
     if not found:
         raise UserError(f"{where}: tensor {parameter} is missing: {_AGAIN}")
-    unknown = next((f"{n} is {e.dtype}" for _, n, e in found if e.coded is None and e.dtype not in ENCODINGS), None)
+    unknown = next(
+        (f"{n} is {e.dtype}" for _, n, e in found if e.coded is None and e.dtype not in ENCODINGS),
+        None,
+    )
     if unknown:
-        raise UserError(f"{where}: weights must be bf16, fp16, fp32 or quantised, {unknown}: {_UNKNOWN}")
+        raise UserError(
+            f"{where}: weights must be bf16, fp16, fp32 or quantised, {unknown}: {_UNKNOWN}"
+        )
     pattern = found[0][0]
-    if any((own is None) != (pattern is None) for own, _, _ in found) or (pattern is None and len(found) > 1):
+    if any((own is None) != (pattern is None) for own, _, _ in found) or (
+        pattern is None and len(found) > 1
+    ):
         names = " and ".join(name for _, name, _ in found[:2])
         raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
-    entries = [found[0][2]] if pattern is None else _fused(where, parameter, found, by_pattern[pattern])
+    entries = (
+        [found[0][2]] if pattern is None else _fused(where, parameter, found, by_pattern[pattern])
+    )
     parts = _placed(shape, entries, is_whole=pattern is None)
     if parts is None and len(shape) == 3 and entries[0].shape == (shape[0], shape[2], shape[1]):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
     if parts is None:
         shapes = sorted({str(list(entry.shape)) for entry in entries})
-        raise UserError(f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
-                        "config.json and weights do not belong together")  # fmt: skip
+        raise UserError(
+            f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
+            "config.json and weights do not belong together"
+        )
     return parts
 
 
-def _placed(shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool) -> list[Part] | None:
+def _placed(
+    shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool
+) -> list[TensorPart] | None:
     """One behind the other, they fill the parameter; None where they do not."""
-    parts, first = [], 0
+    parts = []
+    first = 0
     for entry in entries:
         coding = None if entry.coded is None else entry.coded.coding
         own = shape
@@ -141,26 +180,45 @@ def _placed(shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool) -> 
         if not is_whole:  # rows of it; headers may not say how wide a coded one is
             rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
             own = (*rows, shape[-1])
-        # Of coded weights columns may be padded, so that their bytes tell; some headers only have how many numbers.
-        fits = entry.shape == own if coding is None else len(entry.shape) < 2 or entry.shape[:-1] == own[:-1]
+        # Of coded weights columns may be padded, so that their bytes tell; some headers only have
+        # how many numbers.
+        fits = (
+            entry.shape == own
+            if coding is None
+            else len(entry.shape) < 2 or entry.shape[:-1] == own[:-1]
+        )
         if not fits or (coding or ENCODINGS[entry.dtype]).stored_bytes(own) != entry.num_bytes:
             return None
-        parts.append(Part(entry._replace(shape=own), first))
+        parts.append(TensorPart(entry._replace(shape=own), first))
         first += math.prod(own)
     return parts if first == math.prod(shape) else None
 
 
-def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter) -> list[TensorEntry]:
-    """Those of a stack of experts: expert by expert, and within one expert in the order of the converter's patterns."""
+def _fused(
+    where: str, parameter: str, found: _Found, converter: WeightConverter
+) -> list[TensorEntry]:
+    """Those of a stack of experts: expert by expert, and within one expert in the order of the
+    converter's patterns.
+    """
     kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
-    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)]):
+    if kinds not in (
+        [(MergeModulelist, 0)],
+        [(MergeModulelist, 0), (Concatenate, 1)],
+        [(Concatenate, 0)],
+    ):
         raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
     dtypes = sorted({entry.dtype for _, _, entry in found})
     if len({dtype for dtype in dtypes if dtype in ENCODINGS}) and len(dtypes) > 1:
-        raise UserError(f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}")
+        raise UserError(
+            f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}"
+        )
     if kinds[0] == (MergeModulelist, 0):
         _check_numbers(where, parameter, found)
-    columns = [column for pattern in converter.source_patterns if (column := _natural_order(found, pattern))]
+    columns = [
+        column
+        for pattern in converter.source_patterns
+        if (column := _natural_order(found, pattern))
+    ]
     if len({len(column) for column in columns}) > 1:
         raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {_AGAIN}")
     for column in columns:
@@ -172,7 +230,9 @@ def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter
 
 
 def _check_numbers(where: str, parameter: str, found: _Found) -> None:
-    """The experts of each pattern are 0, 1, 2, ...: by their order alone those behind a gap would take its place."""
+    """The experts of each pattern are 0, 1, 2, ...: by their order alone those behind a gap would
+    take its place.
+    """
     numbers = defaultdict[str | None, list[int]](list)
     for pattern, name, _ in found:
         numbers[pattern] += map(int, _EXPERT.findall(name)[-1:])
@@ -185,5 +245,9 @@ def _check_numbers(where: str, parameter: str, found: _Found) -> None:
 
 def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:
     """Tensors of one pattern with expert 2 before expert 10."""
-    rows = [(re.sub(r"\d+", lambda m: m[0].zfill(8), name), entry) for own, name, entry in found if own == pattern]
+    rows = [
+        (re.sub(r"\d+", lambda m: m[0].zfill(8), name), entry)
+        for own, name, entry in found
+        if own == pattern
+    ]
     return [entry for _, entry in sorted(rows)]

@@ -1,46 +1,153 @@
 """Building the model without storage, and refusing what a token tree cannot be verified on.
 
-A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings and keep nothing but
+A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings
+and keep nothing but
 keys and values: a recurrent state cannot be rolled back to the accepted path.
+
+A language model with its head, of families that transformers only has inside of a model that also
+sees.
+
+The decoder is transformers' own, and so is the forward pass; the head is one matrix behind it, as
+in those models.
+Invariant: parameters bear the names of a language model on its own, and of the family's rules none
+is lost.
+
+Attention whose temperature goes by position, in the layers of Llama 4 that have no rotary
+positions.
+
+transformers counts a pass's rows for it, one position after the other, which the rows of a tree are
+not. Here queries are scaled by the positions that a pass is given. Invariant: where rows lie in
+order, the numbers are transformers' own.
+
+What a model of any family weighs by its config.json alone: the headers that its checkpoint would
+have.
+
+The Llama-like ones are counted without torch. Of any other, the model that transformers would build
+is built without storage, and its parameters get the names and shapes that saving would give them.
+Invariant: no weights are needed.
 """
 
 import copy
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from offload.checkpoint.config_counts import check_counts
-from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
-from offload.checkpoint.safetensors import Checkpoint, unsupported
-from offload.checkpoint.section import Section
+from offload.checkpoint.cuts import Section
+from offload.checkpoint.hub import (
+    LLAMA_LIKE,
+    checkpoint_of_config,
+    config_alone,
+    imagined,
+    open_headers,
+    stored_dtype,
+)
+from offload.checkpoint.safetensors import Checkpoint, read_config, unsupported
+from offload.checkpoint.sizes import config_sizes
+from offload.checkpoint.t5 import ENCODER_DECODERS
+from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
-from offload.kernels.path_attention import Chunk, Window
+from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
-from offload.model.headed import HeadedModel
 from offload.model.kv_cache import KVCache
-from offload.model.temperature import scale_by_position
+from offload.units import require
+
+
+class HeadedModel:
+    """What `AutoModelForCausalLM` is to other families."""
+
+    @staticmethod
+    def from_config(
+        config: Any, dtype: torch.dtype, trust_remote_code: bool = False
+    ) -> PreTrainedModel:
+        """A new model. Raises `ValueError` for a config that transformers has no decoder for."""
+        if type(config) not in MODEL_MAPPING:
+            raise ValueError(f"transformers has no language model of type {config.model_type}")
+        decoder = MODEL_MAPPING[type(config)]
+        # In the decoder's own module, whose source transformers reads to learn what its families
+        # can be asked for.
+        own = {"__module__": decoder.__module__, "config_class": type(config)}
+        headed: type[PreTrainedModel] = type(
+            f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), own
+        )
+        return headed._from_config(config, dtype=dtype)
+
+
+class _WithHead:
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (what transformers calls it)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.model = MODEL_MAPPING[type(config)](config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
+
+    def forward(
+        self, input_ids: Tensor, logits_to_keep: int = 0, **more: Any
+    ) -> CausalLMOutputWithPast:
+        """Scores of the last `logits_to_keep` rows; 0 is all of them."""
+        hidden_1TD = self.model(input_ids=input_ids, **more).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden_1TD[:, -logits_to_keep:]))
+
+
+def scale_by_position(layers: Iterable[nn.Module]) -> None:
+    """Let those that are tuned so scale their queries by `position_ids`, for good."""
+    for layer in layers:
+        attention: Any = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", None) and not attention.use_rope:
+            attention.attn_temperature_tuning = False
+            tuning = _Tuning(attention.floor_scale, attention.attn_scale)
+            layer.register_forward_pre_hook(tuning.hear, with_kwargs=True)
+            attention.q_proj.register_forward_hook(tuning.scale)
+
+
+class _Tuning:
+    """Of one layer."""
+
+    def __init__(self, floor_scale: float, attn_scale: float) -> None:
+        self._floor_scale = floor_scale
+        self._attn_scale = attn_scale
+        self._position_1T = torch.empty(1, 0)
+
+    def hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        """Of the positions of the rows that follow."""
+        self._position_1T = kwargs["position_ids"]
+
+    def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
+        """Nothing lies between the projection and the scale in a layer without rotary positions."""
+        scale_1T = (
+            torch.log1p(torch.floor((self._position_1T.float() + 1.0) / self._floor_scale))
+            * self._attn_scale
+        )
+        return (query_1TQ * (scale_1T + 1.0)[..., None]).to(query_1TQ.dtype)
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's model class with its parameters on the meta device and its computed buffers real.
+    """The checkpoint's model class with its parameters on the meta device and its computed buffers
+    real.
 
-    Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be verified on.
+    Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be
+    verified on.
     """
     check_counts(checkpoint.directory.name, checkpoint.config)
     with _refusing(checkpoint):
@@ -58,9 +165,15 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
         decoder = meta_model.get_decoder()
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(
+        decoder, "rotary_emb"
+    ):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    if any(".layers." in f".{name}" for pair in meta_model.all_tied_weights_keys.items() for name in pair):
+    if any(
+        ".layers." in f".{name}"
+        for pair in meta_model.all_tied_weights_keys.items()
+        for name in pair
+    ):
         raise _unsupported(checkpoint, "layers that share weights")
     with _refusing(checkpoint):
         _try_out(meta_model, dtype)
@@ -74,21 +187,31 @@ def _config(settings: dict[str, Any]) -> Any:
     if kind == "mistral" and "layer_types" in settings:  # as there
         kind = "ministral"
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        code = "it needs code of its own, which is not run" if "auto_map" in settings else "transformers lacks it"
+        code = (
+            "it needs code of its own, which is not run"
+            if "auto_map" in settings
+            else "transformers lacks it"
+        )
         raise ValueError(code)
-    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind}))
+    return CONFIG_MAPPING[kind].from_dict(
+        copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind})
+    )
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
     """The layers of the decoder, and of an encoder where there is one."""
-    parts = [meta_model.get_decoder(), *([meta_model.get_encoder()] if meta_model.config.is_encoder_decoder else [])]
+    parts = [
+        meta_model.get_decoder(),
+        *([meta_model.get_encoder()] if meta_model.config.is_encoder_decoder else []),
+    ]
     return [getattr(part, _stack_name(meta_model)) for part in parts]
 
 
 @contextmanager
 def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
     """Meanwhile the decoder has these layers only."""
-    decoder, name = meta_model.get_decoder(), _stack_name(meta_model)
+    decoder = meta_model.get_decoder()
+    name = _stack_name(meta_model)
     layers = getattr(decoder, name)
     setattr(decoder, name, layers[kept])
     try:
@@ -98,15 +221,19 @@ def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
 
 
 def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
-    """Leave the decoder these layers alone, for good; their caches are numbered from 0 on. Raises `UserError`."""
-    config, decoder = meta_model.config, meta_model.get_decoder()
+    """Leave the decoder these layers alone, for good; their caches are numbered from 0 on. Raises
+    `UserError`.
+    """
+    config = meta_model.config
+    decoder = meta_model.get_decoder()
     for name, what in _INSEPARABLE.items():
         if getattr(config, name, None):
             raise UserError(
                 f"{checkpoint.directory.name}: model type {config.model_type} cannot be divided by layers ({what}): "
                 "let one rank have all of it"
             )
-    layers, kinds = decoder.layers[section.first : section.last], getattr(config, "layer_types", None)
+    layers = decoder.layers[section.first : section.last]
+    kinds = getattr(config, "layer_types", None)
     for module in layers.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx -= section.first
@@ -121,9 +248,16 @@ def _stack_name(meta_model: PreTrainedModel) -> str:
 
 def attention_windows(config: Any, num_layers: int) -> list[Window]:
     """How far back each layer sees. Raises `UserError` for a window, or a chunk, that is no number."""
-    window, chunk = _num_keys(config, "sliding_window"), _num_keys(config, "attention_chunk_size")
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * num_layers
-    reach: dict[str, Window] = {"sliding_attention": window, "chunked_attention": Chunk(chunk) if chunk else None}
+    window = _num_keys(config, "sliding_window")
+    chunk = _num_keys(config, "attention_chunk_size")
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * num_layers
+    )
+    reach: dict[str, Window] = {
+        "sliding_attention": window,
+        "chunked_attention": AttentionChunk(chunk) if chunk else None,
+    }
     return [reach.get(kind) for kind in kinds]
 
 
@@ -131,7 +265,9 @@ def _num_keys(config: Any, name: str) -> int | None:
     """A window's or a chunk's."""
     size = getattr(config, name, None) or None
     if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
-        raise UserError(f"{name} in config.json must be a whole number or null, got {size!r:.80}: fix it")
+        raise UserError(
+            f"{name} in config.json must be a whole number or null, got {size!r:.80}: fix it"
+        )
     return size
 
 
@@ -149,17 +285,23 @@ _INSEPARABLE = {
     "num_kv_shared_layers": "layers that share keys and values of others",
     "hidden_size_per_layer_input": "inputs of their own for every layer",
 }
-_WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)  # models around a language model, of any senses
+# models around a language model, of any senses
+_WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-# A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run it.
+# A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run
+# it.
 _NAMED_CODE = ("_attn_implementation", "_experts_implementation")
-_ONE_AT_A_TIME = threading.Lock()  # accelerate changes how all modules, of whatever thread, are made meanwhile
+# accelerate changes how all modules, of whatever thread, are made meanwhile
+_ONE_AT_A_TIME = threading.Lock()
 _MAX_WINDOW = 1 << 31
-_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # of torch and of transformers
+# of torch and of transformers
+_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random, which takes long."""
+    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random,
+    which takes long.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,20 +324,34 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
         meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
-    # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would go uncapped.
+    # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would
+    # go uncapped.
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
-    meta_model.set_attn_implementation("eager" if is_capped or not meta_model._supports_sdpa else attention.NAME)
+    meta_model.set_attn_implementation(
+        "eager" if is_capped or not meta_model._supports_sdpa else attention.NAME
+    )
     return meta_model.eval().requires_grad_(False)
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """A pass without numbers, over as many layers as show every kind of them: a config may ask for what cannot be."""
-    if any(isinstance(getattr(module, "scaling", None), complex) for module in meta_model.modules()):
+    """A pass without numbers, over as many layers as show every kind of them: a config may ask for
+    what cannot be.
+    """
+    if any(
+        isinstance(getattr(module, "scaling", None), complex) for module in meta_model.modules()
+    ):
         raise ValueError("the scale of its attention is no real number")
     meta = torch.device("meta")
-    rows, trial = torch.zeros(1, 2, dtype=torch.long, device=meta), _cut_copy(meta_model).to(meta)
-    cache, mask = KVCache(len(_kinds(meta_model)), 2), torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
-    more = {"position_ids": rows, "use_cache": True, "past_key_values": cache, "attention_mask": mask}
+    rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
+    trial = _cut_copy(meta_model).to(meta)
+    cache = KVCache(len(_kinds(meta_model)), 2)
+    mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
+    more = {
+        "position_ids": rows,
+        "use_cache": True,
+        "past_key_values": cache,
+        "attention_mask": mask,
+    }
     more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:
         with torch.inference_mode():
@@ -209,12 +365,15 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
-    """A copy, whose rotary embeddings may note what they like, up to the first layer of the last kind."""
+    """A copy, whose rotary embeddings may note what they like, up to the first layer of the last
+    kind.
+    """
     kinds = _kinds(meta_model)
     with cut_stack(meta_model, slice(max(map(kinds.index, kinds)) + 1)):
         trial = copy.deepcopy(meta_model)
     for name, module in trial.named_modules():
-        if name.endswith(".experts"):  # their fused products want types and processors that the real ones are not of
+        # their fused products want types and processors that the real ones are not of
+        if name.endswith(".experts"):
             module.forward = lambda hidden, *_, **__: hidden
     return trial
 
@@ -228,7 +387,9 @@ def _kinds(meta_model: PreTrainedModel) -> list[tuple[object, ...]]:
 
 
 def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
-    """What a family never lets be rounded (router biases): `from_pretrained` heeds it, `from_config` does not."""
+    """What a family never lets be rounded (router biases): `from_pretrained` heeds it,
+    `from_config` does not.
+    """
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if any(pattern.search(name) for pattern in kept):
@@ -236,12 +397,17 @@ def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> No
 
 
 def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """T5 alone: its decoder knows positions by their distances, which a tree's path has as any text has them."""
+    """T5 alone: its decoder knows positions by their distances, which a tree's path has as any text
+    has them.
+    """
     if config.model_type not in ENCODER_DECODERS:
-        raise _unsupported(checkpoint, f"of encoder-decoder models {' and '.join(ENCODER_DECODERS)} are known")
+        raise _unsupported(
+            checkpoint, f"of encoder-decoder models {' and '.join(ENCODER_DECODERS)} are known"
+        )
     with _refusing(checkpoint):
         meta_model = _instantiate(AutoModelForSeq2SeqLM, config, dtype)
-        for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):  # transformers 5.17 tells none
+        # transformers 5.17 tells none
+        for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):
             part.set_attn_implementation(attention.BIASED)
         _try_out(meta_model, dtype)
         return meta_model
@@ -257,9 +423,67 @@ def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
     }
     if kinds:
         raise _unsupported(
-            checkpoint, f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a tree's path"
+            checkpoint,
+            f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a tree's path",
         )
 
 
 def _unsupported(checkpoint: Checkpoint, what: str) -> UserError:
     return unsupported(checkpoint.directory, checkpoint.config, what)
+
+
+# layers or experts to build, and any other size: beyond every model
+_MOST_MODULES = 1024
+_MOST_NUMBERS = 1 << 28
+
+
+def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """A model as planning sees it: a folder, a GGUF file, a hub id, or a config.json alone or in a
+    folder.
+
+    `source` is what a GGUF file was made from, see `open_headers`. Raises `UserError`.
+    """
+    path = config_alone(model)
+    if path is None:
+        return open_headers(model, source)
+    config = read_config(path)
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{path}: a config alone does not say how quantised weights are stored: give the folder"
+        )
+    return _of_built_model(config, path) if is_built(model) else checkpoint_of_config(config, path)
+
+
+def is_built(model: str) -> bool:
+    """Whether `describe` builds the model, which imports torch. Raises `UserError` for a config it
+    cannot read.
+    """
+    path = config_alone(model)
+    return path is not None and read_config(path).get("model_type") not in LLAMA_LIKE
+
+
+def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
+    dtype = stored_dtype(config, path)
+    known = Checkpoint(path.parent, config, (), {})
+    for key, value in config_sizes(known).items():
+        most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
+        require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
+    return imagined(config, path, _stored_tensors(known, dtype))
+
+
+def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of all tensors by the names that they have in a file."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = build_meta_model(known, getattr(torch, dtype))
+    # transformers calls T5's head tied whatever its config says, and unties it where the file has
+    # one of its own.
+    has_own_head = known.config.get("tie_word_embeddings") is False
+    tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())
+    own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = revert_weight_conversion(model, own)
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in stored.items()
+    }

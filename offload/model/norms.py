@@ -1,7 +1,9 @@
-"""Root-mean-square norms of a Hugging Face model, found by what they compute and handed to one function.
+"""Root-mean-square norms of a Hugging Face model, found by what they compute and handed to one
+function.
 
-Families write the same norm in a few forms. A module's form is found on numbers: its own code and the reference of a
-form must give the same bits, in half precision, where the forms round differently.
+Families write the same norm in a few forms. A module's form is found on numbers: its own code and
+the reference of a form must give the same bits, in half precision, where the forms round
+differently.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,8 @@ _NUM_ROWS = 16
 
 def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
     """All norms of a model whose forms are known, whether their weights are there or not."""
-    found, form_of = list[tuple[nn.Module, NormForm]](), dict[object, NormForm | None]()
+    found = list[tuple[nn.Module, NormForm]]()
+    form_of = dict[object, NormForm | None]()
     for module in model.modules():
         weight = getattr(module, "weight", None)
         is_other = set(dict(module.named_parameters())) - {"weight"} or list(module.children())
@@ -46,9 +49,14 @@ def normalize_with(model: nn.Module, normalize: Normalize | None) -> None:
 
 
 def _forward(
-    module: nn.Module, form: NormForm, normalize: Normalize, usual: Callable[..., Tensor], rows: Tensor
+    module: nn.Module,
+    form: NormForm,
+    normalize: Normalize,
+    usual: Callable[..., Tensor],
+    rows: Tensor,
 ) -> Tensor:
-    weight, eps = getattr(module, "weight", None), _eps_of(module)
+    weight = getattr(module, "weight", None)
+    eps = _eps_of(module)
     if weight is not None and weight.dtype != rows.dtype:
         return usual(module, rows)
     return normalize(rows, weight, eps, form)
@@ -65,8 +73,11 @@ def _form_of(module: nn.Module) -> NormForm | None:
     chance = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = _WIDTH_WITHOUT_WEIGHT if weight is None else weight.shape[-1]
-    rows, weight_D = (torch.randn(*shape, generator=chance).bfloat16() for shape in ((_NUM_ROWS, width), (width,)))
-    sample, eps = copy(module), _eps_of(module)
+    rows, weight_D = (
+        torch.randn(*shape, generator=chance).bfloat16() for shape in ((_NUM_ROWS, width), (width,))
+    )
+    sample = copy(module)
+    eps = _eps_of(module)
     assert eps is not None, "a norm has one"
     made_up = None if weight is None else nn.Parameter(weight_D, requires_grad=False)
     sample._parameters = dict.fromkeys(module._parameters, made_up)

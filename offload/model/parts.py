@@ -1,21 +1,36 @@
-"""One pass over several texts: its rows in parts, each of one text, which sees the columns of that text alone.
+"""One pass over several texts: its rows in parts, each of one text, which sees the columns of that
+text alone.
 
-Products take all rows at once, attention takes part by part: so what a row gets does not depend on other texts, but for
-the rounding of products of more rows (and not even that where rows are `InvariantRows`).
+Products take all rows at once, attention takes part by part: so what a row gets does not depend on
+other texts, but for the rounding of products of more rows (and not even that where rows are
+`InvariantRows`).
+
+Feed-forwards that take the rows of a wide pass part by part, so that what lies between their
+matrices stays small.
+
+Those of a prompt would hold three times their width for each of thousands of rows, which a plan
+would have to keep free in every pass. Parts are as many rows as one product has at most on a CPU.
+Invariant: a row's result is that of all rows at once, as far as products give a row the same bits
+whatever rows are beside it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from offload.model.kv_cache import JointCache, KVCache, Rows
+from offload.memory.plan import INNER_ROWS
+from offload.model.kv_cache import CacheRows, JointCache, KVCache
 
 
-class Part(NamedTuple):
-    """The next rows of one text; see `StreamedModel.forward`. A text may have two: its prompt, and a tree behind it."""
+class BatchPart(NamedTuple):
+    """The next rows of one text; see `StreamedModel.forward`. A text may have two: its prompt, and
+    a tree behind it.
+    """
 
     token_T: Tensor
     position_U: Tensor
@@ -23,7 +38,7 @@ class Part(NamedTuple):
     cache: KVCache
 
 
-class Seen(NamedTuple):
+class PartMask(NamedTuple):
     """What the rows of one part see."""
 
     lo: int  # rows of the pass
@@ -34,18 +49,24 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parted:
+class BatchMask:
     """What the rows of one pass see, in place of a mask: part by part."""
 
-    parts: tuple[Seen, ...]
+    parts: tuple[PartMask, ...]
 
-    def attend(self, attend: Callable[..., tuple[Tensor, None]], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, attend: Callable[..., tuple[Tensor, None]], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         """(1, T, H, K); families may run the last T rows of the pass alone."""
-        first_row, found = self.parts[-1].hi - query.shape[2], list[Tensor]()
+        first_row = self.parts[-1].hi - query.shape[2]
+        found = list[Tensor]()
         for lo, hi, first, last, mask in self.parts:
             if hi > first_row:
-                some, columns = slice(max(0, lo - first_row), hi - first_row), slice(first, last)
-                found.append(attend(query[:, :, some], key[:, :, columns], value[:, :, columns], mask)[0])
+                some = slice(max(0, lo - first_row), hi - first_row)
+                columns = slice(first, last)
+                found.append(
+                    attend(query[:, :, some], key[:, :, columns], value[:, :, columns], mask)[0]
+                )
         return torch.cat(found, 1)
 
 
@@ -55,23 +76,71 @@ class Laid(NamedTuple):
     token_T: Tensor
     position_T: Tensor
     cache: JointCache
-    rows: tuple[Rows, ...]
+    rows: tuple[CacheRows, ...]
 
 
-def lay(parts: Sequence[Part]) -> Laid:
+def lay(parts: Sequence[BatchPart]) -> Laid:
     """Give every part its rows of the pass, and its caches their places."""
-    rows, lo = list[Rows](), 0
+    rows = list[CacheRows]()
+    lo = 0
     for _, __, ancestor_TU, cache in parts:
         num_rows, num_uncommitted = ancestor_TU.shape
-        rows.append(Rows(cache, lo, lo + num_rows, cache.place(num_uncommitted - num_rows, num_rows)))
+        rows.append(
+            CacheRows(cache, lo, lo + num_rows, cache.place(num_uncommitted - num_rows, num_rows))
+        )
         lo += num_rows
     position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
-    return Laid(torch.cat([part.token_T for part in parts]), position_T, JointCache(rows), tuple(rows))
+    return Laid(
+        torch.cat([part.token_T for part in parts]), position_T, JointCache(rows), tuple(rows)
+    )
 
 
-def seen_by(rows: Sequence[Rows], masks: Sequence[Any]) -> Parted:
+def seen_by(rows: Sequence[CacheRows], masks: Sequence[Any]) -> BatchMask:
     """One mask for each part."""
     parts = []
     for (cache, lo, hi, position), mask in zip(rows, masks, strict=True):
-        parts.append(Seen(lo, hi, cache.first_slot, cache.first_slot + position + hi - lo, mask))
-    return Parted(tuple(parts))
+        parts.append(
+            PartMask(lo, hi, cache.first_slot, cache.first_slot + position + hi - lo, mask)
+        )
+    return BatchMask(tuple(parts))
+
+
+_MATRICES = ("gate_proj", "up_proj", "gate_up_proj")
+
+
+def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
+    """From now on the feed-forwards of these layers do, where they are what `checkpoint.sizes`
+    knows by its names.
+    """
+    for layer in layers:
+        inner = getattr(layer, "mlp", None)
+        if isinstance(inner, nn.Module) and _is_plain(inner):
+            inner.forward = _in_parts(inner)
+
+
+def _is_plain(inner: nn.Module) -> bool:
+    """Whether it is made of matrices alone, and given nothing but rows."""
+    children = dict(inner.named_children())
+    has_matrices = "down_proj" in children and any(name in children for name in _MATRICES)
+    others = [one for one in children.values() if type(one) is not nn.Linear]
+    is_bare = not any(True for one in others for _ in one.parameters())
+    return has_matrices and is_bare and len(signature(inner.forward).parameters) == 1
+
+
+def _in_parts(inner: nn.Module) -> Callable[[Tensor], Tensor]:
+    whole_of = WeakMethod(inner.forward)  # a module that refers to itself would outlive its model
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        whole = whole_of()
+        num_rows = hidden_states.shape[-2]
+        assert whole is not None, "its module is there"
+        if num_rows <= INNER_ROWS:
+            return whole(hidden_states)
+        first = whole(hidden_states[..., :INNER_ROWS, :])
+        out = first.new_empty(hidden_states.shape)
+        out[..., :INNER_ROWS, :] = first
+        for lo in range(INNER_ROWS, num_rows, INNER_ROWS):
+            out[..., lo : lo + INNER_ROWS, :] = whole(hidden_states[..., lo : lo + INNER_ROWS, :])
+        return out
+
+    return forward

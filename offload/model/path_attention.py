@@ -1,15 +1,18 @@
-"""Attention whose sums depend on a row's own path alone: not on the tree around it, nor on how the text was cut.
+"""Attention whose sums depend on a row's own path alone: not on the tree around it, nor on how the
+text was cut.
 
-A sum of floating-point numbers depends on their order, and the keys of a tree's path lie at scattered columns. So keys
-are taken by their position on the path, in blocks of 64, and blocks are added up one after another in float32.
+A sum of floating-point numbers depends on their order, and the keys of a tree's path lie at
+scattered columns. So keys are taken by their position on the path, in blocks of 64, and blocks are
+added up one after another in float32.
 
-    [0, base) full blocks that lie in order for every row   [base, ...) columns of a tree, whose rows share few of them
+    [0, base) full blocks that lie in order for every row   [base, ...) columns of a tree, whose
+    rows share few of them
 
-Behind `base` rows are taken in runs that look at the same columns, those of all their paths; what a row does not see
-has weight 0.0 there. A product that adds up in the order of its columns gives the row the bits of its own path alone:
-a column more with weight 0.0 changes no sum. Whether products do so on this machine is found by trial
-(`InvariantAttention`); where they do not, each row has a run for itself. Weights are added up by the same products, as
-one column of the values is ones.
+Behind `base` rows are taken in runs that look at the same columns, those of all their paths; what a
+row does not see has weight 0.0 there. A product that adds up in the order of its columns gives the
+row the bits of its own path alone: a column more with weight 0.0 changes no sum. Whether products
+do so on this machine is found by trial (`InvariantAttention`); where they do not, each row has a
+run for itself. Weights are added up by the same products, as one column of the values is ones.
 """
 
 import math
@@ -24,19 +27,21 @@ from torch.nn.functional import pad
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
 from offload.memory.plan import PATH_SCRATCH_BYTES
-from offload.model.invariance import InvariantRows, in_whole_vectors
-from offload.model.row_sizes import MOST_STACKED_ROWS, Multiply
+from offload.model.invariant import MOST_STACKED_ROWS, InvariantRows, Multiply, in_whole_vectors
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
 _TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
 _SHARED_COLUMNS = (2 * BLOCK, BLOCK)  # of a run, the most that this machine's products allow
 _LONGEST_RUN = 64  # rows
-_ONES = 16  # columns behind the values, the first of which is used: an odd number of them makes products slow
+# columns behind the values, the first of which is used: an odd number of them makes products slow
+_ONES = 16
 _LEAST_WIDTH = 32  # of keys and values: narrower ones are multiplied in ways of their own
-_LOG2_E = math.log2(math.e)  # scores are exponents of 2: the exponential of -inf takes a multiple of the time
+# scores are exponents of 2: the exponential of -inf takes a multiple of the time
+_LOG2_E = math.log2(math.e)
 _NUM_TRIALS = 16  # places for the columns of a path
-MultiplyBy = Callable[[Multiply, Tensor, Tensor], Tensor]  # a product, its rows and its second factor
+# a product, its rows and its second factor
+MultiplyBy = Callable[[Multiply, Tensor, Tensor], Tensor]
 _PLAINLY: MultiplyBy = lambda product, left, right: product(left, right)  # noqa: E731
 
 
@@ -48,13 +53,15 @@ def path_rows(
 ) -> PathRows:
     """Rows that are the last T of U uncommitted ones behind P committed ones; without a window.
 
-    `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are computed.
+    `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are
+    computed.
     """
     sees_TU = ancestor_TU.numpy()
     num_rows, num_uncommitted = sees_TU.shape
     own_T = np.arange(num_uncommitted - num_rows, num_uncommitted)
     base = (num_prefix + _num_linear(sees_TU)) // BLOCK * BLOCK
-    first = max(0, base - num_prefix)  # uncommitted rows before it are seen by all whose paths go on behind `base`
+    # uncommitted rows before it are seen by all whose paths go on behind `base`
+    first = max(0, base - num_prefix)
     row_E, node_E = np.divmod(np.flatnonzero(sees_TU[:, first:]), max(1, num_uncommitted - first))
     count_T = np.bincount(row_E, minlength=num_rows)
     length_T = np.where(count_T > 0, num_prefix + first + count_T, own_T + num_prefix + 1)
@@ -82,13 +89,20 @@ def _num_linear(sees_TU: np.ndarray) -> int:
 
 
 def path_attention(
-    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms, *,
-    multiply: MultiplyBy = _PLAINLY, shared_columns: int = _SHARED_COLUMNS[0],
-) -> Tensor:  # fmt: skip
-    """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that `multiply` makes.
+    query_HTK: Tensor,
+    key_GSK: Tensor,
+    value_GSK: Tensor,
+    rows: PathRows,
+    terms: ScoreTerms,
+    *,
+    multiply: MultiplyBy = _PLAINLY,
+    shared_columns: int = _SHARED_COLUMNS[0],
+) -> Tensor:
+    """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that
+    `multiply` makes.
 
-    Few groups are computed at once, so that their scores stay in a processor's cache. At most `shared_columns` are
-    looked at by rows together.
+    Few groups are computed at once, so that their scores stay in a processor's cache. At most
+    `shared_columns` are looked at by rows together.
     """
     (num_heads, num_rows, _), num_groups = query_HTK.shape, len(key_GSK)
     group = num_heads // num_groups
@@ -102,21 +116,31 @@ def path_attention(
         for first in range(0, num_groups, step):
             some = slice(first, first + step)
             call = _Call(piece, rows.window, _terms_of(terms, some, num_groups), multiply)
-            mean_GTIV = call.attend(query_GTIK[some, piece.lo : piece.hi], key_GSK[some], value_GSK[some])
+            mean_GTIV = call.attend(
+                query_GTIK[some, piece.lo : piece.hi], key_GSK[some], value_GSK[some]
+            )
             out_TGIV[piece.lo : piece.hi, some] = mean_GTIV.transpose(0, 1)
     return out_TGIV.flatten(1, 2)
 
 
 class InvariantAttention:
-    """`path_attention` whose sums have the same bits whatever rows share a pass, by products that `invariant` makes."""
+    """`path_attention` whose sums have the same bits whatever rows share a pass, by products that
+    `invariant` makes.
+    """
 
     def __init__(self, invariant: InvariantRows) -> None:
         self._invariant, self._shared_columns = invariant, dict[int, int]()
 
     def __call__(
-        self, query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
+        self,
+        query_HTK: Tensor,
+        key_GSK: Tensor,
+        value_GSK: Tensor,
+        rows: PathRows,
+        terms: ScoreTerms,
     ) -> Tensor:
-        num_shared, multiply = self._columns_to_share(value_GSK.shape[2]), self._invariant.multiply
+        num_shared = self._columns_to_share(value_GSK.shape[2])
+        multiply = self._invariant.multiply
         what = (query_HTK, key_GSK, value_GSK, rows, terms)
         return path_attention(*what, multiply=multiply, shared_columns=num_shared)
 
@@ -132,16 +156,26 @@ class InvariantAttention:
         """How many columns rows may look at together; 0 if their sums then have other bits."""
         if value_width not in self._shared_columns:
             width = _extended_width(value_width)
-            found = (num for num in _SHARED_COLUMNS if _adds_up_in_order(self._invariant.multiply, num, width))
+            found = (
+                num
+                for num in _SHARED_COLUMNS
+                if _adds_up_in_order(self._invariant.multiply, num, width)
+            )
             self._shared_columns[value_width] = next(found, 0)
         return self._shared_columns[value_width]
 
 
 def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> bool:
     """Whether columns of weight 0.0 among those of a path change no bit of its sum."""
-    chance, num_seen = torch.Generator().manual_seed(0), BLOCK * 3 // 4
+    chance = torch.Generator().manual_seed(0)
+    num_seen = BLOCK * 3 // 4
     num_rows = MOST_STACKED_ROWS // _NUM_TRIALS
-    place_RB = torch.rand(_NUM_TRIALS, num_columns, generator=chance).argsort(1)[:, :num_seen].sort(1).values
+    place_RB = (
+        torch.rand(_NUM_TRIALS, num_columns, generator=chance)
+        .argsort(1)[:, :num_seen]
+        .sort(1)
+        .values
+    )
     own_RTB = torch.zeros(_NUM_TRIALS, num_rows, BLOCK)
     own_RTB[..., :num_seen] = torch.randn(_NUM_TRIALS, num_rows, num_seen, generator=chance)
     value_RBW = torch.randn(_NUM_TRIALS, BLOCK, width, generator=chance)
@@ -150,7 +184,9 @@ def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> boo
     for run, place_B in enumerate(place_RB):
         among_RTC[run][:, place_B] = own_RTB[run, :, :num_seen]
         value_RCW[run, place_B] = value_RBW[run, :num_seen]
-    return torch.equal(multiply(torch.bmm, own_RTB, value_RBW), multiply(torch.bmm, among_RTC, value_RCW))
+    return torch.equal(
+        multiply(torch.bmm, own_RTB, value_RBW), multiply(torch.bmm, among_RTC, value_RCW)
+    )
 
 
 def _extended_width(value_width: int) -> int:
@@ -160,12 +196,18 @@ def _extended_width(value_width: int) -> int:
 
 def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
     """Those of the heads of some groups."""
-    sink_H = None if terms.sink_H is None else terms.sink_H.unflatten(0, (num_groups, -1))[some].flatten()
+    sink_H = (
+        None
+        if terms.sink_H is None
+        else terms.sink_H.unflatten(0, (num_groups, -1))[some].flatten()
+    )
     return ScoreTerms(terms.scaling, terms.cap, sink_H)
 
 
 class _Runs(NamedTuple):
-    """Keys of one block of positions behind `base`, for rows of a piece in runs that look at the same columns."""
+    """Keys of one block of positions behind `base`, for rows of a piece in runs that look at the
+    same columns.
+    """
 
     num_rows: int  # of a run; behind the last rows of a piece others are made up
     column_RC: Tensor  # behind `base`, int64
@@ -198,7 +240,8 @@ def _pieces(rows: PathRows, num_rows: int, group: int, shared_columns: int) -> S
     """The last rows of a pass, so many at a time that scores of one group fit into a tile."""
     walk_TL = rows.walk_TL[-num_rows:].cpu().numpy()
     base = int(walk_TL[0, 1])
-    num_early = int((walk_TL[:, 0] <= base).sum())  # rows whose paths end before `base`: the first ones
+    # rows whose paths end before `base`: the first ones
+    num_early = int((walk_TL[:, 0] <= base).sum())
     most = max(1, min(_TILE_BYTES // (4 * group * (base + 2 * BLOCK)), MOST_STACKED_ROWS // group))
     most = 1 << (most.bit_length() - 1)  # whole runs
     return [
@@ -209,9 +252,13 @@ def _pieces(rows: PathRows, num_rows: int, group: int, shared_columns: int) -> S
 
 
 def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows, shared_columns: int) -> _Piece:
-    seen_T, base = walk_TL[lo:hi, 0], int(walk_TL[0, 1])
-    least, most = int(seen_T.min()), int(seen_T.max())
-    first = 0 if rows.window is None else max(0, first_seen(rows.window, least - 1)) // BLOCK * BLOCK
+    seen_T = walk_TL[lo:hi, 0]
+    base = int(walk_TL[0, 1])
+    least = int(seen_T.min())
+    most = int(seen_T.max())
+    first = (
+        0 if rows.window is None else max(0, first_seen(rows.window, least - 1)) // BLOCK * BLOCK
+    )
     end = max(first, min(base, -(-most // BLOCK) * BLOCK))
     runs = []
     for start in range(base, most, BLOCK):
@@ -219,20 +266,31 @@ def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows, shared_columns
         is_seen_TB = _is_seen(start + np.arange(BLOCK), seen_T[:, None], rows.window)
         if is_seen_TB.any():
             runs.append(_runs(column_TB, is_seen_TB, shared_columns, rows.walk_TL.device))
-    return _Piece(lo, hi, base, torch.from_numpy(seen_T.astype(np.int64)), (first, end), tuple(runs))
+    return _Piece(
+        lo, hi, base, torch.from_numpy(seen_T.astype(np.int64)), (first, end), tuple(runs)
+    )
 
 
 def _is_seen(position_S: np.ndarray, seen_T1: np.ndarray, window: Window) -> np.ndarray:
     is_seen_TS = position_S < seen_T1
-    return is_seen_TS if window is None else is_seen_TS & (position_S >= first_seen(window, seen_T1 - 1))
+    return (
+        is_seen_TS
+        if window is None
+        else is_seen_TS & (position_S >= first_seen(window, seen_T1 - 1))
+    )
 
 
-def _runs(column_TB: np.ndarray, is_seen_TB: np.ndarray, shared_columns: int, place: torch.device) -> _Runs:
+def _runs(
+    column_TB: np.ndarray, is_seen_TB: np.ndarray, shared_columns: int, place: torch.device
+) -> _Runs:
     """Runs as long as the columns that a run may look at allow."""
-    num_rows, num_columns = len(column_TB), int(column_TB.max()) + 1
+    num_rows = len(column_TB)
+    num_columns = int(column_TB.max()) + 1
     if not shared_columns:
         return _made(1, column_TB, ~is_seen_TB[:, None], place)
-    sees_TU = np.zeros((num_rows + -num_rows % _LONGEST_RUN, max(num_columns, shared_columns)), bool)
+    sees_TU = np.zeros(
+        (num_rows + -num_rows % _LONGEST_RUN, max(num_columns, shared_columns)), bool
+    )
     row_E, nth_E = np.nonzero(is_seen_TB)
     sees_TU[row_E, column_TB[row_E, nth_E]] = True
     length = min(_LONGEST_RUN, 1 << (num_rows - 1).bit_length())
@@ -251,31 +309,58 @@ def _most_seen(sees_TU: np.ndarray, length: int) -> int:
     return int(sees_TU.reshape(-1, length, sees_TU.shape[1]).any(1).sum(1).max())
 
 
-def _made(num_rows: int, column_RC: np.ndarray, is_hidden_RTC: np.ndarray, place: torch.device) -> _Runs:
-    column_RC, mask_RTC = column_RC.astype(np.int64), np.where(is_hidden_RTC, -np.inf, 0.0).astype(np.float32)
-    return _Runs(num_rows, torch.from_numpy(column_RC).to(place), torch.from_numpy(mask_RTC).to(place))
+def _made(
+    num_rows: int, column_RC: np.ndarray, is_hidden_RTC: np.ndarray, place: torch.device
+) -> _Runs:
+    column_RC = column_RC.astype(np.int64)
+    mask_RTC = np.where(is_hidden_RTC, -np.inf, 0.0).astype(np.float32)
+    return _Runs(
+        num_rows, torch.from_numpy(column_RC).to(place), torch.from_numpy(mask_RTC).to(place)
+    )
 
 
 class _Call:
     """Attention of a piece, for some groups."""
 
-    def __init__(self, piece: _Piece, window: Window, terms: ScoreTerms, multiply: MultiplyBy) -> None:
-        self._piece, self._window, self._terms, self._multiply = piece, window, terms, multiply
+    def __init__(
+        self, piece: _Piece, window: Window, terms: ScoreTerms, multiply: MultiplyBy
+    ) -> None:
+        self._piece = piece
+        self._window = window
+        self._terms = terms
+        self._multiply = multiply
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
-        """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each of G."""
+        """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each
+        of G.
+        """
         num_rows, (lo, hi) = query_GTIK.shape[1], self._piece.shared
-        query_GTIK = _in_float32(query_GTIK).mul_(self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E))
+        query_GTIK = _in_float32(query_GTIK).mul_(
+            self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E)
+        )
         shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in range(lo, hi, _SPAN)]
-        own = [self._own_scores(query_GTIK, key_GSK[:, self._piece.base :], runs) for runs in self._piece.runs]
+        own = [
+            self._own_scores(query_GTIK, key_GSK[:, self._piece.base :], runs)
+            for runs in self._piece.runs
+        ]
         sink_GTIs = self._sinks(query_GTIK)
-        parts = [*shared, *(part[:, :num_rows] for part in own), *([] if sink_GTIs is None else [sink_GTIs])]
+        parts = [
+            *shared,
+            *(part[:, :num_rows] for part in own),
+            *([] if sink_GTIs is None else [sink_GTIs]),
+        ]
         peak_GTI1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts))
         for part in parts:
             part.sub_(peak_GTI1)
-        shared, own = ([in_whole_vectors(Tensor.exp2_, part) for part in some] for some in (shared, own))
-        sums = [*self._shared_sums(shared, value_GSV), *self._own_sums(own, value_GSV[:, self._piece.base :], num_rows)]
-        sum_GTIW, width = reduce(Tensor.add_, sums), value_GSV.shape[2]
+        shared, own = (
+            [in_whole_vectors(Tensor.exp2_, part) for part in some] for some in (shared, own)
+        )
+        sums = [
+            *self._shared_sums(shared, value_GSV),
+            *self._own_sums(own, value_GSV[:, self._piece.base :], num_rows),
+        ]
+        sum_GTIW = reduce(Tensor.add_, sums)
+        width = value_GSV.shape[2]
         total_GTI1 = sum_GTIW[..., width : width + 1]
         if sink_GTIs is not None:
             total_GTI1 = total_GTI1 + in_whole_vectors(torch.exp2, sink_GTIs).sum(3, keepdim=True)
@@ -285,19 +370,25 @@ class _Call:
         """Of the span that begins there."""
         hi = min(lo + _SPAN, self._piece.shared[1])
         keys_GKS = _in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
-        score_GTIS = self._capped(self._times(query_GTIK.flatten(1, 2), keys_GKS).unflatten(1, query_GTIK.shape[1:3]))
+        score_GTIS = self._capped(
+            self._times(query_GTIK.flatten(1, 2), keys_GKS).unflatten(1, query_GTIK.shape[1:3])
+        )
         seen_T11 = self._piece.seen_T[:, None, None]
         if self._window is not None or int(seen_T11.min()) < hi:
             self._hide(score_GTIS, lo, seen_T11.to(score_GTIS.device))
         return score_GTIS
 
     def _hide(self, score_GTIS: Tensor, lo: int, seen_T11: Tensor) -> None:
-        """What lies behind a row, and what its window does not reach; the first column is that of position `lo`."""
+        """What lies behind a row, and what its window does not reach; the first column is that of
+        position `lo`.
+        """
         position_S = torch.arange(lo, lo + score_GTIS.shape[3], device=score_GTIS.device)
         is_hidden_T1S = position_S >= seen_T11
         if self._window is not None:
             is_hidden_T1S |= position_S < first_seen(self._window, seen_T11 - 1)
-        mask_T1S = torch.zeros(is_hidden_T1S.shape, device=score_GTIS.device).masked_fill_(is_hidden_T1S, -torch.inf)
+        mask_T1S = torch.zeros(is_hidden_T1S.shape, device=score_GTIS.device).masked_fill_(
+            is_hidden_T1S, -torch.inf
+        )
         score_GTIS.add_(mask_T1S)
 
     def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, runs: _Runs) -> Tensor:
@@ -307,7 +398,9 @@ class _Call:
         if runs.num_made_up > num_rows:
             query_GTIK = pad(query_GTIK, (0, 0, 0, 0, 0, runs.num_made_up - num_rows))
         query_EAK = query_GTIK.reshape(num_groups * num_runs, -1, width)
-        key_ECK = _in_float32(key_GUK.index_select(1, runs.column_RC.flatten())).reshape(-1, num_columns, width)
+        key_ECK = _in_float32(key_GUK.index_select(1, runs.column_RC.flatten())).reshape(
+            -1, num_columns, width
+        )
         score_EAC = self._capped(self._times(query_EAK, key_ECK.transpose(1, 2)))
         score_GRTIC = score_EAC.reshape(num_groups, num_runs, runs.num_rows, group, num_columns)
         score_GRTIC.add_(runs.mask_RTC[:, :, None])
@@ -315,19 +408,28 @@ class _Call:
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
         """Of each block, in (G, T, I, W)."""
-        lo, extended_GBW = self._piece.shared[0], _extended(value_GSV, BLOCK)
+        lo = self._piece.shared[0]
+        extended_GBW = _extended(value_GSV, BLOCK)
         for weight_GTIB in (block for part in weights for block in part.split(BLOCK, 3)):
             extended_GBW[..., : value_GSV.shape[2]].copy_(value_GSV[:, lo : lo + BLOCK])
-            yield self._times(weight_GTIB.flatten(1, 2), extended_GBW).unflatten(1, weight_GTIB.shape[1:3])
+            yield self._times(weight_GTIB.flatten(1, 2), extended_GBW).unflatten(
+                1, weight_GTIB.shape[1:3]
+            )
             lo += BLOCK
 
-    def _own_sums(self, weights: Sequence[Tensor], value_GUV: Tensor, num_rows: int) -> Iterator[Tensor]:
+    def _own_sums(
+        self, weights: Sequence[Tensor], value_GUV: Tensor, num_rows: int
+    ) -> Iterator[Tensor]:
         for runs, weight_GTIC in zip(self._piece.runs, weights, strict=True):
             num_groups, num_all, group, num_columns = weight_GTIC.shape
             extended_GEW = _extended(value_GUV, runs.column_RC.numel())
-            extended_GEW[..., : value_GUV.shape[2]].copy_(value_GUV.index_select(1, runs.column_RC.flatten()))
+            extended_GEW[..., : value_GUV.shape[2]].copy_(
+                value_GUV.index_select(1, runs.column_RC.flatten())
+            )
             weight_EAC = weight_GTIC.reshape(num_groups * len(runs.column_RC), -1, num_columns)
-            sum_EAW = self._times(weight_EAC, extended_GEW.reshape(len(weight_EAC), num_columns, -1))
+            sum_EAW = self._times(
+                weight_EAC, extended_GEW.reshape(len(weight_EAC), num_columns, -1)
+            )
             yield sum_EAW.reshape(num_groups, num_all, group, -1)[:, :num_rows]
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
@@ -342,11 +444,17 @@ class _Call:
         if self._terms.sink_H is None:
             return None
         num_groups, num_rows, *_ = query_GTIK.shape
-        return (self._terms.sink_H.float() * _LOG2_E).reshape(num_groups, 1, -1, 1).repeat(1, num_rows, 1, 1)
+        return (
+            (self._terms.sink_H.float() * _LOG2_E)
+            .reshape(num_groups, 1, -1, 1)
+            .repeat(1, num_rows, 1, 1)
+        )
 
 
 def _in_float32(states: Tensor) -> Tensor:
-    """A copy without gaps, with zeros behind narrow ones, which are multiplied in the same way then."""
+    """A copy without gaps, with zeros behind narrow ones, which are multiplied in the same way
+    then.
+    """
     num_missing = max(0, _LEAST_WIDTH - states.shape[-1])
     if not num_missing:
         return torch.empty(states.shape, dtype=torch.float32, device=states.device).copy_(states)

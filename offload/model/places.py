@@ -1,6 +1,7 @@
 """Where the parameters of a meta model hang, and how they become views of a slab.
 
-Invariant: a view is as wide as its parameter and lies inside of the slab, whichever part of it was sent.
+Invariant: a view is as wide as its parameter and lies inside of the slab, whichever part of it was
+sent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.layout import SlabLayout
-from offload.encoding.registry import STORED
+from offload.encoding.base import STORED
 
 Value = TypeVar("Value")
 
 
-class Place(NamedTuple):
+class ParameterSlot(NamedTuple):
     """Where one parameter (or saved buffer) hangs, and what stands there while nothing is streamed."""
 
     table: dict[str, Tensor | None]
@@ -24,33 +25,60 @@ class Place(NamedTuple):
     module: nn.Module  # that it belongs to
 
 
-def parameter_places(meta_model: nn.Module) -> dict[str, Place]:
+def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
     """Of every parameter and saved buffer, by its name."""
     places = {}
     for prefix, module in meta_model.named_modules():
         dot = f"{prefix}." if prefix else ""
-        saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        saved = {
+            key: b
+            for key, b in module._buffers.items()
+            if key not in module._non_persistent_buffers_set
+        }
         for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
-            places.update({f"{dot}{key}": Place(table, key, v, module) for key, v in held.items() if v is not None})
+            places.update(
+                {
+                    f"{dot}{key}": ParameterSlot(table, key, v, module)
+                    for key, v in held.items()
+                    if v is not None
+                }
+            )
     return places
 
 
 def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
-    """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
+    """Embeddings around the layers; some families have one more, of inputs to every layer, that is
+    larger still.
+    """
     inside = {module for layer in layers for module in layer.modules()}
-    return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
+    return [
+        module
+        for module in meta_model.modules()
+        if isinstance(module, nn.Embedding) and module not in inside
+    ]
 
 
 def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it does what `nn.Linear` does and nothing else, so that another way to multiply may stand in its place.
+    """Whether it does what `nn.Linear` does and nothing else, so that another way to multiply may
+    stand in its place.
 
     Routers and grouped projections of some families are derived from it, and return something else.
     """
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+    )
 
 
-def share(theirs: Iterable[tuple[str, Place]], own: Iterable[tuple[str, Place]], where: torch.device) -> None:
-    """Let places, by sources, have the tensors of another model; what lies elsewhere is copied to `where`, once."""
+def share(
+    theirs: Iterable[tuple[str, ParameterSlot]],
+    own: Iterable[tuple[str, ParameterSlot]],
+    where: torch.device,
+) -> None:
+    """Let places, by sources, have the tensors of another model; what lies elsewhere is copied to
+    `where`, once.
+    """
     tensors: dict[str, Tensor] = {}
     for source, place in theirs:
         tensor = place.table[place.key]
@@ -64,7 +92,11 @@ def share(theirs: Iterable[tuple[str, Place]], own: Iterable[tuple[str, Place]],
 
 def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     """What carries names with this prefix, by the names without it."""
-    return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in mapping.items()
+        if name.startswith(prefix)
+    }
 
 
 def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:

@@ -1,26 +1,105 @@
-"""Machines that run one model together, as a file describes them: what each has, and the network between them.
+"""Machines that run one model together, as a file describes them: what each has, and the network
+between them.
 
     {"ranks": [{"name": "alpha", "ram": "32GiB", "disk": "3GB/s"},
                {"name": "beta", "hardware": "rtx4090", "ram": "64GiB"}],
      "network": {"gbit_per_s": 2.5, "latency_us": 80}}
 
-The first rank is the head. Files come from strangers: names, sizes and numbers are checked, and a key that is not known
-is refused, since what is misspelt would be a default. No torch. Invariant: ranks have names of their own.
+The first rank is the head. Files come from strangers: names, sizes and numbers are checked, and a
+key that is not known is refused, since what is misspelt would be a default. No torch. Invariant:
+ranks have names of their own.
+
+What ranks send each other in one pass, and how long that takes on a network.
+
+Ranks with shares of every layer gather what each has computed: a rank sends its own columns to all
+others. Ranks with layers of their own hand rows on to the next. The two ways of a cable are used at
+once, as a switch allows. No torch, no clock. Invariant: bytes are those of the tensors; messages'
+headers come on top.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.small_files import read_object
-from offload.config import parse_size, require
+from offload.checkpoint.files import read_object
 from offload.errors import UserError
-from offload.planning.exchange import Network
 from offload.planning.hardware import Hardware, find_hardware
+from offload.units import parse_size, require
+
+DRAWN_BYTES = 8  # of the token that comes back from the last stage for a row
+
+
+class Network(NamedTuple):
+    """Between any two ranks, each way."""
+
+    bytes_per_s: float
+    latency_s: float  # of a message
+
+
+class Gathers(NamedTuple):
+    """The exchanges of ranks that share every layer."""
+
+    widths: Sequence[Sequence[int]]  # of each gather of a layer: numbers in a row, rank by rank
+    num_layers: int
+    width: int  # D, of the rows that the head gives to all before the first layer
+    item_bytes: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.widths[0])
+
+    def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
+        """What each rank sends in a pass of so many rows, to all others together; parts are filled
+        up to the widest.
+        """
+        parts = self.num_layers * sum(map(max, self.widths))
+        own = [parts + self.width, *[parts] * (self.num_ranks - 1)]
+        return tuple((self.num_ranks - 1) * numbers * num_rows * self.item_bytes for numbers in own)
+
+    def seconds(self, num_rows: int, network: Network) -> float:
+        """Time of a pass in which nobody computes."""
+        others = self.num_ranks - 1
+        if not others:
+            return 0.0
+        numbers = others * (self.num_layers * sum(map(max, self.widths)) + self.width)
+        num_messages = others * (self.num_layers * len(self.widths) + 1)
+        return (
+            num_rows * numbers * self.item_bytes / network.bytes_per_s
+            + num_messages * network.latency_s
+        )
+
+
+class Hops(NamedTuple):
+    """The exchanges of ranks with layers of their own."""
+
+    num_stages: int
+    width: int  # D
+    item_bytes: int
+
+    def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
+        """What each rank sends in a pass: rows to the next, and what was drawn to the head."""
+        rows_bytes = num_rows * self.width * self.item_bytes
+        drawn_bytes = num_rows * DRAWN_BYTES if self.num_stages > 1 else 0
+        return (*[rows_bytes] * (self.num_stages - 1), drawn_bytes)
+
+    def hop_s(self, num_rows: int, network: Network) -> float:
+        """Time of one hop."""
+        rows_bytes = num_rows * self.width * self.item_bytes
+        return rows_bytes / network.bytes_per_s + network.latency_s
+
+    def seconds(self, num_rows: int, network: Network) -> float:
+        """All hops of one pass, one behind the other, and the way back."""
+        if self.num_stages == 1:
+            return 0.0
+        back_s = num_rows * DRAWN_BYTES / network.bytes_per_s + network.latency_s
+        return (self.num_stages - 1) * self.hop_s(num_rows, network) + back_s
+
 
 MAX_RANKS = 64  # whose stages are still found in seconds
-_PAYLOAD_SHARE = 0.94  # of what a cable carries: 1448 bytes of TCP in the 1538 of a packet with its gaps
+# of what a cable carries: 1448 bytes of TCP in the 1538 of a packet with its gaps
+_PAYLOAD_SHARE = 0.94
 _USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
 _FIELD_OF = {"ram": "ram_bytes", "disk": "disk_bytes_per_s", "gpu": "gpu_bytes", "link": "link_bytes_per_s",
              "flops": "flops_per_s", "memory": "memory_bytes_per_s"}  # fmt: skip
@@ -45,11 +124,21 @@ def read_cluster(path: Path) -> Cluster:
     _check_keys(values, ("ranks", "network"), path.name, "a cluster")
     listed = values.get("ranks")
     is_list = isinstance(listed, list) and 1 <= len(listed) <= MAX_RANKS
-    require(is_list, f"{path.name}: ranks must be a list of 1 to {MAX_RANKS} machines", _shown(listed), "fix it")
+    require(
+        is_list,
+        f"{path.name}: ranks must be a list of 1 to {MAX_RANKS} machines",
+        _shown(listed),
+        "fix it",
+    )
     ranks = tuple(_rank(value, index, path.name) for index, value in enumerate(listed or ()))
     names = [rank.name for rank in ranks]
     twice = next((name for name in names if names.count(name) > 1), None)
-    require(twice is None, f"{path.name}: each rank needs a name of its own", f"{twice} twice", "rename one")
+    require(
+        twice is None,
+        f"{path.name}: each rank needs a name of its own",
+        f"{twice} twice",
+        "rename one",
+    )
     return Cluster(ranks, _network(values.get("network"), len(ranks), path.name))
 
 
@@ -65,7 +154,9 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
     where = f"{file}: rank {name}"
     _check_keys(values, _RANK_KEYS, where, "a rank")
     known: dict[str, Any] = {
-        _FIELD_OF[key]: _quantity(values[key], f"{where}: {key}") for key in values if key in _FIELD_OF
+        _FIELD_OF[key]: _quantity(values[key], f"{where}: {key}")
+        for key in values
+        if key in _FIELD_OF
     }
     for key in (key for key in _SHARES if key in values):
         known[key] = _number(values[key], f"{where}: {key}")
@@ -73,7 +164,12 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
     if "hardware" in values:
         return replace(_base(values["hardware"], where), name=name, **known)
     if "gpu" not in values and "link" in values:  # there is one link then
-        require("disk" not in values, f"{where}: without a gpu, link and disk are one", "both", "leave link out")
+        require(
+            "disk" not in values,
+            f"{where}: without a gpu, link and disk are one",
+            "both",
+            "leave link out",
+        )
         known["disk_bytes_per_s"] = known.pop("link_bytes_per_s")
     for key in ("ram", "disk"):
         remedy = "add it, such as " + {"ram": '"ram": "32GiB"', "disk": '"disk": "3GB/s"'}[key]
@@ -82,7 +178,10 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
 
 
 def _machine(name: str, known: dict[str, Any], where: str) -> Hardware:
-    groups = [("flops", "memory"), *([("gpu", "link", "flops", "memory")] if "gpu_bytes" in known else [])]
+    groups = [
+        ("flops", "memory"),
+        *([("gpu", "link", "flops", "memory")] if "gpu_bytes" in known else []),
+    ]
     for group in groups:
         missing = [key for key in group if _FIELD_OF[key] not in known]
         what = f"{where}: {', '.join(key for key in group if key not in missing)} needs {', '.join(missing)} as well"
@@ -91,7 +190,12 @@ def _machine(name: str, known: dict[str, Any], where: str) -> Hardware:
 
 
 def _base(hardware: Any, where: str) -> Hardware:
-    require(isinstance(hardware, str), f"{where}: hardware must be a name or a FILE.json", _shown(hardware), "fix it")
+    require(
+        isinstance(hardware, str),
+        f"{where}: hardware must be a name or a FILE.json",
+        _shown(hardware),
+        "fix it",
+    )
     try:
         return find_hardware(hardware)
     except UserError as error:
@@ -99,23 +203,36 @@ def _base(hardware: Any, where: str) -> Hardware:
 
 
 def _network(values: Any, num_ranks: int, file: str) -> Network:
-    where, remedy = f"{file}: network", 'try {"gbit_per_s": 1}'
+    where = f"{file}: network"
+    remedy = 'try {"gbit_per_s": 1}'
     if values is None and num_ranks == 1:
         return Network(math.inf, 0.0)
     require(isinstance(values, dict), f"{where} must be an object", _shown(values), remedy)
     _check_keys(values, _NETWORK_KEYS, where, "a network")
     given = [key for key in ("gbit_per_s", "bytes_per_s") if key in values]
-    require(len(given) == 1, f"{where} needs one of gbit_per_s and bytes_per_s", " and ".join(given) or "none", remedy)
+    require(
+        len(given) == 1,
+        f"{where} needs one of gbit_per_s and bytes_per_s",
+        " and ".join(given) or "none",
+        remedy,
+    )
     if "gbit_per_s" in values:
-        bytes_per_s = _PAYLOAD_SHARE * _number(values["gbit_per_s"], f"{where}: gbit_per_s") * 1e9 / 8
+        bytes_per_s = (
+            _PAYLOAD_SHARE * _number(values["gbit_per_s"], f"{where}: gbit_per_s") * 1e9 / 8
+        )
     else:
         bytes_per_s = _quantity(values["bytes_per_s"], f"{where}: bytes_per_s")
-    return Network(bytes_per_s, _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us") / 1e6)
+    return Network(
+        bytes_per_s,
+        _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us") / 1e6,
+    )
 
 
 def _check_keys(values: dict[str, Any], known: tuple[str, ...], where: str, what: str) -> None:
     other = next((key for key in values if key not in known), None)
-    require(other is None, f"{where}: {what} has the keys {', '.join(known)}", _shown(other), "fix it")
+    require(
+        other is None, f"{where}: {what} has the keys {', '.join(known)}", _shown(other), "fix it"
+    )
 
 
 def _quantity(value: Any, what: str) -> int:
@@ -123,7 +240,9 @@ def _quantity(value: Any, what: str) -> int:
     if isinstance(value, str):
         return parse_size(value.removesuffix("/s"), what)
     number = _number(value, what)
-    require(1 <= number < 2**63, f"{what} must be 1 or more, and below 2^63", f"{number:g}", "fix it")
+    require(
+        1 <= number < 2**63, f"{what} must be 1 or more, and below 2^63", f"{number:g}", "fix it"
+    )
     return int(number)
 
 

@@ -1,13 +1,18 @@
-"""What a step costs on a machine: curves, measured or from data sheets, that give the seconds of any tree.
+"""What a step costs on a machine: curves, measured or from data sheets, that give the seconds of
+any tree.
 
-A sweep takes at least as long as its slower side: computing, which grows with the tree, or the link, which does not and
-fills the free slots while drafting goes on. Slots that are full wait, though, for the first layer to be computed, and
-computing waits for the last one to arrive: these ends hide behind nothing. Where both sides take about as long, the
-sweep takes longer than either, because slots are few and readers share the processor with computing: `overlap_penalty`
-says by how much. Experts that a sweep reads on demand come only once a router has asked for them, and computing waits
+A sweep takes at least as long as its slower side: computing, which grows with the tree, or the
+link, which does not and fills the free slots while drafting goes on. Slots that are full wait,
+though, for the first layer to be computed, and
+computing waits for the last one to arrive: these ends hide behind nothing. Where both sides take
+about as long, the
+sweep takes longer than either, because slots are few and readers share the processor with
+computing: `overlap_penalty` says by how much. Experts that a sweep reads on demand come only once a
+    router has asked for them, and computing waits
 for most of their bytes.
 
-Curves are of one machine, bytes are of the memory plan, hence the same curves serve every budget. No torch, no clock.
+Curves are of one machine, bytes are of the memory plan, hence the same curves serve every budget.
+No torch, no clock.
 Invariant: a prediction is never shorter than either side alone needs.
 """
 
@@ -21,52 +26,66 @@ import numpy as np
 
 from offload.checkpoint.sizes import ModelShape
 from offload.memory.plan import MemoryPlan
-from offload.planning.expert_traffic import ExpertTraffic
+from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
-from offload.planning.routing import Routing
-from offload.tree.pace import PACES
-from offload.tree.topology import DynamicShape, Shape
+from offload.trees.topology import PACES, DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
 _PENALTIES = tuple(index / 100 for index in range(101))
-# What a draft step takes beside its weights, its kernels and the host's growing of the tree: masks and positions are
-# sent, children ranked and drawn, some 60 launches around a recorded pass, and the host waits twice. Estimated at 1 to
-# 2 ms.
+# What a draft step takes beside its weights, its kernels and the host's growing of the tree: masks
+# and positions are sent, children ranked and drawn, some 60 launches around a recorded pass, and
+# the host waits twice. Estimated at 1 to 2 ms.
 DRAFT_OVERHEAD_S = 1.5e-3
-# Of a step: what was accepted is walked, committed to both caches and learnt from, some 100 launches and two waits.
-# Estimated.
+# Of a step: what was accepted is walked, committed to both caches and learnt from, some 100
+# launches and two waits. Estimated.
 VERIFY_S = 2e-3
-# The host's part of growing a dynamic tree, for each pass: sorting and cutting candidates, in numpy. Measured with
-# scores at hand (a thread's own time, trees of 64 to 2,048 nodes).
-GROW_S, GROW_NODE_S = 0.35e-3, 0.95e-6
-# Before the first layer: tables that tell each row its path. Measured in the same way for `model.path_attention`.
+# The host's part of growing a dynamic tree, for each pass: sorting and cutting candidates, in
+# numpy. Measured with scores at hand (a thread's own time, trees of 64 to 2,048 nodes).
+GROW_S = 0.35e-3
+GROW_NODE_S = 0.95e-6
+# Before the first layer: tables that tell each row its path. Measured in the same way for
+# `model.path_attention`.
 _TABLES_S = ((64, 0.2e-3), (768, 1.5e-3), (2048, 6e-3))
-# A layer of Llama is 26 kernels, and 40 where products are made in parts of 256 rows (counted at 768 rows on a card
-# that is not there, as a test does that lets no family have more than 60). A Python thread takes 6 to 10 us to launch
-# one; one that is replayed takes 2 us at least (assumed).
-REPLAYED_KERNELS, KERNELS_PER_LAYER, LAUNCH_S, KERNEL_S = 26, 40, 8e-6, 2e-6
+# A layer of Llama is 26 kernels, and 40 where products are made in parts of 256 rows (counted at
+# 768 rows on a card that is not there, as a test does that lets no family have more than 60). A
+# Python thread takes 6 to 10 us to launch one; one that is replayed takes 2 us at least (assumed).
+REPLAYED_KERNELS = 26
+KERNELS_PER_LAYER = 40
+LAUNCH_S = 8e-6
+KERNEL_S = 2e-6
 _REPLAYED_ROWS = 128  # of the widest pass that is recorded, see `model.cuda_graphs`
-_CHUNK_ROWS, _CHUNK_S = 128, 0.3e-3  # logits are scored so many at a time; launches, draws and wait. Estimated.
+# logits are scored so many at a time; launches, draws and wait. Estimated.
+_CHUNK_ROWS = 128
+_CHUNK_S = 0.3e-3
 _NUM_ENDS = 2  # the first layer of a sweep, and its last
 _EXPANDED_BYTES = 2  # of one number that is computed with
 _FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
-# Of what is read on demand: what has arrived is computed with while the rest comes, and readers run dry at the end of
-# every layer. Assumed.
-WAITING_PENALTY, DEMAND_RATE = 0.9, 0.9
-_WASTE = 0.25  # how much of the time of bytes that are read in vain counts: processors and the disk have other work
+# Of what is read on demand: what has arrived is computed with while the rest comes, and readers run
+# dry at the end of every layer. Assumed.
+WAITING_PENALTY = 0.9
+DEMAND_RATE = 0.9
+# how much of the time of bytes that are read in vain counts: processors and the disk have other
+# work
+_WASTE = 0.25
 NEVER = 1 << 30  # rows: no pass has as many
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds against a size, known at a few sizes: straight between them, and on with the last slope beyond."""
+    """Seconds against a size, known at a few sizes: straight between them, and on with the last
+    slope beyond.
+    """
 
     sizes: tuple[int, ...]  # rising
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        assert self.sizes and len(self.sizes) == len(self.seconds), "a curve has a time for every size"
-        assert all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False)), "the sizes of a curve must rise"
+        assert self.sizes and len(self.sizes) == len(self.seconds), (
+            "a curve has a time for every size"
+        )
+        assert all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False)), (
+            "the sizes of a curve must rise"
+        )
 
     def at(self, size: float) -> float:
         """Seconds at `size`, which need not have been measured."""
@@ -96,9 +115,12 @@ class Costs:
     link_bytes_per_s: float
     overlap_penalty: float = 0.0  # see `overlapped_s`
     # What is known of data sheets alone: measured curves have all of it in them.
-    grow_s: Curve = NOTHING  # of each draft step of a dynamic tree, against its nodes: the host's part
-    host_s: Curve = NOTHING  # of a step against its rows: what the host does while nothing is computed
-    ends_share: float = 0.0  # of computing a sweep that waits for the link: its ends, which nothing hides
+    # of each draft step of a dynamic tree, against its nodes: the host's part
+    grow_s: Curve = NOTHING
+    # of a step against its rows: what the host does while nothing is computed
+    host_s: Curve = NOTHING
+    # of computing a sweep that waits for the link: its ends, which nothing hides
+    ends_share: float = 0.0
 
 
 class Traffic(NamedTuple):
@@ -111,31 +133,42 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
-        """That of a plan; where the disk of a machine is slower than its link, what the link could carry meanwhile."""
-        slots_bytes, link_bytes = plan.num_slots * plan.slot_bytes, 0
+        """That of a plan; where the disk of a machine is slower than its link, what the link could
+        carry meanwhile.
+        """
+        slots_bytes = plan.num_slots * plan.slot_bytes
+        link_bytes = 0
         if hardware is not None:
-            link_bytes = int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
+            link_bytes = int(
+                plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s
+            )
         experts = ExpertTraffic.of(plan, hardware)
-        is_disk_slower = link_bytes > plan.streamed_bytes or (experts is not None and experts.is_disk_slower)
+        is_disk_slower = link_bytes > plan.streamed_bytes or (
+            experts is not None and experts.is_disk_slower
+        )
         return cls(max(plan.streamed_bytes, link_bytes), slots_bytes, is_disk_slower, experts)
 
     @property
     def is_streamed(self) -> bool:
         """Whether a sweep may have to wait for any bytes."""
-        return self.streamed_bytes > 0 or (self.experts is not None and self.experts.whole_bytes > 0)
+        return self.streamed_bytes > 0 or (
+            self.experts is not None and self.experts.whole_bytes > 0
+        )
 
     def bytes_at(self, num_rows: float) -> float:
         """Of a sweep of so many rows that reads what it needs."""
         return self.streamed_bytes + (self.experts.bytes_at(num_rows) if self.experts else 0.0)
 
-    def routed_by(self, routing: Routing | None) -> "Traffic":
+    def routed_by(self, routing: ExpertRouting | None) -> "Traffic":
         """The same for a text whose routing is known; `None` leaves what is usual."""
         if self.experts is None or routing is None:
             return self
         return self._replace(experts=self.experts._replace(routing=routing))
 
     def ahead_rows(self, costs: "Costs | None") -> int:
-        """The least rows from which a sweep had better read all experts ahead of its routers; `NEVER` if none."""
+        """The least rows from which a sweep had better read all experts ahead of its routers;
+        `NEVER` if none.
+        """
         if self.experts is None:
             return NEVER
         known = link_alone(1.0) if costs is None else costs
@@ -144,7 +177,11 @@ class Traffic(NamedTuple):
             ways = _ways(known, self, num_rows, 0.0)
             return _best_way(ways) is ways[-1]
 
-        return bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead) if is_ahead(_FAR_ROWS) else NEVER
+        return (
+            bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead)
+            if is_ahead(_FAR_ROWS)
+            else NEVER
+        )
 
 
 class StepTime(NamedTuple):
@@ -176,12 +213,19 @@ class StepTime(NamedTuple):
         """The longest term."""
         if self.draft_s > max(self.link_s, self.compute_s):
             return "draft"
-        return "compute" if self.link_s <= self.compute_s else "disk" if self.is_disk_slower else "link"
+        return (
+            "compute"
+            if self.link_s <= self.compute_s
+            else "disk"
+            if self.is_disk_slower
+            else "link"
+        )
 
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape, num_texts: int = 1) -> StepTime:
     """The time of one step with trees of this shape, or within these bounds, one for each text."""
-    widths, num_rows = [num_texts * width for width in draft_widths(shape)], num_texts * shape.num_nodes
+    widths = [num_texts * width for width in draft_widths(shape)]
+    num_rows = num_texts * shape.num_nodes
     return step_of(costs, traffic, num_rows, widths, is_grown=isinstance(shape, DynamicShape))
 
 
@@ -189,23 +233,31 @@ def step_of(
     costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int], *, is_grown: bool = False
 ) -> StepTime:
     """The time of one step by the rows of its sweep and of each of its draft steps."""
-    draft_s = sum(map(costs.draft_step_s.at, widths)) + (len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0)
+    draft_s = _summed_s(costs.draft_step_s, widths) + (
+        len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0
+    )
     host_s = costs.host_s.at(num_rows)
     hidden_s = min(draft_s + host_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
-    return _best_way(_ways(costs, traffic, num_rows, hidden_s))._replace(draft_s=draft_s, host_s=host_s)
+    return _best_way(_ways(costs, traffic, num_rows, hidden_s))._replace(
+        draft_s=draft_s, host_s=host_s
+    )
 
 
 def _best_way(ways: Sequence[StepTime]) -> StepTime:
     """On demand, unless ahead gains more than what it reads in vain is worth."""
-    demand, ahead = ways[0], ways[-1]
+    demand = ways[0]
+    ahead = ways[-1]
     in_vain_s = max(0.0, ahead.link_s - demand.link_s)
     return ahead if demand.sweep_s - ahead.sweep_s > _WASTE * in_vain_s else demand
 
 
 def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> list[StepTime]:
-    """A sweep as it may be done: with experts one way, else on demand or ahead. Read-ahead hides what is dense."""
+    """A sweep as it may be done: with experts one way, else on demand or ahead. Read-ahead hides
+    what is dense.
+    """
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    compute_s, fixed = costs.compute_s.at(num_rows), (costs.verify_s, costs.overlap_penalty, traffic.is_disk_slower)
+    compute_s = costs.compute_s.at(num_rows)
+    fixed = (costs.verify_s, costs.overlap_penalty, traffic.is_disk_slower)
     if traffic.experts is None:
         return [StepTime(0.0, compute_s, link_s, *fixed, ends_s=costs.ends_share * compute_s)]
     asked_s = traffic.experts.bytes_at(num_rows) / (DEMAND_RATE * costs.link_bytes_per_s)
@@ -226,7 +278,11 @@ class PromptPass(NamedTuple):
 
     def as_dict(self) -> dict[str, float]:
         """The figures by the names that `--json` uses."""
-        return {"rows_per_pass": self.num_rows, "pass_s": self.seconds, "tokens_per_s": self.tokens_per_s}
+        return {
+            "rows_per_pass": self.num_rows,
+            "pass_s": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+        }
 
 
 def prompt_pass(costs: Costs, traffic: Traffic, num_rows: int) -> PromptPass:
@@ -235,9 +291,17 @@ def prompt_pass(costs: Costs, traffic: Traffic, num_rows: int) -> PromptPass:
 
 
 def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:
-    """The same bounds, grown at the pace that takes the least time here; of equals the one with fewer rows."""
+    """The same bounds, grown at the pace that takes the least time here; of equals the one with
+    fewer rows.
+    """
     shapes = [replace(bounds, pace=pace) for pace in PACES]
-    return min(shapes, key=lambda shape: sum(map(costs.draft_step_s.at, shape.draft_widths)))
+    return min(shapes, key=lambda shape: _summed_s(costs.draft_step_s, shape.draft_widths))
+
+
+def _summed_s(curve: Curve, sizes: Sequence[int]) -> float:
+    """Seconds of all these sizes, many of which are the same."""
+    known = {size: curve.at(size) for size in set(sizes)}
+    return sum(known[size] for size in sizes)
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
@@ -252,10 +316,15 @@ def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
 
 
 def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
-    """By least squares of relative errors, from what computing, the link and both together took, in seconds."""
+    """By least squares of relative errors, from what computing, the link and both together took, in
+    seconds.
+    """
 
     def error(penalty: float) -> float:
-        return sum((overlapped_s(one_s, other_s, penalty) / both_s - 1) ** 2 for one_s, other_s, both_s in seen)
+        return sum(
+            (overlapped_s(one_s, other_s, penalty) / both_s - 1) ** 2
+            for one_s, other_s, both_s in seen
+        )
 
     return min(_PENALTIES, key=error)
 
@@ -306,13 +375,23 @@ class Prediction(NamedTuple):
         }
 
 
-def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
-    """Two models on a machine that is not here; every pass reads keys and values of `num_positions`."""
-    steps = _pass_curve(hardware, draft, num_positions, replayed_rows=_REPLAYED_ROWS) if draft else NOTHING
+def costs_on(
+    hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int
+) -> Costs:
+    """Two models on a machine that is not here; every pass reads keys and values of
+    `num_positions`.
+    """
+    steps = (
+        _pass_curve(hardware, draft, num_positions, replayed_rows=_REPLAYED_ROWS)
+        if draft
+        else NOTHING
+    )
     sizes = (1, *(rows for rows, _ in _TABLES_S))
     return Costs(
         compute_s=_pass_curve(hardware, target, num_positions),
-        draft_step_s=Curve(steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)),
+        draft_step_s=Curve(
+            steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)
+        ),
         verify_s=VERIFY_S,
         link_bytes_per_s=hardware.feed_bytes_per_s,
         grow_s=Curve(sizes, tuple(GROW_S + GROW_NODE_S * rows for rows in sizes)),
@@ -322,14 +401,17 @@ def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, n
 
 
 def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
-    """What keeps a step waiting beside its passes: tables of paths, and where a device computes chunks of logits.
+    """What keeps a step waiting beside its passes: tables of paths, and where a device computes
+    chunks of logits.
 
     A walk down a tree may look at every chunk; the first one is part of the sweep.
     """
     assert hardware.memory_bytes_per_s, "rates of computing are known"
     head_s = target.head_bytes / (hardware.memory_share * hardware.memory_bytes_per_s)
     chunk_s = head_s + _CHUNK_S if hardware.gpu_bytes else 0.0
-    tables_s = Curve((1, *(rows for rows, _ in _TABLES_S)), (0.0, *(seconds for _, seconds in _TABLES_S)))
+    tables_s = Curve(
+        (1, *(rows for rows, _ in _TABLES_S)), (0.0, *(seconds for _, seconds in _TABLES_S))
+    )
 
     def host_s(rows: int) -> float:
         return tables_s.at(rows) + (math.ceil(rows / _CHUNK_ROWS) - 1) * chunk_s
@@ -340,17 +422,25 @@ def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
 
 def link_alone(link_bytes_per_s: float) -> Costs:
     """Where nothing is known of computing: what moving the weights takes at the least."""
-    return Costs(compute_s=NOTHING, draft_step_s=NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
+    return Costs(
+        compute_s=NOTHING, draft_step_s=NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s
+    )
 
 
-def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int, *, replayed_rows: int = 0) -> Curve:
-    """Time of one pass against its rows: flat while reading takes longer than multiplying, then in proportion.
+def _pass_curve(
+    hardware: Hardware, shape: ModelShape, num_positions: int, *, replayed_rows: int = 0
+) -> Curve:
+    """Time of one pass against its rows: flat while reading takes longer than multiplying, then in
+    proportion.
 
-    Of E routed experts each row is multiplied with its own k, and rows read no more than k times their number. On a GPU
-    no pass is quicker than its kernels are launched, unless it has been recorded.
+    Of E routed experts each row is multiplied with its own k, and rows read no more than k times
+    their number. On a GPU no pass is quicker than its kernels are launched, unless it has been
+    recorded.
     """
     assert hardware.flops_per_s and hardware.memory_bytes_per_s, "rates of computing are known"
-    read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
+    read_bytes = (
+        sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
+    )
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
     bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s

@@ -1,12 +1,17 @@
-"""Machines by what limits decoding on them: known ones with a GPU by name, any other from a JSON file.
+"""Machines by what limits decoding on them: known ones with a GPU by name, any other from a JSON
+file.
 
-Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What a program sees of them:
+Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What a program
+sees of them:
 
-- Pinned memory to the GPU over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on PCIe 4 (RTX 4090,
+- Pinned memory to the GPU over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on
+PCIe 4 (RTX 4090,
   issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the other direction).
-- Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum achievable matmul
-  FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows reaches three quarters of that, 0.6,
-  weights are read at 0.8 of the memory's peak, and the host has 256 GiB and a disk of 5 GB/s.
+- Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum
+achievable matmul
+  FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows reaches three
+  quarters of that, 0.6, weights are read at 0.8 of the memory's peak, and the host has 256 GiB and
+  a disk of 5 GB/s.
 
 No torch, no clock. Invariant: every figure is above zero, and no share above one.
 """
@@ -16,13 +21,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.small_files import read_object
-from offload.config import parse_rate, parse_size, require
+from offload.checkpoint.files import read_object
 from offload.errors import UserError
 from offload.memory.prompt_rows import Rates
+from offload.units import parse_rate, parse_size, require
 
 _GIB = 1 << 30
-_PCIE_4, _PCIE_5 = 25e9, 52e9
+_PCIE_4 = 25e9
+_PCIE_5 = 52e9
 
 _MOST = 1e21  # of bytes, and of anything a second
 
@@ -48,12 +54,22 @@ class Hardware:
                 rule = f"{self.name}: {field.name} must be above 0 and at most {_MOST:.0e}"
                 require(0 < value <= _MOST, rule, f"{value!s:.40}", "fix it")
                 is_share = field.name.endswith("_share")
-                require(not is_share or value <= 1, f"{self.name}: {field.name} must be at most 1", value, "fix it")
+                require(
+                    not is_share or value <= 1,
+                    f"{self.name}: {field.name} must be at most 1",
+                    value,
+                    "fix it",
+                )
         groups = [("memory_bytes_per_s", "flops_per_s"), ("gpu_bytes", "link_bytes_per_s")]
         for group in [groups[0] + groups[1]] if self.gpu_bytes else groups:
             missing = [name for name in group if getattr(self, name) is None]
             is_whole = len(missing) in (0, len(group))
-            require(is_whole, f"{self.name}: a machine needs {', '.join(missing)} as well", "none", "add it")
+            require(
+                is_whole,
+                f"{self.name}: a machine needs {', '.join(missing)} as well",
+                "none",
+                "add it",
+            )
 
     @property
     def feed_bytes_per_s(self) -> float:
@@ -61,8 +77,8 @@ class Hardware:
         return self.link_bytes_per_s or self.disk_bytes_per_s
 
 
-# Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name says; then the peaks of
-# its rate (GB/s) and of bf16 products (TFLOP/s), and the link.
+# Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name
+# says; then the peaks of its rate (GB/s) and of bf16 products (TFLOP/s), and the link.
 _GPUS = {
     "l40": (46068, 864, 181, _PCIE_4),
     "rtx4090": (24564, 1008, 165, _PCIE_4),
@@ -73,7 +89,11 @@ _GPUS = {
 }
 KNOWN = {
     name: Hardware(
-        name=name, gpu_bytes=mib << 20, memory_bytes_per_s=gb * 1e9, flops_per_s=tflop * 1e12, link_bytes_per_s=link
+        name=name,
+        gpu_bytes=mib << 20,
+        memory_bytes_per_s=gb * 1e9,
+        flops_per_s=tflop * 1e12,
+        link_bytes_per_s=link,
     )
     for name, (mib, gb, tflop, link) in _GPUS.items()
 }
@@ -83,7 +103,8 @@ def rates_of(hardware: Hardware) -> Rates | None:
     """What decides how many rows a pass over a prompt has; None where computing is not known."""
     if hardware.flops_per_s is None:
         return None
-    flops_per_s, disk = hardware.flops_share * hardware.flops_per_s, hardware.disk_bytes_per_s
+    flops_per_s = hardware.flops_share * hardware.flops_per_s
+    disk = hardware.disk_bytes_per_s
     return Rates(hardware.feed_bytes_per_s, flops_per_s, disk if hardware.gpu_bytes else math.inf)
 
 
@@ -99,7 +120,9 @@ def find_hardware(name: str) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises `UserError`."""
+    """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises
+    `UserError`.
+    """
     try:
         values = read_object(path, "fix it")
     except OSError as error:
@@ -107,7 +130,12 @@ def read_hardware(path: Path) -> Hardware:
     known = [field.name for field in fields(Hardware)]
     values = {"name": path.stem, **values}
     for name in values:
-        require(name in known, f"{path.name}: a machine has the fields {', '.join(known)}", repr(name), "fix it")
+        require(
+            name in known,
+            f"{path.name}: a machine has the fields {', '.join(known)}",
+            repr(name),
+            "fix it",
+        )
     return Hardware(**{name: _parsed(path, name, value) for name, value in values.items()})
 
 

@@ -1,81 +1,117 @@
-"""Drafts in fewer bits: `self:int4`, a copy of the target itself, and any other draft held at `draft_dtype`.
+"""Drafts in fewer bits: `self:int4`, a copy of the target itself, and any other draft held at
+`draft_dtype`.
 
-A copy has the target's files, so nothing else is fetched or described. Invariant: what would help nobody is refused
-before a weight is read, and says what would.
+A copy has the target's files, so nothing else is fetched or described. Invariant: what would help
+nobody is refused before a weight is read, and says what would.
 """
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.config import require
+from offload.checkpoint.t5 import has_encoder
 from offload.errors import UserError
-from offload.memory.planner import Files
+from offload.memory.planner import ModelFiles
+from offload.units import require
 
 BITS = {"int8": 8, "int4": 4}
 _OWN = "self"
 _KINDS = " or ".join(f"{_OWN}:{name}" for name in BITS)
-_LEAST_GAIN = 1.5  # times the bits of a copy that the target must have for the copy to be worth its memory
+# times the bits of a copy that the target must have for the copy to be worth its memory
+_LEAST_GAIN = 1.5
 
 
 def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
-    """Of a copy of the target; None for a draft of its own, and for none. Raises `UserError` for other copies."""
+    """Of a copy of the target; None for a draft of its own, and for none. Raises `UserError` for
+    other copies.
+    """
     own, colon, kind = str(draft or "").partition(":")
     if own != _OWN or (not colon and os.path.isdir(str(draft))):
         return None
-    require(kind in BITS, f"`draft` {_OWN} is the target in fewer bits, {_KINDS}", repr(str(draft)), f"try {_OWN}:int4")
+    require(
+        kind in BITS,
+        f"`draft` {_OWN} is the target in fewer bits, {_KINDS}",
+        repr(str(draft)),
+        f"try {_OWN}:int4",
+    )
     return BITS[kind]
 
 
-def check_held(draft: str | os.PathLike[str] | None, draft_dtype: str | None, ranks: str | None) -> None:
+def check_held(
+    draft: str | os.PathLike[str] | None, draft_dtype: str | None, ranks: str | None
+) -> None:
     """Raises `UserError` for what no model could make good."""
-    is_known, rule = draft_dtype is None or draft_dtype in BITS, f"`draft_dtype` must be {' or '.join(BITS)}"
+    is_known = draft_dtype is None or draft_dtype in BITS
+    rule = f"`draft_dtype` must be {' or '.join(BITS)}"
     require(is_known, rule, repr(draft_dtype), "leave it out to have the draft as stored")
-    require(draft_dtype is None or draft is not None, "`draft_dtype` goes with `draft`", "none", "leave it out")
+    require(
+        draft_dtype is None or draft is not None,
+        "`draft_dtype` goes with `draft`",
+        "none",
+        "leave it out",
+    )
     if copy_bits(draft) is not None:
         rule = f"`draft` {draft} says its bits itself"
         require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
-        require(ranks is None, f"`draft` {draft} is of one process", f"`ranks` {ranks}", "name a small draft")
+        require(
+            ranks is None,
+            f"`draft` {draft} is of one process",
+            f"`ranks` {ranks}",
+            "name a small draft",
+        )
 
 
-def models_to_read(model: str | os.PathLike[str], draft: str | os.PathLike[str] | None) -> list[str | os.PathLike[str]]:
+def models_to_read(
+    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None
+) -> list[str | os.PathLike[str]]:
     """Target first."""
     return [model] if draft is None or copy_bits(draft) is not None else [model, draft]
 
 
-def files_of(headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None) -> Files:
-    """The checkpoints of a run, by those of `models_to_read`. Raises `UserError` for a draft that is not worth it."""
-    target, bits = headers[0], copy_bits(draft)
+def files_of(
+    headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None
+) -> ModelFiles:
+    """The checkpoints of a run, by those of `models_to_read`. Raises `UserError` for a draft that
+    is not worth it.
+    """
+    target = headers[0]
+    bits = copy_bits(draft)
     if bits is not None:
         _check_copy(target, str(draft), bits)
-        return Files(target, replace(target, held=Held(bits, is_copy=True)))
+        return ModelFiles(target, replace(target, held=Held(bits, is_copy=True)))
     if draft_dtype is not None and len(headers) > 1:
         _check_draft(headers[1], draft_dtype)
-        return Files(target, replace(headers[1], held=Held(BITS[draft_dtype])))
-    return Files(*headers)
+        return ModelFiles(target, replace(headers[1], held=Held(BITS[draft_dtype])))
+    return ModelFiles(*headers)
 
 
 def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
     where = target.directory.name
     rule = f"{where}: `draft` {draft} rounds matrices of layers"
     for is_in_the_way, what in (
-        (has_encoder(target.config), "an encoder"), (model_shape(target).routed_weights > 0, "fused experts"),
-    ):  # fmt: skip
+        (has_encoder(target.config), "an encoder"),
+        (model_shape(target).routed_weights > 0, "fused experts"),
+    ):
         require(not is_in_the_way, rule, what, "name a small draft of the family")
     stored = _stored_bits(target)
     if stored < _LEAST_GAIN * bits:
         rule = f"{where}: `draft` {draft} must take fewer bits than the target, which has {stored:.1f} a weight"
-        raise UserError(f"{rule}: {'try self:int4, or ' if stored >= _LEAST_GAIN * 4 else ''}name a small draft")
+        raise UserError(
+            f"{rule}: {'try self:int4, or ' if stored >= _LEAST_GAIN * 4 else ''}name a small draft"
+        )
 
 
 def _check_draft(draft: Checkpoint, draft_dtype: str) -> None:
-    rule = f"{draft.directory.name}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"
+    rule = (
+        f"{draft.directory.name}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"
+    )
     stored = _stored_bits(draft)
-    require(stored >= _LEAST_GAIN * BITS[draft_dtype], rule, f"{stored:.1f} a weight", "leave it out")
+    require(
+        stored >= _LEAST_GAIN * BITS[draft_dtype], rule, f"{stored:.1f} a weight", "leave it out"
+    )
     is_plain = all(entry.coded is None for entry in draft.tensors.values())
     rule = f"{draft.directory.name}: `draft_dtype` leaves fused experts as numbers"
     require(is_plain or not model_shape(draft).routed_weights, rule, "coded ones", "leave it out")

@@ -1,6 +1,8 @@
-"""How a model is to be loaded, checked before libraries are imported that take seconds: no torch here.
+"""How a model is to be loaded, checked before libraries are imported that take seconds: no torch
+here.
 
-Options are checked by themselves, folders by their headers. Invariant: nothing is fetched, and no weight is read.
+Options are checked by themselves, folders by their headers. Invariant: nothing is fetched, and no
+weight is read.
 """
 
 import os
@@ -9,18 +11,23 @@ from pathlib import Path
 
 from offload.checkpoint.download import is_hub_id
 from offload.checkpoint.hub import open_headers
-from offload.config import ByteSize, Rate, check_lenience, drafting_of, parse_rate
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
 from offload.errors import require
 from offload.memory.planner import require_dtype, require_experts, require_positions
 from offload.options import ModelOptions
 from offload.planning.near_copy import check_held, models_to_read
-from offload.planning.pipeline import PipelineOptions, parse_pipeline
-from offload.planning.place import require_place
 from offload.planning.profile import parse_profile
-from offload.planning.roles import Roles, parse_roles, require_exact_rule
-from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
+from offload.rank_roles import (
+    PipelineOptions,
+    Roles,
+    parse_pipeline,
+    parse_roles,
+    require_exact_rule,
+    require_place,
+)
+from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
+from offload.units import ByteSize, Rate, check_lenience, drafting_of, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 
@@ -36,7 +43,9 @@ class LoadOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
-        require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
+        require(
+            isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16"
+        )
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
         self._check_ranks(self.roles())
@@ -55,12 +64,19 @@ class LoadOptions(ModelOptions):
             rule = "`parallel` texts are of one process"
             require(self.parallel == 1, rule, f"`ranks` {self.ranks}", "leave one of them out")
             rule = "`experts` demand is of one process"
-            require(self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out")
+            require(
+                self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out"
+            )
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
-        require(is_slow, "`slow_layer_s` is of stages", f"`ranks` {self.ranks or 'none'}", "leave it out")
+        require(
+            is_slow,
+            "`slow_layer_s` is of stages",
+            f"`ranks` {self.ranks or 'none'}",
+            "leave it out",
+        )
 
     def _check_pipeline(self, roles: Roles) -> None:
         names = ("tree", "lookup", "ngram", "datastore")
@@ -69,7 +85,12 @@ class LoadOptions(ModelOptions):
             rule = f"`{name}` is for one pass at a time, and stages run several"
             require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
         remedy = "name ranks as stages:0-2,draft:3"
-        require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
+        require(
+            self.pipeline is None or not roles.is_sharded,
+            "`pipeline` says how stages run",
+            self.ranks,
+            remedy,
+        )
         if self.pipeline is not None:
             parse_pipeline(self.pipeline)
 
@@ -83,9 +104,16 @@ class LoadOptions(ModelOptions):
             require_positions(self.context)
         num_texts = whole_number(self.parallel, "`parallel`")
         rule = f"`parallel` must lie in 1 to {MAX_PARALLEL}"
-        require(1 <= num_texts <= MAX_PARALLEL, rule, num_texts, "so many texts are written at a time")
+        require(
+            1 <= num_texts <= MAX_PARALLEL, rule, num_texts, "so many texts are written at a time"
+        )
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
-        require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+        require(
+            is_count,
+            "`threads` must be 1 or more",
+            self.threads,
+            "leave it out to have it measured",
+        )
 
     def _check_guesses(self) -> None:
         for name in ("config", "profile", "ngram", "datastore"):
@@ -94,10 +122,19 @@ class LoadOptions(ModelOptions):
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
         for store in (self.datastore, self.ngram):
-            if store is not None and (store is self.datastore or os.path.isdir(os.path.expanduser(store))):
+            if store is not None and (
+                store is self.datastore or os.path.isdir(os.path.expanduser(store))
+            ):
                 read_store(store)
-        require(self.lookup in (None, True, False), "`lookup` must be True or False", repr(self.lookup), "leave it out")
-        named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
+        require(
+            self.lookup in (None, True, False),
+            "`lookup` must be True or False",
+            repr(self.lookup),
+            "leave it out",
+        )
+        named = next(
+            (name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None
+        )
         rule = f"`{named}` guesses for a tree"
         require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
 
@@ -112,30 +149,50 @@ class LoadOptions(ModelOptions):
         return parse_rate(self.link_limit, "`link_limit`")
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
-        """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""
+        """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses
+        without a draft.
+        """
         usual = "async" if has_draft and self.tree != "none" else "plain"
-        roles, pipeline = self.roles(), parse_pipeline(self.pipeline or usual)
+        roles = self.roles()
+        pipeline = parse_pipeline(self.pipeline or usual)
         assert roles is not None, "there are ranks"
         rule = f"`pipeline` {pipeline.mode} guesses with a draft"
-        require(has_draft or not pipeline.speculates, rule, "none", "give `draft`, or `pipeline` plain")
+        require(
+            has_draft or not pipeline.speculates, rule, "none", "give `draft`, or `pipeline` plain"
+        )
         is_one = self.tree != "none" or not pipeline.speculates
-        require(is_one, f"`pipeline` {pipeline.mode} guesses", "`tree` none", "leave one of them out")
+        require(
+            is_one, f"`pipeline` {pipeline.mode} guesses", "`tree` none", "leave one of them out"
+        )
         is_served = has_draft or roles.draft is None
-        require(is_served, f"rank {roles.draft} of `ranks` drafts", "no draft", "give `draft`, or leave that rank out")
+        require(
+            is_served,
+            f"rank {roles.draft} of `ranks` drafts",
+            "no draft",
+            "give `draft`, or leave that rank out",
+        )
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
 
     def roles(self) -> Roles | None:
-        """Who does what among the processes that were started together; None is one process by itself."""
+        """Who does what among the processes that were started together; None is one process by
+        itself.
+        """
         return None if self.ranks is None else parse_roles(self.ranks, require_place().num_ranks)
 
     def looks_up(self, *, has_draft: bool) -> bool:
-        """Whether the text's own past is looked at for what comes next: by itself where the tree may follow it."""
+        """Whether the text's own past is looked at for what comes next: by itself where the tree
+        may follow it.
+        """
         is_free = self.tree == "auto" and not drafting_of(self.rule).keeps_distributions
         return (not has_draft or is_free) if self.lookup is None else self.lookup
 
     def has_sources(self, *, has_draft: bool) -> bool:
         """Whether anything that is no model is asked what comes next."""
-        return self.ngram is not None or self.datastore is not None or self.looks_up(has_draft=has_draft)
+        return (
+            self.ngram is not None
+            or self.datastore is not None
+            or self.looks_up(has_draft=has_draft)
+        )
 
     def tree_spec(self, *, has_draft: bool) -> TreeSpec:
         """The tree that is wanted. Raises `UserError` for one that nothing could fill."""
@@ -144,7 +201,9 @@ class LoadOptions(ModelOptions):
 
 
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
-    """Refuse folders that hold no model that could be read; hub ids are let pass. Raises `UserError`."""
+    """Refuse folders that hold no model that could be read; hub ids are let pass. Raises
+    `UserError`.
+    """
     check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:

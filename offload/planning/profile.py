@@ -1,39 +1,45 @@
-"""What `offload tune` measured for one pair of models on one machine, kept as readable JSON in the user's cache.
+"""What `offload tune` measured for one pair of models on one machine, kept as readable JSON in the
+user's cache.
 
-A profile holds for the very models, rule, sampling settings and machine that it names. Invariant: any other, or a
-malformed one, is never used: it is refused where the user named it, and passed over with a reason where it was found.
+A profile holds for the very models, rule, sampling settings and machine that it names. Invariant:
+any other, or a
+malformed one, is never used: it is refused where the user named it, and passed over with a reason
+where it was found.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint, Stamp
-from offload.checkpoint.small_files import open_regular, read_object, replacing
-from offload.config import Sampling
-from offload.errors import ReadError, UserError, ensure, reason
+from offload.checkpoint.files import cache_folder, read_object, replacing
+from offload.checkpoint.identity import identity_of, proved
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import ExpertShape
+from offload.errors import UserError, ensure, reason
 from offload.machine import cpu_name
+from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Curve
-from offload.planning.traces import NUM_RANKS, PRODUCT_FORM, DynamicYield
-from offload.tree.spec import MAX_TREE_NODES
-from offload.tree.topology import check_acceptance
+from offload.trees.spec import MAX_TREE_NODES
+from offload.trees.topology import check_acceptance
+from offload.units import Sampling
 
-SCHEMA = 2  # raise it when a field changes its meaning
-_WITHOUT_YIELDS = 1  # still read: what dynamic trees yield was not counted then
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
+SCHEMA = 3  # raise it when a field changes its meaning
 _MOST_THREADS = 4096  # that any machine has
-_MOST_LAYERS, _MOST_EXPERTS = 4096, 65_536  # of any model
+# of any model
+_MOST_LAYERS = 4096
+_MOST_EXPERTS = 65_536
 _AGAIN = "run offload tune again"
-_KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}  # in files, since the first of them
+# in files, since the first of them
+_KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
-_NEVER_MEASURED = ("grow_s", "host_s", "ends_share")  # terms of data sheets, which measured curves have in them
+# terms of data sheets, which measured curves have in them
+_NEVER_MEASURED = ("grow_s", "host_s", "ends_share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,45 +56,71 @@ class Machine:
     def here(cls, dtype: str, device: str = "cpu") -> "Machine":
         """This one."""
         cores = os.cpu_count() or 1
-        return cls(cpu=cpu_name(), num_cores=cores, torch=version("torch"), dtype=dtype, device=device)
+        return cls(
+            cpu=cpu_name(), num_cores=cores, torch=version("torch"), dtype=dtype, device=device
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
     """All that a profile depends on."""
 
-    target: str  # fingerprints of the two checkpoints
+    target: str  # digests of the identities of the two models
     draft: str
     rule: str
     temperature: float
     top_p: float
     top_k: int
     machine: Machine
+    # That their weights are the same to the last byte, for each of them; no part of the name.
+    proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine) -> "Identity":
+    def of(
+        cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine
+    ) -> "Identity":
         """The identity of a run; greedy runs differ in nothing that top-p or top-k could say."""
+        models = {"target": identity_of(target), "draft": identity_of(draft)}
         return cls(
-            target=fingerprint(target),
-            draft=fingerprint(draft),
+            target=models["target"].digest,
+            draft=models["draft"].digest,
             rule=rule,
             temperature=float(sampling.temperature),
             top_p=1.0 if sampling.is_greedy else float(sampling.top_p),
             top_k=0 if sampling.is_greedy else sampling.top_k,
             machine=machine,
+            proofs={part: one.proofs for part, one in models.items()},
         )
 
     @property
     def file_name(self) -> str:
-        """One name per identity; the first part is the pair's, so that its profiles lie side by side."""
+        """One name per identity; the first part is the pair's, so that its profiles lie side by
+        side.
+        """
         settings = f"{self.rule}-t{self.temperature:g}-p{self.top_p:g}-k{self.top_k}"
         return f"{_short(self.target + self.draft)}-{settings}-{_short(repr(self))}.json"
 
     def differences(self, other: "Identity") -> list[str]:
         """What the other one differs in, in words."""
         mine, others = ({**asdict(one), **asdict(one.machine)} for one in (self, other))
-        keys = [key for key in mine if key != "machine" and mine[key] != others[key]]
-        return [f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}" for key in keys]
+        keys = [
+            key for key in mine if key not in ("machine", "proofs") and mine[key] != others[key]
+        ]
+        unproved = [
+            part
+            for part in ("target", "draft")
+            if part not in keys and not self._has_weights(part, other)
+        ]
+        return [
+            *(
+                f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
+                for key in keys
+            ),
+            *(f"{part} weights that look the same and are not proved to be" for part in unproved),
+        ]
+
+    def _has_weights(self, part: str, other: "Identity") -> bool:
+        return proved(self.proofs.get(part, {}), other.proofs.get(part, {})) is True
 
 
 def unprofiled(sampling: Sampling) -> str:
@@ -98,14 +130,18 @@ def unprofiled(sampling: Sampling) -> str:
 
 
 class ExpertUses(NamedTuple):
-    """How often rows of the target were routed to each expert; layers without routed experts are not counted."""
+    """How often rows of the target were routed to each expert; layers without routed experts are
+    not counted.
+    """
 
     uses_LE: tuple[tuple[int, ...], ...]
     num_rows: int  # of all passes together
 
     @property
     def uses_B(self) -> list[float]:
-        """How many times a row uses each expert, layer after layer: what a cache of experts starts warm with."""
+        """How many times a row uses each expert, layer after layer: what a cache of experts starts
+        warm with.
+        """
         return [count / self.num_rows for count in chain(*self.uses_LE)]
 
 
@@ -124,24 +160,30 @@ class Profile:
     smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
     num_threads: int  # the most that computed
     costs: Costs
-    dynamic_yields: tuple[DynamicYield, ...]  # of a few bounds; none where the rule or the way of tracing has none
-    traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates
+    # of a few bounds; none where the rule or the way of tracing has none
+    dynamic_yields: tuple[DynamicYield, ...]
+    # rank of every token, window by window; -1: not among the candidates
+    traces: tuple[tuple[int, ...], ...]
     expert_uses: ExpertUses | None = None  # of a mixture whose experts came on demand
 
     @property
     def follows_traces(self) -> bool:
-        """Whether trees are made of the paths that were taken, rather than of the acceptance vector alone."""
+        """Whether trees are made of the paths that were taken, rather than of the acceptance vector
+        alone.
+        """
         return self.smoothing < PRODUCT_FORM
 
     def of_experts(self, experts: ExpertShape | None, *, is_named: bool = False) -> "Profile":
-        """The same for a target that has these, where they come one by one; uses of others are passed over.
+        """The same for a target that has these, where they come one by one; uses of others are
+        passed over.
 
         Raises `UserError` for such uses where the user has named the profile.
         """
         uses = self.expert_uses
         if uses is None or experts is None:
             return self
-        counted, wanted = (len(uses.uses_LE), len(uses.uses_LE[0])), (experts.num_layers, experts.num_experts)
+        counted = (len(uses.uses_LE), len(uses.uses_LE[0]))
+        wanted = (experts.num_layers, experts.num_experts)
         if counted == wanted:
             return self
         if not is_named:
@@ -152,58 +194,13 @@ class Profile:
     def as_dict(self) -> dict[str, object]:
         """What the file holds and `--json` prints."""
         values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
-        measured = {name: value for name, value in values["costs"].items() if name not in _NEVER_MEASURED}
+        measured = {
+            name: value for name, value in values["costs"].items() if name not in _NEVER_MEASURED
+        }
         values["costs"] = {_KEY_OF.get(name, name): value for name, value in measured.items()}
         uses = values.pop("expert_uses")
         values |= {} if uses is None else {"expert_uses": uses._asdict()}
         return {"schema": SCHEMA, **values}
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of config.json, all headers of weights, and a few blocks of weights from each shard.
-
-    Raises `ReadError`, also where a file is not the one any more whose header was read: what is kept under the
-    fingerprint was computed with that one.
-    """
-    config = checkpoint.small_files / "config.json"
-    stamps = dict(zip(checkpoint.shards, checkpoint.stamps, strict=False))
-    if checkpoint.config_stamp is not None:
-        stamps[config] = checkpoint.config_stamp
-    digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
-    is_derived = checkpoint.beside is not None and not os.path.isfile(config)  # from the header of a GGUF file
-    for path in (*([] if is_derived else [config]), *checkpoint.shards):
-        try:
-            with open_regular(path) as file:
-                if path in stamps and Stamp.of(file.fileno()) != stamps[path]:
-                    raise ReadError(f"{path.name} changed since the model was opened: load the model again")
-                digest.update(file.read() if path not in checkpoint.shards else _sampled(path.name, file, checkpoint))
-        except ReadError:
-            raise
-        except OSError as error:
-            raise ReadError(f"reading {path} failed: {error.strerror}") from error
-    return digest.hexdigest()
-
-
-def _sampled(name: str, file: BinaryIO, checkpoint: Checkpoint) -> bytes:
-    size, start = os.fstat(file.fileno()).st_size, file.read(8)
-    header_bytes = min(size, 8 + int.from_bytes(start, "little"))
-    if start.startswith(b"GGUF"):  # which does not say how long its header is
-        own = [entry.lo for entry in checkpoint.tensors.values() if checkpoint.shards[entry.shard].name == name]
-        header_bytes = min(own, default=size)
-    file.seek(0)
-    parts = [f"{name} {size} ".encode(), file.read(header_bytes)]
-    for sample in range(_NUM_SAMPLES):
-        file.seek(header_bytes + (size - header_bytes) * sample // _NUM_SAMPLES)
-        parts.append(file.read(_SAMPLE_BYTES))
-    return b"".join(parts)
-
-
-def cache_folder() -> Path:
-    """Of this program, in the user's cache directory. Raises `UserError` for a user who has none."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
-    except RuntimeError:
-        raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder") from None
 
 
 def profiles_folder() -> Path:
@@ -223,14 +220,19 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
     try:
         folder = profiles_folder()
         if os.path.isfile(folder / identity.file_name):
-            return read_profile(folder / identity.file_name, identity), str(folder / identity.file_name)
+            return read_profile(folder / identity.file_name, identity), str(
+                folder / identity.file_name
+            )
     except UserError as error:
         return None, str(error)
     pair, _ = identity.file_name.split("-", 1)
     others = sorted(folder.glob(f"{pair}-*.json"))
     if not others:
         return None, "no profile for this pair of models: offload tune measures one"
-    return None, f"no profile for these settings, {_why_not(others[0], identity)}: offload tune measures one"
+    return (
+        None,
+        f"no profile for these settings, {_why_not(others[0], identity)}: offload tune measures one",
+    )
 
 
 def read_profile(path: Path, identity: Identity) -> Profile:
@@ -238,12 +240,16 @@ def read_profile(path: Path, identity: Identity) -> Profile:
     profile = parse_profile(path)
     differences = identity.differences(profile.identity)
     if differences:
-        raise UserError(f"profile {path.name} was measured for another run ({'; '.join(differences)}): {_AGAIN}")
+        raise UserError(
+            f"profile {path.name} was measured for another run ({'; '.join(differences)}): {_AGAIN}"
+        )
     return profile
 
 
 def require_writable(folder: Path) -> None:
-    """Find out before hours of measuring whether their result can be kept. Raises `UserError` where it cannot."""
+    """Find out before hours of measuring whether their result can be kept. Raises `UserError` where
+    it cannot.
+    """
     trial = folder / f".{os.getpid()}"
     write_atomically(trial, "")
     trial.unlink(missing_ok=True)  # a program in another container may have the same number
@@ -256,18 +262,24 @@ def write_atomically(path: Path, text: str) -> None:
         with replacing(path) as scratch:
             scratch.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
+        raise UserError(
+            f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder"
+        ) from None
 
 
 def format_json(values: Mapping[str, object]) -> str:
-    """One line per entry, window of the traces and layer of experts: made to be read and compared by people."""
+    """One line per entry, window of the traces and layer of experts: made to be read and compared
+    by people.
+    """
     texts = {key: json.dumps(value) for key, value in values.items()}
     if isinstance(traces := values.get("traces"), list | tuple):
         texts["traces"] = _by_rows(traces)
     if isinstance(uses := values.get("expert_uses"), dict):
         rows = _by_rows(uses["uses_LE"])
         texts["expert_uses"] = f'{{"num_rows": {uses["num_rows"]}, "uses_LE": {rows}}}'
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
+    return (
+        "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
+    )
 
 
 def _by_rows(rows: Iterable[object]) -> str:
@@ -276,7 +288,9 @@ def _by_rows(rows: Iterable[object]) -> str:
 
 def _why_not(path: Path, identity: Identity) -> str:
     try:
-        return f"the one at hand has {'; '.join(identity.differences(parse_profile(path).identity))}"
+        return (
+            f"the one at hand has {'; '.join(identity.differences(parse_profile(path).identity))}"
+        )
     except UserError as error:
         return f"the one at hand is of no use ({error})"
 
@@ -286,12 +300,14 @@ def parse_profile(path: Path) -> Profile:
     try:
         values = read_object(path, _AGAIN)
     except OSError as error:
-        raise UserError(f"cannot read the profile {path} ({error.strerror}): check the path") from None
+        raise UserError(
+            f"cannot read the profile {path} ({error.strerror}): check the path"
+        ) from None
     found = values.pop("schema", None)
-    if found == _WITHOUT_YIELDS:
-        values["grown"] = []
-    elif found != SCHEMA:
-        raise UserError(f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}")
+    if found != SCHEMA:
+        raise UserError(
+            f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}"
+        )
     try:
         profile = _build(values)
         _check(profile)
@@ -302,10 +318,13 @@ def parse_profile(path: Path) -> Profile:
 
 def _build(values: dict[str, Any]) -> Profile:
     """Nested dataclasses from nested objects; a key too many or too few is a `TypeError`."""
-    identity, costs = values["identity"], {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
+    identity = values["identity"]
+    costs = {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
     parts: dict[str, Any] = {
         "identity": Identity(**{**identity, "machine": Machine(**identity["machine"])}),
-        "costs": Costs(**{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}),
+        "costs": Costs(
+            **{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}
+        ),
         "dynamic_yields": tuple(DynamicYield(**one) for one in values.pop("grown")),
         "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
     }
@@ -319,38 +338,75 @@ def _expert_uses(uses_LE: list[list[int]], num_rows: int) -> ExpertUses:
     """Checked, since pools and plans are sized by it. Raises `ValueError`."""
     ensure(0 < len(uses_LE) <= _MOST_LAYERS, f"expert_uses must have 1 to {_MOST_LAYERS} layers")
     num_experts = len(uses_LE[0])
-    ensure(0 < num_experts <= _MOST_EXPERTS, f"expert_uses must have 1 to {_MOST_EXPERTS} experts in a layer")
-    ensure(all(len(uses) == num_experts for uses in uses_LE), "every layer of expert_uses must have as many experts")
-    ensure(all(type(count) is int for count in (num_rows, *chain(*uses_LE))), "expert_uses must be whole numbers")
+    ensure(
+        0 < num_experts <= _MOST_EXPERTS,
+        f"expert_uses must have 1 to {_MOST_EXPERTS} experts in a layer",
+    )
+    ensure(
+        all(len(uses) == num_experts for uses in uses_LE),
+        "every layer of expert_uses must have as many experts",
+    )
+    ensure(
+        all(type(count) is int for count in (num_rows, *chain(*uses_LE))),
+        "expert_uses must be whole numbers",
+    )
     ensure(0 < num_rows < 2**63, "expert_uses must be of some rows")
-    ensure(all(0 <= count <= num_rows for count in chain(*uses_LE)), "an expert is used at most once for each row")
+    ensure(
+        all(0 <= count <= num_rows for count in chain(*uses_LE)),
+        "an expert is used at most once for each row",
+    )
     return ExpertUses(tuple(map(tuple, uses_LE)), num_rows)
 
 
 def _curve(value: dict[str, Any]) -> Curve:
-    sizes, seconds = value["sizes"], value["seconds"]
-    ensure(0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes)), "a curve needs rising sizes, each a time")
+    sizes = value["sizes"]
+    seconds = value["seconds"]
+    ensure(
+        0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes)),
+        "a curve needs rising sizes, each a time",
+    )
     return Curve(tuple(map(int, sizes)), tuple(map(float, seconds)))
 
 
 def _check(profile: Profile) -> None:
-    """Values that would make nonsense of a choice. Raises `ValueError`, or `UserError` for the acceptance vector."""
+    """Values that would make nonsense of a choice. Raises `ValueError`, or `UserError` for the
+    acceptance vector.
+    """
+    proofs = profile.identity.proofs.values()
+    ensure(
+        all(isinstance(text, str) for own in proofs for text in own.values()),
+        "proofs must be texts by name",
+    )
     check_acceptance(profile.acceptance)
     costs = profile.costs
     times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
     ensure(all(0 < time < float("inf") for time in times), "times and rates must be positive")
     ensure(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
     ensure(0 <= costs.overlap_penalty <= 1, "friction must lie in [0, 1]")
-    ensure(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
-    ensure(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
+    ensure(
+        len(profile.standard_error) == len(profile.acceptance),
+        "one standard error per acceptance entry",
+    )
+    ensure(
+        all(0 <= error <= 1 for error in profile.standard_error),
+        "standard errors must lie in [0, 1]",
+    )
     ensure(0 < profile.smoothing < float("inf"), "smoothing must be positive")
     ensure(0 < profile.num_threads <= _MOST_THREADS, f"num_threads must lie in 1..{_MOST_THREADS}")
     for one in profile.dynamic_yields:
         ensure(one.num_nodes <= MAX_TREE_NODES, f"trees have at most {MAX_TREE_NODES} nodes")
-        ensure(1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
-        ensure(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
+        ensure(
+            1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that"
+        )
+        ensure(
+            1 <= one.tokens_per_sweep <= one.depth + 1,
+            "a sweep yields one token, and one more for every level",
+        )
     ranks = {rank for trace in profile.traces for rank in trace}
-    ensure(bool(ranks) and ranks <= set(range(-1, NUM_RANKS)), f"traces must hold ranks in -1..{NUM_RANKS - 1}")
+    ensure(
+        bool(ranks) and ranks <= set(range(-1, NUM_RANKS)),
+        f"traces must hold ranks in -1..{NUM_RANKS - 1}",
+    )
 
 
 def _short(text: str) -> str:
@@ -358,7 +414,12 @@ def _short(text: str) -> str:
 
 
 def _brief(value: object) -> str:
-    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)
+    return value[:12] if isinstance(value, str) and len(value) == 32 else str(value)
 
 
-_SPOKEN = {"target": "target weights", "draft": "draft weights", "num_cores": "core count", "dtype": "compute type"}
+_SPOKEN = {
+    "target": "target model",
+    "draft": "draft model",
+    "num_cores": "core count",
+    "dtype": "compute type",
+}

@@ -1,25 +1,28 @@
 """Where a run has to fit: its budgets, and memory plans for trees of any size against them.
 
-Invariant: what is free is asked once, since loading takes some of it and it changes while trees are compared.
+Invariant: what is free is asked once, since loading takes some of it and it changes while trees are
+compared.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from offload.checkpoint.expert_sizes import ExpertShape
-from offload.config import ByteSize
+from offload.checkpoint.remembered import remembered
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import ExpertShape, model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory, shape_of
+from offload.memory.planner import ModelFiles, default_gpu_bytes, default_ram_bytes, plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, Rates
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
+from offload.units import ByteSize
 
 _ROOMY = 1 << 59
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class MemoryBudget:
     """What all memory plans of a run have in common; the fields are arguments of `plan_memory`."""
 
     ram: int  # a `ByteSize` where the user gave it
@@ -32,10 +35,13 @@ class Room:
     rates: Rates | None = None  # of the machine, where they are known
 
     @classmethod
-    def of(cls, options: LoadOptions, place: str | None = None) -> "Room":
-        """On this machine; `place` is where a device computes, None without one. A budget that is not given is free."""
+    def of(cls, options: LoadOptions, place: str | None = None) -> "MemoryBudget":
+        """On this machine; `place` is where a device computes, None without one. A budget that is
+        not given is free.
+        """
         ram = None if options.ram is None else ByteSize.parse(options.ram, "`ram`")
-        gpu = None if options.gpu_memory is None else ByteSize.parse(options.gpu_memory, "`gpu_memory`")
+        gpu = options.gpu_memory
+        gpu = None if gpu is None else ByteSize.parse(gpu, "`gpu_memory`")
         return cls(
             ram=default_ram_bytes() if ram is None else ram,
             gpu=default_gpu_bytes(place) if gpu is None and place is not None else gpu,
@@ -47,21 +53,34 @@ class Room:
             rates=USUAL_GPU if place is not None and options.ranks is None else None,
         )
 
-    def plan(self, files: Files, num_nodes: int) -> MemoryPlan:
+    def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
         """Memory for trees of so many nodes. Raises `UserError` where there is too little."""
-        return plan_memory(files, num_nodes=num_nodes, **asdict(self))
+        return _planned(files.target, files.draft, self, num_nodes)
 
-    def experts_of(self, files: Files) -> ExpertShape | None:
+    def experts_of(self, files: ModelFiles) -> ExpertShape | None:
         """The target's routed experts, if they come one by one in this room, where that is settled."""
-        return shape_of(files.target, self.dtype).experts if self.experts == "demand" else None
+        return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
 
-    def roomy(self) -> "Room":
+    def roomy(self) -> "MemoryBudget":
         """However much memory there is, to see what everything but layers takes."""
         return replace(self, ram=_ROOMY, gpu=self.gpu and _ROOMY)
 
-    def traffic(self, files: Files, num_nodes: int, hardware: Hardware | None = None) -> Traffic | None:
+    def traffic(
+        self, files: ModelFiles, num_nodes: int, hardware: Hardware | None = None
+    ) -> Traffic | None:
         """What a sweep moves with trees of so many nodes; None where memory has no room for them."""
         try:
             return Traffic.of(self.plan(files, num_nodes), hardware)
         except UserError:
             return None
+
+
+@remembered
+def _planned(
+    target: Checkpoint, draft: Checkpoint | None, room: MemoryBudget, num_nodes: int
+) -> MemoryPlan:
+    """One plan is asked for by many: by drafts that are compared, by trees, and by what is said of
+    them.
+    """
+    own = {field.name: getattr(room, field.name) for field in fields(room)}
+    return plan_memory(ModelFiles(target, draft), num_nodes=num_nodes, **own)

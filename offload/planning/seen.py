@@ -1,9 +1,11 @@
-"""What passes of many texts have taken and brought: costs and acceptance as they are, not as a second's trial had them.
+"""What passes of many texts have taken and brought: costs and acceptance as they are, not as a
+second's trial had them.
 
-A trial at start runs one layer again and again, whose weights then lie in the processor's cache, for one text and with
-no reader beside it. Passes tell the rest: what computing takes by rows and number of texts, what drafting takes, how
-fast the link is where it is waited for, and how often guesses come true. Between sizes that were seen, and beyond them,
-what is known is scaled. No torch, no clock. Invariant: it holds no more than the last passes, since machines drift.
+A trial at start runs one layer again and again, whose weights then lie in the processor's cache,
+for one text and with no reader beside it. Passes tell the rest: what computing takes by rows and
+number of texts, what drafting takes, how fast the link is where it is waited for, and how often
+guesses come true. Between sizes that were seen, and beyond them, what is known is scaled. No torch,
+no clock. Invariant: it holds no more than the last passes, since machines drift.
 """
 
 import math
@@ -15,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offload.planning.cost_model import Costs, Curve, Prediction, draft_widths
-from offload.tree.topology import Floats, Shape
+from offload.trees.topology import Floats, Shape
 
 _MOST_SEEN = 48  # passes of one number of texts
 _MOST_OF_SIZE = 5  # ... of one number of rows: the last of them count
@@ -26,7 +28,7 @@ _MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # times as many as 
 _ASSUMED_TREES = 32  # that what was assumed counts for
 
 
-class Pass(NamedTuple):
+class ObservedPass(NamedTuple):
     """One over the weights, in which each text had a tree and no prompt was taken in."""
 
     shapes: Sequence[Shape]  # of the texts
@@ -48,18 +50,18 @@ class Pass(NamedTuple):
 
 
 @dataclass
-class SeenPasses:
+class ObservedPasses:
     """The last passes, by how many texts shared them."""
 
     num_passes: int = 0  # in all
-    _passes: dict[int, deque[Pass]] = field(default_factory=dict)
+    _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
 
-    def add(self, one: Pass) -> None:
+    def add(self, one: ObservedPass) -> None:
         """A pass is over."""
         self.num_passes += 1
         self._passes.setdefault(len(one.shapes), deque(maxlen=_MOST_SEEN)).append(one)
 
-    def among(self, num_texts: int) -> Sequence[Pass]:
+    def among(self, num_texts: int) -> Sequence[ObservedPass]:
         """Those of so many texts; of the nearest number where there are none."""
         if not self._passes:
             return ()
@@ -81,19 +83,22 @@ class SeenPasses:
         return replace(
             known,
             compute_s=_scaled(known.compute_s, ratios),
-            draft_step_s=Curve(known.draft_step_s.sizes, tuple(drafted * one for one in known.draft_step_s.seconds)),
+            draft_step_s=Curve(
+                known.draft_step_s.sizes, tuple(drafted * one for one in known.draft_step_s.seconds)
+            ),
             link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
         )
 
     def pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
         """The best one, once its neighbours are known that might be better.
 
-        Computing takes no less for more rows, and for fewer no less than their share: what is known of the best one
-        bounds what its neighbours can be; and a link that was never waited for may be as fast as one likes. So mistakes
-        at sizes that were not seen do not last.
+        Computing takes no less for more rows, and for fewer no less than their share: what is known
+        of the best one bounds what its neighbours can be; and a link that was never waited for may
+        be as fast as one likes. So mistakes at sizes that were not seen do not last.
         """
         passes = self._passes.get(num_texts, ())
-        best, times = ranked[0], Counter(one.num_rows for one in passes)
+        best = ranked[0]
+        times = Counter(one.num_rows for one in passes)
         if not times or times[num_texts * best.shape.num_nodes] < _TRIED:
             return best
         of_size = {one.shape.num_nodes: one for one in reversed(ranked)}
@@ -101,7 +106,9 @@ class SeenPasses:
         place = sizes.index(best.shape.num_nodes)
         for size in sizes[max(0, place - 1) : place + 2]:
             is_known = times[num_texts * size] >= _TRIED
-            least_s = _at_best_s(of_size[size], best, is_link_known=any(one.has_waited for one in passes))
+            least_s = _at_best_s(
+                of_size[size], best, is_link_known=any(one.has_waited for one in passes)
+            )
             if not is_known and least_s * _WORTH_TRYING < best.s_per_token:
                 return of_size[size]
         return best
@@ -123,11 +130,16 @@ class SeenPasses:
             return p_K
         assumed = {shape: expected(p_K, shape) for shape in times}
         scale = _ASSUMED_TREES / times.total()
-        wanted = gained.total() + scale * sum(count * assumed[shape] for shape, count in times.items())
-        most = 1 / (1 - p_K[0] + p_K[1]) if p_K.size > 1 and p_K[0] < 1 else 1.0  # or the first rank were not the first
+        wanted = gained.total() + scale * sum(
+            count * assumed[shape] for shape, count in times.items()
+        )
+        # or the first rank were not the first
+        most = 1 / (1 - p_K[0] + p_K[1]) if p_K.size > 1 and p_K[0] < 1 else 1.0
 
         def error(misses: float) -> float:
-            told = sum(count * expected(with_misses(p_K, misses), shape) for shape, count in times.items())
+            told = sum(
+                count * expected(with_misses(p_K, misses), shape) for shape, count in times.items()
+            )
             return abs(math.log((1 + scale) * told / wanted))
 
         return with_misses(p_K, min((one for one in _MISSES if one <= most), key=error))
@@ -146,8 +158,11 @@ def _at_best_s(one: Prediction, best: Prediction, *, is_link_known: bool) -> flo
     return step.total_s / one.tokens_per_sweep
 
 
-def _by_rows(passes: Sequence[Pass], seconds: Callable[[Pass], float]) -> dict[int, float]:
-    """Of each number of rows the least of the last few, and of more rows: whatever else happens makes a pass late.
+def _by_rows(
+    passes: Sequence[ObservedPass], seconds: Callable[[ObservedPass], float]
+) -> dict[int, float]:
+    """Of each number of rows the least of the last few, and of more rows: whatever else happens
+    makes a pass late.
 
     Of those that came but once only where none came twice.
     """
@@ -155,27 +170,41 @@ def _by_rows(passes: Sequence[Pass], seconds: Callable[[Pass], float]) -> dict[i
     for one in passes:
         found.setdefault(one.num_rows, []).append(seconds(one))
     most = min(_TRIED, max(map(len, found.values())))
-    least = {rows: min(times[-_MOST_OF_SIZE:]) for rows, times in found.items() if len(times) >= most}
+    least = {
+        rows: min(times[-_MOST_OF_SIZE:]) for rows, times in found.items() if len(times) >= most
+    }
     return {rows: min(one for more, one in least.items() if more >= rows) for rows in least}
 
 
 def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
-    """By ratios at some sizes; between these they go with the logarithm of the size. Never falling, as any curve."""
+    """By ratios at some sizes; between these they go with the logarithm of the size. Never falling,
+    as any curve.
+    """
     sizes = sorted({*curve.sizes, *ratio_at})
     known = sorted(ratio_at)
     ratios = np.interp(np.log(sizes), np.log(known), [ratio_at[size] for size in known])
-    seconds = np.maximum.accumulate([ratio * curve.at(size) for ratio, size in zip(ratios, sizes, strict=True)])
+    seconds = np.maximum.accumulate(
+        [ratio * curve.at(size) for ratio, size in zip(ratios, sizes, strict=True)]
+    )
     return Curve(tuple(sizes), tuple(seconds.tolist()))
 
 
-def _draft_s(costs: Costs, one: Pass) -> float:
+def _draft_s(costs: Costs, one: ObservedPass) -> float:
     """Texts draft together, as `step_time` has it."""
-    return sum(costs.draft_step_s.at(len(one.shapes) * width) for width in draft_widths(one.shapes[0]))
+    return sum(
+        costs.draft_step_s.at(len(one.shapes) * width) for width in draft_widths(one.shapes[0])
+    )
 
 
-def _link_bytes_per_s(passes: Sequence[Pass], known: float, slots_bytes: int) -> float:
-    """As fast as it was where it was waited for, more than once, and never slower than any pass has shown it to be."""
-    rates = [max(one.num_bytes / (one.draft_s + one.sweep_s), (one.num_bytes - slots_bytes) / one.sweep_s)
-             for one in passes]  # fmt: skip
+def _link_bytes_per_s(passes: Sequence[ObservedPass], known: float, slots_bytes: int) -> float:
+    """As fast as it was where it was waited for, more than once, and never slower than any pass has
+    shown it to be.
+    """
+    rates = [
+        max(
+            one.num_bytes / (one.draft_s + one.sweep_s), (one.num_bytes - slots_bytes) / one.sweep_s
+        )
+        for one in passes
+    ]
     waited = [rate for rate, one in zip(rates, passes, strict=True) if one.has_waited]
     return max(waited[-_MOST_OF_SIZE:]) if len(waited) >= _TRIED else max(known, *rates)

@@ -1,8 +1,10 @@
-"""Who gets how much of a model that several ranks run: fractions of every layer, or layers in a row.
+"""Who gets how much of a model that several ranks run: fractions of every layer, or layers in a
+row.
 
-A rank streams what does not stay in its memory, over its own link, while all ranks compute. Hence within T seconds it
-manages (m + l T) / B of B bytes, and the shares are those of the least T at which all of them make up the whole; what a
-rank holds besides in proportion to its share (slots, keys and values) is counted with it. No torch, no clock.
+A rank streams what does not stay in its memory, over its own link, while all ranks compute. Hence
+within T seconds it manages (m + l T) / B of B bytes, and the shares are those of the least T at
+which all of them make up the whole; what a rank holds besides in proportion to its share (slots,
+keys and values) is counted with it. No torch, no clock.
 
 Invariant: fractions add up to 1; stages follow each other, cover all layers, and none is empty.
 """
@@ -15,9 +17,9 @@ from itertools import accumulate
 from operator import add, itemgetter
 from typing import Any, NamedTuple
 
-from offload.config import format_bytes
 from offload.errors import UserError
 from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS, MemoryPlan
+from offload.units import format_bytes
 
 _HALVINGS = 60  # of an interval of seconds: more digits than a float64 has
 _LONGEST_S = 1e12  # that a pass could take
@@ -28,9 +30,11 @@ Cuts = dict[int, tuple[Cost, tuple[range, ...]]]  # by the layers that are taken
 class RankCapacity(NamedTuple):
     """What one rank has for its part of the layers."""
 
-    memory_bytes: int  # where layers are computed, for those that stay, for slots, and for keys and values
+    # where layers are computed, for those that stay, for slots, and for keys and values
+    memory_bytes: int
     link_bytes_per_s: float  # at which the others arrive there
-    compute_s: float = 0.0  # that this rank alone would need to compute all layers in one pass; 0 is not known
+    # that this rank alone would need to compute all layers in one pass; 0 is not known
+    compute_s: float = 0.0
     host_bytes: int = 0  # of pinned memory at the other end of that link
     disk_bytes_per_s: float = math.inf  # for what does not lie there either
     name: str = ""  # that refusals call it by, if not by its number
@@ -39,7 +43,9 @@ class RankCapacity(NamedTuple):
     def beside(
         cls, held: MemoryPlan, kv_bytes: int, *, ram_bytes: int, gpu_bytes: int | None, **more: Any
     ) -> "RankCapacity":
-        """Of a rank that keeps what a plan holds beside layers, and `kv_bytes` of keys and values; `more`: fields."""
+        """Of a rank that keeps what a plan holds beside layers, and `kv_bytes` of keys and values;
+        `more`: fields.
+        """
         held_bytes = held.fixed_bytes - held.kv_bytes + kv_bytes
         if gpu_bytes is None:
             return cls(ram_bytes - held_bytes, **more)
@@ -72,19 +78,23 @@ class Load:
 
 
 def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, ...]:
-    """The share of every layer that each rank gets, so that the slowest one is done as early as can be.
+    """The share of every layer that each rank gets, so that the slowest one is done as early as can
+    be.
 
-    Where all of it stays in memory, shares go by computing, and by memory where nothing is known of computing.
-    Raises `UserError` where all ranks together have no room for two slots.
+    Where all of it stays in memory, shares go by computing, and by memory where nothing is known of
+    computing. Raises `UserError` where all ranks together have no room for two slots.
     """
     _check(ranks)
     most = [_most_share(rank, load, _LONGEST_S) for rank in ranks]
     if sum(most) < 1:
         needed_bytes = load.least_slots_bytes + load.kv_bytes
         room_bytes = sum(max(0, rank.memory_bytes) for rank in ranks)
-        has, least = format_bytes(room_bytes), format_bytes(needed_bytes)
+        has = format_bytes(room_bytes)
+        least = format_bytes(needed_bytes)
         what = f"all ranks together have {has} for layers, and {least} is the least that works"
-        raise UserError(f"{what}: give them {format_bytes(needed_bytes - room_bytes)} more, or lower `context`")
+        raise UserError(
+            f"{what}: give them {format_bytes(needed_bytes - room_bytes)} more, or lower `context`"
+        )
     seconds = _least(lambda limit_s: sum(_most_share(rank, load, limit_s) for rank in ranks) >= 1)
     shares = [_most_share(rank, load, seconds) for rank in ranks]
     return tuple(share / sum(shares) for share in shares)
@@ -97,15 +107,19 @@ def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
 
 
 def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]:
-    """Layers of each rank, such that the slowest stage takes as little time as can be, then all of them together.
+    """Layers of each rank, such that the slowest stage takes as little time as can be, then all of
+    them together.
 
-    What that leaves open is evened out by memory. Raises `UserError` where there are more ranks than layers, or where
-    memory is too small for any such cut.
+    What that leaves open is evened out by memory. Raises `UserError` where there are more ranks
+    than layers, or where memory is too small for any such cut.
     """
     _check(ranks)
-    num_layers, ends = len(load.layer_bytes), [0, *accumulate(load.layer_bytes)]
+    num_layers = len(load.layer_bytes)
+    ends = [0, *accumulate(load.layer_bytes)]
     if len(ranks) > num_layers:
-        raise UserError(f"{len(ranks)} stages need as many layers, got {num_layers}: take fewer ranks")
+        raise UserError(
+            f"{len(ranks)} stages need as many layers, got {num_layers}: take fewer ranks"
+        )
 
     def seconds(rank: int, layers: range) -> Cost:
         return (_stage_s(ranks[rank], load, ends[layers.stop] - ends[layers.start]),)
@@ -114,7 +128,8 @@ def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]
         own_s, own_bytes = *seconds(rank, layers), ends[layers.stop] - ends[layers.start]
         if own_s > slowest_s:
             return math.inf, math.inf
-        fullness = own_bytes**2 / max(1, ranks[rank].memory_bytes)  # least in sum where all are equally full
+        # least in sum where all are equally full
+        fullness = own_bytes**2 / max(1, ranks[rank].memory_bytes)
         return round(own_s / slowest_s, 9) if slowest_s else 0.0, fullness
 
     (slowest_s,), _ = _best_cut(len(ranks), num_layers, seconds, max)
@@ -138,19 +153,27 @@ def _stage_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
 
 
 def _best_cut(
-    num_ranks: int, num_layers: int, cost: Callable[[int, range], Cost], join: Callable[[Cost, Cost], Cost]
+    num_ranks: int,
+    num_layers: int,
+    cost: Callable[[int, range], Cost],
+    join: Callable[[Cost, Cost], Cost],
 ) -> tuple[Cost, tuple[range, ...]]:
-    """The least joined cost of ranks that take consecutive layers, one at least each, and who takes which.
+    """The least joined cost of ranks that take consecutive layers, one at least each, and who takes
+    which.
 
-    By dynamic programming: to take as many as one may from the first rank on is not best where layers are uneven, since
-    the last ones must not be left without any.
+    By dynamic programming: to take as many as one may from the first rank on is not best where
+    layers are uneven, since the last ones must not be left without any.
     """
-    best: Cuts = {hi: (cost(0, range(hi)), (range(hi),)) for hi in range(1, num_layers - num_ranks + 2)}
+    best: Cuts = {
+        hi: (cost(0, range(hi)), (range(hi),)) for hi in range(1, num_layers - num_ranks + 2)
+    }
     for rank in range(1, num_ranks):
         cuts: Cuts = {}
         for hi in range(rank + 1, num_layers - num_ranks + rank + 2):
             own = [
-                (join(best[lo][0], cost(rank, range(lo, hi))), (*best[lo][1], range(lo, hi))) for lo in best if lo < hi
+                (join(best[lo][0], cost(rank, range(lo, hi))), (*best[lo][1], range(lo, hi)))
+                for lo in best
+                if lo < hi
             ]
             cuts[hi] = min(own, key=itemgetter(0))
         best = cuts
@@ -164,13 +187,16 @@ def _sum(one: Cost, other: Cost) -> Cost:
 def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
     least_bytes = load.least_slots_bytes + load.kv_bytes * max(load.layer_bytes) // load.num_bytes
     worst, rank = min(enumerate(ranks), key=lambda pair: pair[1].memory_bytes)
-    has, least = format_bytes(rank.memory_bytes), format_bytes(least_bytes)
+    has = format_bytes(rank.memory_bytes)
+    least = format_bytes(least_bytes)
     what = f"rank {rank.name or worst} has {has} for layers, and two slots with a layer's keys and values take {least}"
     return UserError(f"{what}: give it {format_bytes(least_bytes - rank.memory_bytes)} more")
 
 
 def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:
-    """With `own_bytes` of layers; beside those that stay a rank holds `kv_bytes`, or `held_bytes` if it streams."""
+    """With `own_bytes` of layers; beside those that stay a rank holds `kv_bytes`, or `held_bytes`
+    if it streams.
+    """
     if own_bytes + kv_bytes <= rank.memory_bytes * (1 + 1e-12):  # by rounding it may be more
         return 0.0
     streamed_bytes = own_bytes - max(0.0, rank.memory_bytes - held_bytes)
@@ -179,10 +205,14 @@ def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: f
 
 
 def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
-    """The largest share that a rank manages within `limit_s`, at most 1; it never falls as time rises."""
-    memory_bytes, carried_bytes = max(0, rank.memory_bytes), _carried_bytes(rank, limit_s)
+    """The largest share that a rank manages within `limit_s`, at most 1; it never falls as time
+    rises.
+    """
+    memory_bytes = max(0, rank.memory_bytes)
+    carried_bytes = _carried_bytes(rank, limit_s)
     whole_bytes = load.num_bytes + load.kv_bytes
-    with_slots = (memory_bytes + carried_bytes) / (whole_bytes + load.slots_bytes)  # something stays beside the slots
+    # something stays beside the slots
+    with_slots = (memory_bytes + carried_bytes) / (whole_bytes + load.slots_bytes)
     streamed = max(carried_bytes / load.num_bytes, with_slots)
     least_bytes = load.least_slots_bytes + load.kv_bytes
     room = memory_bytes / least_bytes if least_bytes else math.inf
@@ -191,7 +221,9 @@ def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
 
 
 def _carried_bytes(rank: RankCapacity, limit_s: float) -> float:
-    """What reaches a rank within `limit_s`: no more than its link carries, and than there is at the other end."""
+    """What reaches a rank within `limit_s`: no more than its link carries, and than there is at the
+    other end.
+    """
     carried_bytes = rank.link_bytes_per_s * limit_s
     if math.isinf(rank.disk_bytes_per_s):
         return carried_bytes
@@ -204,7 +236,8 @@ def _least(holds: Callable[[float], bool]) -> float:
         return 0.0
     lo = _LONGEST_S
     while holds(lo) and lo > 1e-12:
-        hi, lo = lo, lo / 2
+        hi = lo
+        lo = lo / 2
     for _ in range(_HALVINGS):
         middle = (lo + hi) / 2
         lo, hi = (lo, middle) if holds(middle) else (middle, hi)
@@ -213,6 +246,8 @@ def _least(holds: Callable[[float], bool]) -> float:
 
 def _check(ranks: Sequence[RankCapacity]) -> None:
     assert ranks, "there is one rank at least"
-    assert all(rank.link_bytes_per_s > 0 and rank.compute_s >= 0 for rank in ranks), "a link carries something"
+    assert all(rank.link_bytes_per_s > 0 and rank.compute_s >= 0 for rank in ranks), (
+        "a link carries something"
+    )
     known = [rank.compute_s > 0 for rank in ranks]
     assert all(known) or not any(known), "computing is known of all ranks or of none"

@@ -1,9 +1,12 @@
-"""What changes a text's logits by its own past, before anything is drawn: penalties of what was said, and biases.
+"""What changes a text's logits by its own past, before anything is drawn: penalties of what was
+said, and biases.
 
-A row of a tree has a past of its own: the committed tokens, then those of its path. Draft and target adjust their
-logits by the same past, so guesses stay as good as they were, and any rule is exact for the adjusted target.
+A row of a tree has a past of its own: the committed tokens, then those of its path. Draft and
+target adjust their logits by the same past, so guesses stay as good as they were, and any rule is
+exact for the adjusted target.
 
-Invariant: what becomes of a row depends on its past alone, bit for bit, and not on which part of it is committed.
+Invariant: what becomes of a row depends on its past alone, bit for bit, and not on which part of it
+is committed.
 """
 
 from collections import Counter
@@ -13,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.config import Sampling
+from offload.units import Sampling
 
 Send = Callable[[Tensor], Tensor]
 
@@ -36,7 +39,8 @@ class Adjustment(Protocol):
         """Other logits, float32, and never in place.
 
         Args:
-            paths: for every row the tokens behind the accepted ones, down to the row itself; they may be any tokens.
+            paths: for every row the tokens behind the accepted ones, down to the row itself; they
+                may be any tokens.
             send: brings a tensor of the host to where logits are.
         """
 
@@ -48,10 +52,11 @@ class Adjustment(Protocol):
 class Penalties:
     """Biases and penalties of `Sampling`, in this order.
 
-    A bias is added, as transformers' `SequenceBiasLogitsProcessor` does. Tokens of the prompt or the new text then have
-    positive logits divided and others multiplied by the repeat penalty, as its `RepetitionPenaltyLogitsProcessor` does.
-    At last a token that is new text `num` times loses num * frequency + (num > 0) * presence, as OpenAI documents it.
-    Tokens of the past are few beside the vocabulary, so only theirs are looked at.
+    A bias is added, as transformers' `SequenceBiasLogitsProcessor` does. Tokens of the prompt or
+    the new text then have positive logits divided and others multiplied by the repeat penalty, as
+    its `RepetitionPenaltyLogitsProcessor` does. At last a token that is new text `num` times loses
+    num * frequency + (num > 0) * presence, as OpenAI documents it. Tokens of the past are few
+    beside the vocabulary, so only theirs are looked at.
     """
 
     is_over = False
@@ -59,12 +64,17 @@ class Penalties:
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         pairs = dict(sampling.logit_bias)
-        self._biased_C, self._bias_C = torch.tensor([*pairs], dtype=torch.long), torch.tensor([*pairs.values()])
+        self._biased_C, self._bias_C = (
+            torch.tensor([*pairs], dtype=torch.long),
+            torch.tensor([*pairs.values()]),
+        )
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Tokens of the prompt count as said, but not as new."""
-        self._num_new = Counter[int](dict.fromkeys(prompt_ids, 0) if self._sampling.repeat_penalty != 1 else {})
+        self._num_new = Counter[int](
+            dict.fromkeys(prompt_ids, 0) if self._sampling.repeat_penalty != 1 else {}
+        )
         self._said_C: Tensor | None = None  # of `_num_new` as tensors, made when they are asked for
         self._num_C = torch.empty(0, dtype=torch.long)
 
@@ -73,7 +83,9 @@ class Penalties:
         self._num_new.update(tokens)
         self._said_C = None
 
-    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay) -> Tensor:
+    def adjust(
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+    ) -> Tensor:
         """See `Adjustment`."""
         scores_TV = logits_TV.to(torch.float32, copy=True)
         scores_TV[:, send(self._biased_C)] += send(self._bias_C)
@@ -82,7 +94,8 @@ class Penalties:
             self._num_C = torch.tensor([*self._num_new.values()], dtype=torch.long)
         said_C, (row_R, token_R, num_R) = send(self._said_C), self._on_paths(paths)
         at_R = (send(row_R), send(token_R))
-        on_paths_R = self._penalised(scores_TV[at_R], send(self._lost(num_R)))  # of what is not penalised yet
+        # of what is not penalised yet
+        on_paths_R = self._penalised(scores_TV[at_R], send(self._lost(num_R)))
         scores_TV[:, said_C] = self._penalised(scores_TV[:, said_C], send(self._lost(self._num_C)))
         scores_TV[at_R] = on_paths_R
         return scores_TV
@@ -100,7 +113,10 @@ class Penalties:
     def _penalised(self, scores: Tensor, lost_C: Tensor) -> Tensor:
         """Scores (..., C) of tokens that were said, and what each loses for being new text."""
         how = self._sampling
-        return torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty) - lost_C
+        return (
+            torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty)
+            - lost_C
+        )
 
     def _lost(self, num_C: Tensor) -> Tensor:
         """By tokens that are new text so many times."""

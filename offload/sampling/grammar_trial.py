@@ -1,9 +1,11 @@
-"""Compile a grammar that a stranger has written, in a process of its own: `python -P grammar_trial.py < grammar`.
+"""Compile a grammar that a stranger has written, in a process of its own: `python -P
+grammar_trial.py < grammar`.
 
-The compiler recurses along references without a bound of its own: a chain of some thousands ends the process that it
-runs in. Here it has half the stack that a thread has elsewhere, and a bound on time and memory. Prints what is wrong,
-in JSON, null if nothing is; an object of its `failure` where the compiler cannot be had. Invariant: nothing of the
-package is imported, so that it takes a tenth of a second.
+The compiler recurses along references without a bound of its own: a chain of some thousands ends
+the process that it runs in. Here it has half the stack that a thread has elsewhere, and a bound on
+time and memory. Prints what is wrong, in JSON, null if nothing is; an object of its `failure` where
+the compiler cannot be had. Invariant: nothing of the package is imported, so that it takes a tenth
+of a second.
 """
 
 import json
@@ -17,17 +19,24 @@ def main() -> None:
     """Read a grammar as llguidance takes it from standard input."""
     try:
         from llguidance import LLMatcher
-    except ImportError as error:  # of an installation that is not whole, or a path that only its parent has
+    # of an installation that is not whole, or a path that only its parent has
+    except ImportError as error:
         print(json.dumps({"failure": str(error)}))
         return
 
     if sys.platform != "win32":
         import resource
 
-        limits = {resource.RLIMIT_STACK: _STACK_BYTES, resource.RLIMIT_AS: _MEMORY_BYTES, resource.RLIMIT_CORE: 0}
+        limits = {
+            resource.RLIMIT_STACK: _STACK_BYTES,
+            resource.RLIMIT_AS: _MEMORY_BYTES,
+            resource.RLIMIT_CORE: 0,
+        }
         for what, most in limits.items():
             hard = resource.getrlimit(what)[1]
-            resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+            resource.setrlimit(
+                what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+            )
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(sys.stdin.read())
     print(json.dumps(messages[0] if is_wrong else None))
 

@@ -1,35 +1,226 @@
-"""An answer in the making: what the texts of a request have gained, in the words of OpenAI's protocol.
+"""An answer in the making: what the texts of a request have gained, in the words of OpenAI's
+protocol.
 
-One class for what chat and plain completions share, a subclass for each. Invariant: the chunks of a stream, put
-together, are the choices of the answer that is sent whole.
+One class for what chat and plain completions share, a subclass for each. Invariant: the chunks of a
+stream, put together, are the choices of the answer that is sent whole.
+
+Calls of tools in what a model writes: found in its text, in the forms that common models were
+taught.
+
+Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 an answer
+that is one such object (with `parameters`), Mistral a list of them. Invariant: text that turns out
+to be no call is handed out as text, and none of it is lost.
+
+Tokens by themselves, as clients are told of them: text, bytes, chances, and the tree that a pass
+has scored.
+
+A token's text alone may be half a character; its bytes are exact. Byte-level vocabularies write
+each byte as a character of their own (GPT-2's table), SentencePiece's write some as `<0xE6>` and a
+space as a block.
 """
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 from offload import __version__
 from offload.engine.generation import Generation
-from offload.engine.logprobs import TokenLogprob
-from offload.engine.ticket import Piece, Ticket
-from offload.server.logprobs import TokenNames
-from offload.server.protocol import Body, ChatBody
-from offload.server.refusal import closing
-from offload.server.tool_calls import ToolCalls
+from offload.engine.scheduler import TextPiece, Ticket
+from offload.engine.sequence import PassFigures, TokenLogprob
+from offload.engine.text import Tokenizer
+from offload.server.protocol import Body, ChatBody, closing
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+
+
+class ToolCalls:
+    """Takes one answer piece by piece. Without tools (`is_wanted` False) all is text."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._held = ""
+        self._is_begun = False
+        self._calls: list[dict[str, Any]] = []
+
+    def push(self, piece: str) -> str:
+        """Text that is no part of a call, as far as that is certain."""
+        if not self._is_wanted:
+            return piece
+        self._held += piece
+        if not self._is_begun and self._held.lstrip()[:1] in ("{", "[", ""):
+            return ""  # it may be a call as a whole; at the end that is known
+        self._is_begun = True
+        said = ""
+        while _OPEN in self._held:
+            before, _, rest = self._held.partition(_OPEN)
+            inner, close, after = rest.partition(_CLOSE)
+            said += before
+            self._held = _OPEN + rest
+            if not close:
+                return said
+            said += self._call_or_text(inner, _OPEN + inner + _CLOSE)
+            self._held = after
+        certain = len(self._held) - _num_begun(self._held)
+        said = said + self._held[:certain]
+        self._held = self._held[certain:]
+        return said.rstrip() if self._calls and not said.strip() else said
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is left of the text, and all calls."""
+        held = self._held
+        self._held = ""
+        if not self._is_wanted or not held:
+            return held, self._calls
+        inner = held.removeprefix(_OPEN)  # some leave the closing tag out
+        return self._call_or_text(inner, held), self._calls
+
+    def _call_or_text(self, inner: str, whole: str) -> str:
+        found = _read(inner)
+        self._calls += found
+        return "" if found else whole
+
+
+def _read(text: str) -> list[dict[str, Any]]:
+    """Calls in a text that is one, or a list of them; none where it is anything else."""
+    try:
+        value = json.loads(text)
+        values = value if isinstance(value, list) else [value]
+        pairs = [
+            (one["name"], one["arguments"] if "arguments" in one else one["parameters"])
+            for one in values
+        ]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+    if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in pairs):
+        return []
+    return [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        }
+        for name, arguments in pairs
+    ]
+
+
+def _num_begun(text: str) -> int:
+    """Characters at its end that a tag may begin with."""
+    return next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
+
+
+_SPACE = "\u2581"  # SentencePiece's
+_LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
+
+
+class TokenNames:
+    """What the tokens of one vocabulary are called; those that end a text are no part of it, and
+    not told of.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        # a tree has hundreds of tokens, and passes have trees
+        self.text = lru_cache(maxsize=1 << 14)(self._text)
+
+    def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """Of `TokenLogprob`s, as chat completions have them."""
+        return [
+            {
+                **self._named(one.token, one.logprob),
+                "top_logprobs": [self._named(*pair) for pair in one.top],
+            }
+            for one in logprobs
+            if one.token not in self._end_ids
+        ]
+
+    def of_completion(self, logprobs: Sequence[TokenLogprob], num_chars: int) -> dict[str, Any]:
+        """Of `TokenLogprob`s, as plain completions have them, behind so many characters of text."""
+        logprobs = [one for one in logprobs if one.token not in self._end_ids]
+        tokens = [self.text(one.token) for one in logprobs]
+        offsets = list[int]()
+        for token in tokens:
+            offsets.append(num_chars)
+            num_chars += len(token)
+        tops = [
+            {self.text(token): _finite(number) for token, number in one.top} for one in logprobs
+        ]
+        own = [_finite(one.logprob) for one in logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": own,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def told(self, passed: PassFigures) -> dict[str, Any]:
+        """What a pass did, for the page: its tree with the text of each node, and what it took."""
+        return {
+            "parents": passed.parents,
+            "tokens": [self.text(token) for token in passed.tokens],
+            "accepted": passed.accepted,
+            "num_texts": passed.num_texts,
+            "draft_s": passed.draft_s,
+            "sweep_s": passed.sweep_s,
+            "stall_s": passed.moved.stall_s,
+            "num_bytes": passed.moved.num_bytes,
+        }
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token adds to a text."""
+        raw = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if self._byte_of and all(char in self._byte_of for char in raw):
+            return bytes(self._byte_of[char] for char in raw)
+        if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
+            return bytes([int(raw[3:5], 16)])
+        return raw.replace(_SPACE, " ").encode()
+
+    def _text(self, token: int) -> str:
+        return self.bytes_of(token).decode(errors="replace")
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.text(token),
+            "logprob": _finite(logprob),
+            "bytes": list(self.bytes_of(token)),
+        }
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte that a character stands for; empty for vocabularies that do not write bytes so."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        is_byte_level = backend is None or "ByteLevel" in repr(backend.decoder)
+        return {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
 
 _FINGERPRINT = f"offload-{__version__}"
 
 
 class Answer:
-    """To one request, with a choice for each ticket. Raises what has ended a text wherever its end is asked for."""
+    """To one request, with a choice for each ticket. Raises what has ended a text wherever its end
+    is asked for.
+    """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
 
-    def __init__(self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str) -> None:
-        self._body, self._tickets, self._names = body, tickets, names
+    def __init__(
+        self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str
+    ) -> None:
+        self._body = body
+        self._tickets = tickets
+        self._names = names
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -41,10 +232,11 @@ class Answer:
         """Chunks before anything was written."""
         return []
 
-    def chunks(self, index: int, piece: Piece | None) -> list[dict[str, Any]]:
+    def chunks(self, index: int, piece: TextPiece | None) -> list[dict[str, Any]]:
         """Chunks for what a text has gained, or for its end."""
         if piece is None:
-            choices, passed = self._last(index, self._result(index)), None
+            choices = self._last(index, self._result(index))
+            passed = None
         else:
             choices = [choice for choice in [self._next(index, piece)] if choice is not None]
             passed = piece.last_pass if self._body.extension.passes else None
@@ -78,17 +270,20 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         results = [self._result(index) for index in range(len(self._tickets))]
-        firsts = results[:: self._body.num_choices]  # of each prompt; its other choices have read the same
+        # of each prompt; its other choices have read the same
+        firsts = results[:: self._body.num_choices]
         num_prompt = sum(one.stats.num_prompt_tokens for one in firsts)
         num_new = sum(len(one.token_ids) for one in results)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": sum(one.stats.num_kept_tokens for one in firsts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(one.stats.num_kept_tokens for one in firsts)
+            },
         }
 
-    def _next(self, index: int, piece: Piece) -> dict[str, Any] | None:
+    def _next(self, index: int, piece: TextPiece) -> dict[str, Any] | None:
         raise NotImplementedError
 
     def _silent(self, index: int) -> dict[str, Any]:
@@ -104,9 +299,13 @@ class Answer:
 class ChatAnswer(Answer):
     """Of /v1/chat/completions."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
-    def __init__(self, body: ChatBody, tickets: Sequence[Ticket], names: TokenNames, model_id: str) -> None:
+    def __init__(
+        self, body: ChatBody, tickets: Sequence[Ticket], names: TokenNames, model_id: str
+    ) -> None:
         super().__init__(body, tickets, names, model_id)
         self._calls = [ToolCalls(is_wanted=bool(body.tools_told)) for _ in tickets]
         self._has_logprobs = bool(body.logprobs)
@@ -117,12 +316,17 @@ class ChatAnswer(Answer):
         return [self._chunk([self._delta(index, delta)]) for index in range(len(self._tickets))]
 
     def _delta(
-        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _next(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        text, told = self._calls[index].push(piece.text), self._told(piece.logprobs)
+    def _next(self, index: int, piece: TextPiece) -> dict[str, Any] | None:
+        text = self._calls[index].push(piece.text)
+        told = self._told(piece.logprobs)
         return self._delta(index, {"content": text}, logprobs=told) if text or told else None
 
     def _silent(self, index: int) -> dict[str, Any]:
@@ -156,19 +360,29 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str) -> None:
+    def __init__(
+        self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str
+    ) -> None:
         super().__init__(body, tickets, names, model_id)
         self._num_chars = [0] * len(tickets)
 
     def _text(
-        self, index: int, text: str, reason: str | None = None, logprobs: Sequence[TokenLogprob] = ()
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        index: int,
+        text: str,
+        reason: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> dict[str, Any]:
         told = self._names.of_completion(logprobs, self._num_chars[index]) if logprobs else None
         self._num_chars[index] += sum(map(len, told["tokens"])) if told else 0
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
-    def _next(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        return self._text(index, piece.text, logprobs=piece.logprobs) if piece.text or piece.logprobs else None
+    def _next(self, index: int, piece: TextPiece) -> dict[str, Any] | None:
+        return (
+            self._text(index, piece.text, logprobs=piece.logprobs)
+            if piece.text or piece.logprobs
+            else None
+        )
 
     def _silent(self, index: int) -> dict[str, Any]:
         return self._text(index, "")

@@ -1,49 +1,224 @@
-"""The routes. Whatever they answer is in OpenAI's form, errors included; what they do is the engine's.
+"""The routes. Whatever they answer is in OpenAI's form, errors included; what they do is the
+engine's.
 
-The app is there before its engine, so that `/health` can say that the model is loading: until `app.state.engine` is
-set, all else is refused with 503. Invariant: no route waits in the server's own thread for what takes time.
+The app is there before its engine, so that `/health` can say that the model is loading: until
+`app.state.engine` is set, all else is refused with 503. Invariant: no route waits in the server's
+own thread for what takes time.
+
+Figures of an engine in Prometheus' text format, version 0.0.4: counters since the start, gauges of
+now.
+
+The chat page, and the headers under which a browser runs its one script and nothing else.
+
+Why hashes: they need no state between answers, and a page that was changed by accident does not run
+half. Invariant: the bytes that are sent are those that were hashed, and the page has one style and
+one script, without an address.
 """
 
+import base64
+import hashlib
+import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from offload.engine.service import Engine
-from offload.engine.ticket import Ticket
+from offload.declaration import Option, options_at
+from offload.engine.scheduler import Engine, EngineFigures, PassDone, Ticket
 from offload.errors import RunError
-from offload.server.answer import Answer, ChatAnswer, CompletionAnswer
-from offload.server.arrivals import Arrivals, ClientGone
-from offload.server.events import EventStream
-from offload.server.guard import Guard, answer
-from offload.server.logprobs import TokenNames
-from offload.server.metrics import MEDIA_TYPE, metrics_text
-from offload.server.orders import order_chat, order_completion
-from offload.server.page import page_route
-from offload.server.protocol import AnyBody, Body, ChatBody, CompletionBody, parse
-from offload.server.refusal import Refusal, loading, no_such_model, refusal_of
-from offload.server.settings import Settings
+from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
+from offload.server.network import Guard, answer
+from offload.server.protocol import (
+    AnyBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Refusal,
+    ServerSettings,
+    loading,
+    no_such_model,
+    order_chat,
+    order_completion,
+    parse,
+    refusal_of,
+)
+from offload.server.stream import Arrivals, ClientGone, EventStream
+from offload.units import Sampling
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_text(figures: EngineFigures) -> str:
+    """One family of lines for each figure; rates are of the passes of the last minute, and 0 where
+    there was none.
+    """
+    recent = figures.recent
+    span_s = sum(one.seconds for one in recent)
+    per_s = 1 / span_s if span_s else 0.0
+    num_texts = sum(one.num_texts for one in recent)
+    num_tokens = sum(one.num_tokens for one in recent)
+    outcomes = ("done", "cancelled", "failed", "refused")
+    families = [
+        ("requests_active", "gauge", "texts that are written", figures.num_active),
+        ("requests_waiting", "gauge", "requests that wait for a place", figures.num_waiting),
+        (
+            "prompt_tokens_total",
+            "counter",
+            "tokens of prompts that were begun",
+            figures.num_prompt_tokens,
+        ),
+        ("tokens_total", "counter", "new tokens", figures.num_tokens),
+        ("passes_total", "counter", "passes over the weights", figures.num_passes),
+        ("pass_seconds_total", "counter", "time in passes", figures.pass_s),
+        (
+            "link_bytes_total",
+            "counter",
+            "bytes of weights that passes have moved",
+            figures.moved.num_bytes,
+        ),
+        (
+            "link_wait_seconds_total",
+            "counter",
+            "time that computing waited for the link",
+            figures.moved.stall_s,
+        ),
+        (
+            "queue_wait_seconds_total",
+            "counter",
+            "time that requests waited before they were begun",
+            figures.waited_s,
+        ),
+        ("tokens_per_second", "gauge", "new tokens per second of passes", num_tokens * per_s),
+        (
+            "tokens_per_pass",
+            "gauge",
+            "new tokens of all texts per pass",
+            num_tokens / max(1, len(recent)),
+        ),
+        ("texts_per_pass", "gauge", "texts that share a pass", num_texts / max(1, len(recent))),
+        (
+            "link_bytes_per_second",
+            "gauge",
+            "bytes moved per second of passes",
+            _moved(recent) * per_s,
+        ),
+    ]
+    lines = [
+        line
+        for name, kind, what, value in families
+        for line in _family(name, kind, what, {"": value})
+    ]
+    totals = {
+        f'{{outcome="{outcome}"}}': getattr(figures, f"num_{outcome}") for outcome in outcomes
+    }
+    return "\n".join(
+        [
+            *lines,
+            *_family("requests_total", "counter", "requests by what became of them", totals),
+            "",
+        ]
+    )
+
+
+def _moved(recent: tuple[PassDone, ...]) -> int:
+    return sum(one.moved.num_bytes for one in recent)
+
+
+def _family(name: str, kind: str, what: str, values: dict[str, float]) -> list[str]:
+    samples = [f"offload_{name}{labels} {value:.10g}" for labels, value in values.items()]
+    return [f"# HELP offload_{name} {what}", f"# TYPE offload_{name} {kind}", *samples]
+
+
+_FILE = Path(__file__).with_name("page.html")
+_PLACE = "      <!-- options of drawing -->"
+
+
+class Page(NamedTuple):
+    """What is answered at `/`."""
+
+    body: bytes  # HTML in UTF-8
+    headers: dict[str, str]
+
+
+def read_page(path: Path = _FILE) -> Page:
+    """The page with the headers that go with it. Raises `ValueError` for a page of several scripts
+    or styles.
+    """
+    text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
+    text = text.replace(
+        _PLACE, "\n".join(_field(one) for one in options_at("page", Sampling).values())
+    )
+    script, style = (f"'sha256-{_hash_of(text, tag)}'" for tag in ("script", "style"))
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Page(text.encode(), headers)
+
+
+def _field(one: Option) -> str:
+    """A field of the settings for an option of drawing."""
+    low, high = one.page
+    step = "1" if one.kind is int else "any"
+    absent = "as the model suggests" if one.is_suggested else "a new one each time"
+    label = one.at("chat").capitalize()
+    bounds = f'min="{low}" max="{high}" step="{step}"'
+    return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
+
+
+def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """What answers `/`; the page is read now and once."""
+    page = read_page()
+
+    async def send(request: Request) -> Response:
+        return Response(page.body, headers=page.headers)
+
+    return send
+
+
+def _hash_of(text: str, tag: str) -> str:
+    """SHA-256 in base64 of the only element of that name, which must have no attributes."""
+    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    if len(bodies) != 1 or text.count(f"<{tag}") != 1:
+        raise ValueError(
+            f"the page must have one <{tag}> without attributes, found {text.count(f'<{tag}')}"
+        )
+    return base64.b64encode(hashlib.sha256(bodies[0].encode()).digest()).decode()
+
 
 _CLIENT_GONE = 499  # nginx's; nobody reads it
 
 
-def create_app(engine: Engine | None, settings: Settings) -> FastAPI:
-    """A server of one engine, for any ASGI server. With None the model is loading until `app.state.engine` is set."""
-    # Pages of documentation would load scripts from elsewhere; redirects would name the host that a client names.
+def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
+    """A server of one engine, for any ASGI server. With None the model is loading until
+    `app.state.engine` is set.
+    """
+    # Pages of documentation would load scripts from elsewhere; redirects would name the host that a
+    # client names.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.engine, app.state.settings, app.state.began_s = engine, settings, int(time.time())
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _no_route)
     for path, method, route in _ROUTES:
         app.add_api_route(path, _answering(route), methods=[method], response_model=None)
-    app.add_api_route("/", page_route(), methods=["GET", "HEAD"], response_model=None)  # while a model loads, too
+    # while a model loads, too
+    app.add_api_route("/", page_route(), methods=["GET", "HEAD"], response_model=None)
     return app
 
 
@@ -88,13 +263,17 @@ async def _model(request: HttpRequest) -> Response:
 
 async def _chat(request: HttpRequest) -> Response:
     body = await _read(request, ChatBody)
-    tickets = await to_thread.run_sync(order_chat, _engine(request), request.app.state.settings, body)
+    tickets = await to_thread.run_sync(
+        order_chat, _engine(request), request.app.state.settings, body
+    )
     return await _answer(request, body, tickets, ChatAnswer(body, tickets, *_named(request)))
 
 
 async def _completions(request: HttpRequest) -> Response:
     body = await _read(request, CompletionBody)
-    tickets = await to_thread.run_sync(order_completion, _engine(request), request.app.state.settings, body)
+    tickets = await to_thread.run_sync(
+        order_completion, _engine(request), request.app.state.settings, body
+    )
     return await _answer(request, body, tickets, CompletionAnswer(body, tickets, *_named(request)))
 
 
@@ -108,7 +287,9 @@ _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
 ]
 
 
-async def _answer(request: HttpRequest, body: Body, tickets: Sequence[Ticket], made: Answer) -> Response:
+async def _answer(
+    request: HttpRequest, body: Body, tickets: Sequence[Ticket], made: Answer
+) -> Response:
     headers = {"X-Ignored-Fields": ", ".join(body.ignored)} if body.ignored else {}
     if body.is_streamed:
         keep_alive_s = request.app.state.settings.keep_alive_s
@@ -123,7 +304,8 @@ async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
     """The body, checked. Raises `Refusal`."""
     _engine(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":  # a page of a stranger's can send any other kind without asking first
+    # a page of a stranger's can send any other kind without asking first
+    if media_type != "application/json":
         raise Refusal(415, "the body must be JSON: send it with `Content-Type: application/json`")
     body = parse(kind, await request.body())
     if isinstance(body, Body):
@@ -146,15 +328,24 @@ def _named(request: HttpRequest) -> tuple[TokenNames, str]:
     return state.names, state.settings.model_id
 
 
-def _check_model(model: str | None, settings: Settings) -> None:
+def _check_model(model: str | None, settings: ServerSettings) -> None:
     if model and model != settings.model_id:
         raise no_such_model(model, settings.model_id)
 
 
 def _model_card(request: HttpRequest) -> dict[str, Any]:
     state = request.app.state
-    card = {"id": state.settings.model_id, "object": "model", "created": state.began_s, "owned_by": "offload"}
-    return card if state.engine is None else {**card, "context_length": state.engine.decoder.plan.context}
+    card = {
+        "id": state.settings.model_id,
+        "object": "model",
+        "created": state.began_s,
+        "owned_by": "offload",
+    }
+    return (
+        card
+        if state.engine is None
+        else {**card, "context_length": state.engine.decoder.plan.context}
+    )
 
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
@@ -162,15 +353,25 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for these"
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
     what = f"{request.method} {path:.80}"
-    told = {404: f"Unknown request URL: {what}", 405: f"Not allowed to {what}"}.get(error.status_code, error.detail)
+    told = {404: f"Unknown request URL: {what}", 405: f"Not allowed to {what}"}.get(
+        error.status_code, error.detail
+    )
     return answer(Refusal(error.status_code, told, headers=dict(error.headers or {})))
 
 
 def _log(error: BaseException) -> None:
-    """Where a fault of ours lies; never what a client has sent, which an error's own words may quote."""
+    """Where a fault of ours lies; never what a client has sent, which an error's own words may
+    quote.
+    """
     if isinstance(error, RunError):
         print(f"offload: a request failed: {error}", file=sys.stderr, flush=True)
     elif refusal_of(error).code == "internal_error":
         frames = traceback.extract_tb(error.__traceback__)[-3:]
-        where = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
-        print(f"offload: a request failed: {type(error).__name__} at {where}", file=sys.stderr, flush=True)
+        where = " < ".join(
+            f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames)
+        )
+        print(
+            f"offload: a request failed: {type(error).__name__} at {where}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,23 +1,134 @@
 """Bodies of requests as OpenAI's protocol has them, checked field by field.
 
-A field that is not known is refused by name, as OpenAI does. What is known and without meaning here, or without harm
-if it is left out, is accepted, and its name is given back in a header.
+A field that is not known is refused by name, as OpenAI does. What is known and without meaning
+here, or without harm if it is left out, is accepted, and its name is given back in a header.
+
+What a client is told when it gets no answer: OpenAI's JSON form, with the status that fits.
+
+Invariant: 500 is a fault of this program or its disk alone, and never carries a traceback; what a
+client can mend has 400, with the rule, the value and the remedy.
+
+What a server is told once: whom it serves, as what, and how much it takes from them.
+
+From a body to requests of an engine: the one place that knows both vocabularies.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import ipaddress
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from offload.config import Sampling
 from offload.declaration import options_at
+from offload.engine.request import Request
+from offload.engine.scheduler import Closing, Engine, EngineFigures, QueueFull, Ticket
+from offload.errors import RunError, UserError
 from offload.sampling.grammar import Grammar, find_grammar
-from offload.server.refusal import Refusal
+from offload.units import Sampling
+
+_KINDS = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+_MOST_WAIT_S = 60
+
+
+class Refusal(Exception):  # noqa: N818
+    """A request that is not served, and why."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        # what it quotes need not be text that can be sent
+        message = message.encode(errors="backslashreplace").decode()
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Refusal:
+    """What a client is told of an error; what it cannot mend and none of ours foresaw stays untold."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, QueueFull):
+        return Refusal(
+            429, str(error), code="queue_full", headers={"Retry-After": str(_wait_s(figures))}
+        )
+    if isinstance(error, Closing):
+        return closing()
+    if isinstance(error, UserError):
+        return Refusal(400, str(error).replace("`max_new_tokens`", "`max_tokens`"))
+    if isinstance(error, RunError):  # whose words name files of this machine
+        return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
+    return Refusal(500, "the server failed, and its log says where", code="internal_error")
+
+
+def closing() -> Refusal:
+    """While the server ends."""
+    return Refusal(
+        503, "the server is closing: ask again later", code="closing", headers={"Retry-After": "10"}
+    )
+
+
+def loading() -> Refusal:
+    """While the model is read."""
+    return Refusal(
+        503, "the model is loading: ask again later", code="loading", headers={"Retry-After": "2"}
+    )
+
+
+def no_such_model(model: str, model_id: str) -> Refusal:
+    """For another model than the one that is served."""
+    message = f"The model `{model:.80}` does not exist: this server has `{model_id}`"
+    return Refusal(404, message, code="model_not_found", param="model")
+
+
+def too_long(num_prompt: int, num_new: int | None, context: int, param: str) -> Refusal:
+    """For prompts, in the field `param`, that leave no room for what is wanted."""
+    wanted = "" if num_new is None else f" and {num_new} in the completion"
+    return Refusal(
+        400,
+        f"This model's maximum context length is {context} tokens, but you asked for {num_prompt} tokens in the "
+        f"{param}{wanted}: shorten the {param} or lower `max_tokens`",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
+def _wait_s(figures: EngineFigures | None) -> int:
+    """About as long as those before had to wait."""
+    if figures is None:
+        return 1
+    num_begun = max(1, figures.num_done + figures.num_cancelled + figures.num_active)
+    return round(min(max(1.0, figures.waited_s / num_begun), _MOST_WAIT_S))
+
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_SAID = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # of a message, to a template
+# of a message, to a template
+_SAID = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 _UNSAID = {"refusal", "annotations", "audio", "function_call"}  # that clients send back empty
-_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}  # in the path of an error within a union
+# in the path of an error within a union
+_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -97,7 +208,11 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     @property
     def ignored(self) -> list[str]:
         """Fields that were given and change nothing."""
-        return sorted(name for name in self.model_fields_set & _WITHOUT_MEANING if getattr(self, name) is not None)
+        return sorted(
+            name
+            for name in self.model_fields_set & _WITHOUT_MEANING
+            if getattr(self, name) is not None
+        )
 
 
 class Function(BaseModel):
@@ -141,21 +256,31 @@ class ChatBody(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must keep. Raises `Refusal` for a format that is none, `UserError` for a schema that is."""
+        """What the answer must keep. Raises `Refusal` for a format that is none, `UserError` for a
+        schema that is.
+        """
         wished = self.response_format or {"type": "text"}
         if wished == {"type": "text"}:
             return None
         if wished == {"type": "json_object"}:
             return Grammar("json_object")
         described = wished.get("json_schema")
-        if wished.get("type") != "json_schema" or not isinstance(described, dict) or "schema" not in described:
+        if (
+            wished.get("type") != "json_schema"
+            or not isinstance(described, dict)
+            or "schema" not in described
+        ):
             rule = "it must be text, json_object, or json_schema with a 'schema'"
-            raise Refusal(400, f"Invalid value for 'response_format': {rule}", param="response_format")
+            raise Refusal(
+                400, f"Invalid value for 'response_format': {rule}", param="response_format"
+            )
         return find_grammar(json_schema=described["schema"])
 
     @property
     def tools_told(self) -> list[dict[str, Any]]:
-        """Functions as chat templates take them; none where the model is to call none. Raises `Refusal`."""
+        """Functions as chat templates take them; none where the model is to call none. Raises
+        `Refusal`.
+        """
         if self.tool_choice not in (None, "auto", "none"):
             message = "Invalid value for 'tool_choice': this server knows 'auto' and 'none' alone"
             raise Refusal(400, message, param="tool_choice")
@@ -183,9 +308,13 @@ class CompletionBody(Body):
         """Each to be gone on with. Raises `Refusal` for what is known and not to be had."""
         for name in ("echo", "suffix"):
             if getattr(self, name):
-                raise Refusal(400, f"'{name}' is not supported by this server: leave it out", param=name)
+                raise Refusal(
+                    400, f"'{name}' is not supported by this server: leave it out", param=name
+                )
         if self.best_of not in (None, self.num_choices):
-            raise Refusal(400, "'best_of' must be equal to 'n' on this server: leave it out", param="best_of")
+            raise Refusal(
+                400, "'best_of' must be equal to 'n' on this server: leave it out", param="best_of"
+            )
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -203,7 +332,9 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A body as it came over the wire. Raises `Refusal` for what is no JSON in UTF-8, and for fields that are wrong."""
+    """A body as it came over the wire. Raises `Refusal` for what is no JSON in UTF-8, and for
+    fields that are wrong.
+    """
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -213,13 +344,23 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 def _refusal(error: Mapping[str, Any]) -> Refusal:
     steps = [step for step in error["loc"] if isinstance(step, int) or not _is_type(step)]
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:][:80] or None
+    path = (
+        "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:][:80]
+        or None
+    )
     if error["type"] == "json_invalid":
-        return Refusal(400, f"The body must be JSON in UTF-8: {error['msg'].removeprefix('Invalid JSON: ')}")
+        return Refusal(
+            400, f"The body must be JSON in UTF-8: {error['msg'].removeprefix('Invalid JSON: ')}"
+        )
     if error["type"] == "extra_forbidden":
         return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
     if error["type"] == "missing":
-        return Refusal(400, f"Missing required parameter: '{path}'", param=path, code="missing_required_parameter")
+        return Refusal(
+            400,
+            f"Missing required parameter: '{path}'",
+            param=path,
+            code="missing_required_parameter",
+        )
     return Refusal(
         400,
         f"Invalid value for {(path and repr(path)) or 'the body'}: {error['msg']}",
@@ -236,11 +377,17 @@ def _told(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     known = Role.__args__  # type: ignore[attr-defined]
     if message.get("role") not in known:
-        raise Refusal(400, f"Invalid value for '{where}.role': it must be one of {', '.join(known)}", param=where)
+        raise Refusal(
+            400,
+            f"Invalid value for '{where}.role': it must be one of {', '.join(known)}",
+            param=where,
+        )
     for name in sorted(message.keys() - _SAID):
         if name not in _UNSAID or message[name]:
             argument = f"{where}.{name:.80}"
-            raise Refusal(400, f"Unrecognized request argument supplied: {argument}", param=argument)
+            raise Refusal(
+                400, f"Unrecognized request argument supplied: {argument}", param=argument
+            )
     told = {name: value for name, value in message.items() if name in _SAID and value is not None}
     role = "system" if message["role"] == "developer" else message["role"]
     calls = {"tool_calls": _calls_told(told["tool_calls"], where)} if "tool_calls" in told else {}
@@ -248,14 +395,166 @@ def _told(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer, with arguments as templates take them: an object and not its JSON."""
+    """Calls of an earlier answer, with arguments as templates take them: an object and not its
+    JSON.
+    """
     from json import loads
 
     try:
         return [
-            {**call, "function": {**call["function"], "arguments": loads(call["function"]["arguments"])}}
+            {
+                **call,
+                "function": {**call["function"], "arguments": loads(call["function"]["arguments"])},
+            }
             for call in calls
         ]
     except (TypeError, KeyError, ValueError, RecursionError):
         message = f"Invalid value for '{where}.tool_calls': each must have a function with arguments in JSON"
         raise Refusal(400, message, param=f"{where}.tool_calls") from None
+
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """Of one server."""
+
+    model_id: str  # what clients call the model
+    # where a request says nothing
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    host: str = "127.0.0.1"
+    api_keys: tuple[str, ...] = ()  # any of them lets in; none asks for none
+    max_body_bytes: int = 4 << 20
+    body_s: float = 30.0  # within which a body must have come
+    keep_alive_s: float = 3.0  # without a token, after which a stream says that it is alive
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody but this machine's own users can reach it."""
+        return is_loopback(self.host)
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...] | None:
+        """Names, without a port, that a request may ask for; None allows any.
+
+        Only on loopback: a page of a stranger's that gives its own name the address 127.0.0.1 (DNS
+        rebinding) would otherwise be as good as a page of ours. Elsewhere it is a key that the
+        stranger has not.
+        """
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        return (*LOOPBACK_NAMES, own.lower()) if self.is_loopback else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is this machine's own alone; other names are
+    taken for public.
+    """
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+_LARGEST_SEED = 2**63 - 1
+_LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
+
+
+class RequestBody(NamedTuple):
+    """What chat and plain completions say each in their own words."""
+
+    param: str  # the field that has the prompt
+    num_new: int | None  # None is as many as there is room for
+    num_logprobs: int | None
+    grammar: Grammar | None = None
+
+
+def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list[Ticket]:
+    """One ticket for each choice. Raises `Refusal` and `UserError`; then no request is left behind."""
+    _require_few(engine, body)
+    grammar = body.grammar
+    ids = engine.decoder.encode(body.told, tools=body.tools_told)
+    num_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Refusal(
+            400, "'top_logprobs' goes with 'logprobs': set that to true", param="top_logprobs"
+        )
+    return _order(
+        engine, settings, body, [ids], RequestBody("messages", num_new, num_logprobs, grammar)
+    )
+
+
+def order_completion(
+    engine: Engine, settings: ServerSettings, body: CompletionBody
+) -> list[Ticket]:
+    """One ticket for each choice of each prompt, in OpenAI's order. Raises what `order_chat`
+    raises.
+    """
+    _require_few(engine, body)
+    prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
+    num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
+    return _order(engine, settings, body, prompts, RequestBody("prompt", num_new, body.logprobs))
+
+
+def _require_few(engine: Engine, body: Body) -> None:
+    """Before anything is read that could never be served."""
+    if body.num_texts > engine.most_requests:
+        message = f"Invalid value for 'n': this server takes {engine.most_requests} texts at a time"
+        raise Refusal(400, f"{message}, got {body.num_texts}", param="n")
+
+
+def _order(
+    engine: Engine,
+    settings: ServerSettings,
+    body: Body,
+    prompts: Sequence[list[int]],
+    wanted: RequestBody,
+) -> list[Ticket]:
+    sampling = _sampling(settings, body)
+    tickets = list[Ticket]()
+    try:
+        for ids in prompts:
+            for index in range(body.num_choices):
+                own = replace(sampling, seed=(sampling.seed + index) & _LARGEST_SEED)
+                room = _room(engine, ids, wanted)
+                num_logprobs = wanted.num_logprobs
+                grammar = wanted.grammar
+                request = Request(
+                    ids, own, room, body.stop or None, num_logprobs=num_logprobs, grammar=grammar
+                )
+                ticket = engine.submit(request, tree=body.extension.tree, rule=body.extension.rule)
+                tickets.append(ticket)
+    except Exception:
+        for ticket in tickets:
+            ticket.cancel()
+        raise
+    return tickets
+
+
+def _room(engine: Engine, ids: list[int], wanted: RequestBody) -> int:
+    """New tokens that are wanted, or as many as there is room for."""
+    room = engine.decoder.room(ids)
+    num_new = wanted.num_new
+    if room < max(1, num_new or 0):
+        raise too_long(len(ids), num_new, engine.decoder.plan.context, wanted.param)
+    return room if num_new is None else num_new
+
+
+def _sampling(settings: ServerSettings, body: Body) -> Sampling:
+    """What a body says, else what the server was told; without a seed any."""
+    given: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        value = getattr(body, name)
+        if value not in (None, {}):
+            given[one.name] = value if one.is_number else _biases(value)
+    seed = secrets.randbelow(_LARGEST_SEED) if body.seed is None else body.seed & _LARGEST_SEED
+    return replace(settings.sampling, **{**given, "seed": seed})
+
+
+def _biases(biases: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): number for token, number in biases.items()}
+    except ValueError:
+        message = "Invalid value for 'logit_bias': its keys must be ids of tokens"
+        raise Refusal(400, message, param="logit_bias") from None

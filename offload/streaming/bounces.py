@@ -11,7 +11,8 @@ from torch import Tensor
 from offload.streaming.device import Device, Event
 from offload.streaming.pinned import PinnedAllocator
 
-_BOUNCE_BYTES, _NUM_BOUNCES = 32 << 20, 3
+_BOUNCE_BYTES = 32 << 20
+_NUM_BOUNCES = 3
 
 
 class Bounces:
@@ -20,11 +21,16 @@ class Bounces:
     def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
         self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
         self._device = device
-        self._next = deque[tuple[Tensor, Event]]((torch.from_numpy(one.array), None) for one in self.buffers)
+        self._next = deque[tuple[Tensor, Event]](
+            (torch.from_numpy(one.array), None) for one in self.buffers
+        )
 
     def send(self, to: Tensor, source: Tensor, *, is_timed: bool = False) -> Event:
-        """Enqueue copies of all bytes; returns the event after the last one, from which on `source` is free."""
-        device, sent = self._device, None
+        """Enqueue copies of all bytes; returns the event after the last one, from which on `source`
+        is free.
+        """
+        device = self._device
+        sent = None
         size = len(self._next[0][0])
         for piece, part in zip(source.split(size), to.split(size), strict=True):
             bounce, last = self._next.popleft()

@@ -1,28 +1,121 @@
 """What streaming asks of an accelerator: memory, copies, and events that order two streams of work.
 
-`copies` moves weights, `compute` runs the model; the host goes on enqueueing. Every call names its stream, because "the
-current one" is another inside a `with` block and in another thread. Invariant: nothing waits for the whole device.
+`copies` moves weights, `compute` runs the model; the host goes on enqueueing. Every call names its
+stream, because "the current one" is another inside a `with` block and in another thread. Invariant:
+nothing waits for the whole device.
+
+A ring of locked host memory that kernels of a device read: small tensors get there without a copy
+of their own.
+
+A device serves copies of one direction in their order, whatever stream they are of, so a copy would
+wait for all layers queued before it.
+
+Invariant: a part of the ring is written again only after the event behind its last reader has been
+reached.
+
+The host as a device: models that compute on the CPU stream as those on a GPU do, with times for
+events.
+
+What the streams of a device did, told on the host's clock once it is over.
+
+One event whose moment the host knows ties the device's clock to its own. Invariant: after that
+event nobody waits; what the device has not got to when it is asked is left out.
 """
 
 import re
+import time
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.config import format_bytes, parse_size
 from offload.errors import UserError, reason
+from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
-from offload.streaming.staging import STAGING_BYTES, StagingRing
+from offload.units import format_bytes, parse_size
+
+STAGING_BYTES = 32 << 20  # twice the embeddings of the largest trees
+_ALIGN_BYTES = 256
+_WORD_BYTES = 8
+_PART_BYTES = 1 << 20  # small tensors in a row share an event, so that there are few
+
+
+class _Part(NamedTuple):
+    """Bytes that kernels read, or have read. Places go on counting where the ring begins anew."""
+
+    lo: int
+    hi: int
+    read: Any  # an event of the stream that computes, behind the last of them
+
+
+class StagingRing:
+    """Tensors of the host become tensors of the device, through `array` (flat uint8, locked, a
+    multiple of 256 bytes).
+
+    `seen` is the same memory as the device sees it, int64; `record` gives an event behind all that
+    has been given to the stream that computes, `synchronize` waits for one.
+    """
+
+    def __init__(
+        self,
+        array: np.ndarray,
+        seen: Tensor,
+        record: Callable[[], Any],
+        synchronize: Callable[[Any], None],
+    ) -> None:
+        self._array = array
+        self._seen = seen
+        self._record = record
+        self._synchronize = synchronize
+        self._parts = deque[_Part]()
+        self._next = 0
+
+    def has_room_for(self, source: Tensor) -> bool:
+        """Whether it fits at all."""
+        return 0 < source.numel() * source.element_size() <= len(self._array)
+
+    def send(self, source: Tensor) -> Tensor:
+        """The same numbers on the device, for what is enqueued from now on where it computes."""
+        given = source.contiguous().flatten().view(torch.uint8).numpy()
+        place = self._free_place(len(given))
+        lo = place % len(self._array)
+        self._array[lo : lo + len(given)] = given
+        words = self._seen[lo // _WORD_BYTES : -(-(lo + len(given)) // _WORD_BYTES)]
+        # which is a kernel; `copy_` would be a copy, in the queue of all others
+        sent = words.bitwise_or(0)
+        self._note(place, place + len(given))
+        return sent.view(torch.uint8)[: len(given)].view(source.dtype).view(source.shape)
+
+    def _free_place(self, num_bytes: int) -> int:
+        """Where the next bytes go, in one piece; waits for whoever still reads there."""
+        size = len(self._array)
+        lo = self._next
+        if lo % size + num_bytes > size:
+            lo = (lo // size + 1) * size
+        last = None
+        while self._parts and self._parts[0].lo + size < lo + num_bytes:
+            last = self._parts.popleft()
+        if last is not None:  # readers finish in the order in which they were asked
+            self._synchronize(last.read)
+        self._next = -(-(lo + num_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
+        return lo
+
+    def _note(self, lo: int, hi: int) -> None:
+        if self._parts and hi - self._parts[-1].lo <= _PART_BYTES:
+            lo = self._parts.pop().lo
+        self._parts.append(_Part(lo, hi, self._record()))
+
 
 Event = Any  # a mark in a stream, reached or not yet
 Stream = Any  # work that is done in order
 _MAX_CONTEXT_BYTES = 1 << 30  # what is taken beyond that is somebody else's
-_LEAST_CONTEXT_BYTES = 3 << 28  # it grows as kernels are used for the first time, and torch must leave room for that
+# it grows as kernels are used for the first time, and torch must leave room for that
+_LEAST_CONTEXT_BYTES = 3 << 28
 
 
 class Device(Protocol):
@@ -43,7 +136,9 @@ class Device(Protocol):
         """Of host memory that copies to this device can be made from; whoever opens it closes it."""
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; both tensors must stay untouched until an event recorded after it is reached."""
+        """Enqueue a copy; both tensors must stay untouched until an event recorded after it is
+        reached.
+        """
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
         """Enqueue setting every byte."""
@@ -72,21 +167,28 @@ class CudaDevice:
         self.name = str(torch.cuda.get_device_name(self.place))
         torch.cuda.set_device(self.place)  # graphs are recorded on the current one
         self.compute = torch.cuda.current_stream(self.place)
-        self.copies = torch.cuda.Stream(self.place, priority=-1)  # of kernels between copies, which must not wait long
+        # of kernels between copies, which must not wait long
+        self.copies = torch.cuda.Stream(self.place, priority=-1)
         self._ring: StagingRing | None = None
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
+        # it plans for every length anew, tens of milliseconds each
+        torch.backends.cuda.enable_cudnn_sdp(False)
         multiply_by_ieee()
         torch.cuda.reset_peak_memory_stats(self.place)
         self._context_bytes = self._own_context_bytes()
-        # torch keeps to a limit, so that a large GPU can stand in for a small one; one from before no longer holds.
-        beside_bytes, share = max(self._context_bytes, _LEAST_CONTEXT_BYTES), 1.0
-        if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
+        # torch keeps to a limit, so that a large GPU can stand in for a small one; one from before
+        # no longer holds.
+        beside_bytes = max(self._context_bytes, _LEAST_CONTEXT_BYTES)
+        share = 1.0
+        # with less no plan works, and that says so better
+        if limit_bytes is not None and limit_bytes > beside_bytes:
             share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
         torch.cuda.set_per_process_memory_fraction(share, self.place)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Both are a thread's own: without this, another one would compute, and Triton launch, on the first GPU."""
+        """Both are a thread's own: without this, another one would compute, and Triton launch, on
+        the first GPU.
+        """
         with torch.cuda.device(self.place), torch.cuda.stream(self.compute):
             yield
 
@@ -104,15 +206,23 @@ class CudaDevice:
             to.copy_(source, non_blocking=True)
 
     def stage_uploads(self, resources: ExitStack) -> str | None:
-        """Let uploads pass the layers that are queued, while `resources` are open; or a line why they cannot."""
+        """Let uploads pass the layers that are queued, while `resources` are open; or a line why
+        they cannot.
+        """
         pinned = self.open_allocator()
         resources.callback(pinned.close)
         buffer = pinned.allocate(STAGING_BYTES)
         if not buffer.is_seen:
-            why = "kernels of this GPU cannot read it where the host does" if buffer.is_pinned else pinned.note
+            why = (
+                "kernels of this GPU cannot read it where the host does"
+                if buffer.is_pinned
+                else pinned.note
+            )
             return f"what a step sends waits behind layers, it needs memory locked by cupy ({why}): install cupy"
         seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.place)
-        self._ring = StagingRing(buffer.array, seen, lambda: self.record(self.compute), self.synchronize)
+        self._ring = StagingRing(
+            buffer.array, seen, lambda: self.record(self.compute), self.synchronize
+        )
         resources.callback(self._unstage)
         return None
 
@@ -133,7 +243,9 @@ class CudaDevice:
             tensor.fill_(value)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """An event on `stream`; a thread that waits for it sleeps, because spinning would take a reader's core."""
+        """An event on `stream`; a thread that waits for it sleeps, because spinning would take a
+        reader's core.
+        """
         event = torch.cuda.Event(enable_timing=is_timed, blocking=True)
         event.record(stream)
         return event
@@ -156,7 +268,9 @@ class CudaDevice:
         return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
 
     def bytes_beside_torch(self) -> int:
-        """The context, with the kernels loaded and the graphs recorded so far, and all that other programs hold."""
+        """The context, with the kernels loaded and the graphs recorded so far, and all that other
+        programs hold.
+        """
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
         return max(0, all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.place)))
 
@@ -168,7 +282,11 @@ class _SeenByKernels:
     """Page-locked memory by the address that a kernel reads it at, which is the host's own."""
 
     def __init__(self, array: np.ndarray) -> None:
-        address = {"data": (array.ctypes.data, False), "shape": (len(array) // 8,), "typestr": "<i8"}
+        address = {
+            "data": (array.ctypes.data, False),
+            "shape": (len(array) // 8,),
+            "typestr": "<i8",
+        }
         self.__cuda_array_interface__ = {**address, "version": 3}
 
 
@@ -178,44 +296,62 @@ def computing_on(device: Device | None) -> AbstractContextManager[None]:
 
 
 def multiply_by_ieee() -> None:
-    """Let no float32 product be one of TF32, whatever the environment says (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`)."""
-    with warnings.catch_warnings():  # the newer names alone leave a mixture, which torch refuses to multiply by
+    """Let no float32 product be one of TF32, whatever the environment says
+    (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`).
+    """
+    # the newer names alone leave a mixture, which torch refuses to multiply by
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
 
-def open_device(name: str | Device, gpu_memory: str | int | None = None, *, rank_on_host: int = 0) -> Device | None:
-    """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is, limited to `gpu_memory`; None is the CPU.
+def open_device(
+    name: str | Device, gpu_memory: str | int | None = None, *, rank_on_host: int = 0
+) -> Device | None:
+    """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is, limited to
+    `gpu_memory`; None is the CPU.
 
     Of several GPUs, `cuda` and `auto` give each rank of this host the next one.
 
-    Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than the GPU.
+    Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than
+    the GPU.
     """
     if not isinstance(name, str):
         return name
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
-        raise UserError(f"`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device` auto")
+        raise UserError(
+            f"`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device` auto"
+        )
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if gpu_memory is not None:
             parse_size(gpu_memory, "`gpu_memory`")
-            raise UserError("`gpu_memory` limits a CUDA device, and this run uses the CPU: leave it out and use `ram`")
+            raise UserError(
+                "`gpu_memory` limits a CUDA device, and this run uses the CPU: leave it out and use `ram`"
+            )
         return None
     if not torch.cuda.is_available():
         raise UserError(f"`device` {name} {_what_lacks()}: use `device` cpu")
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or rank_on_host % max(1, count))
     if index >= count:
-        raise UserError(f"`device` {name} does not exist, this machine shows {count} of them: use cuda:0")
+        raise UserError(
+            f"`device` {name} does not exist, this machine shows {count} of them: use cuda:0"
+        )
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
     try:
         torch.cuda.empty_cache()  # of an earlier decoder in this process
         free_bytes = torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:  # busy, in a bad state, or without room for a context
-        raise UserError(f"`device` {name} cannot be opened ({reason(error)}): free it, or use `device` cpu") from None
+        raise UserError(
+            f"`device` {name} cannot be opened ({reason(error)}): free it, or use `device` cpu"
+        ) from None
     if limit_bytes is not None and limit_bytes > free_bytes:
-        wish, free = format_bytes(limit_bytes), format_bytes(free_bytes)
-        raise UserError(f"`gpu_memory` must be at most what is free on {name}, {free}, got {wish}: lower it")
+        wish = format_bytes(limit_bytes)
+        free = format_bytes(free_bytes)
+        raise UserError(
+            f"`gpu_memory` must be at most what is free on {name}, {free}, got {wish}: lower it"
+        )
     return CudaDevice(index, limit_bytes)
 
 
@@ -223,3 +359,148 @@ def _what_lacks() -> str:
     if torch.version.cuda is None:
         return "needs a CUDA device, and a torch that is built for CUDA, this one is not"
     return "needs a CUDA device and driver, this machine shows none"
+
+
+class PlainPinning:
+    """Pages that count as locked, because nobody copies from them behind our back."""
+
+    name = "plain"
+    is_seen = True
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """Exactly so many bytes."""
+        return allocate(num_bytes)
+
+    def free(self, array: np.ndarray) -> None:
+        """They go with the last view."""
+
+
+class HostDevice:
+    """Does everything at once, in the order in which it is asked."""
+
+    name = "host"
+    place = torch.device("cpu")
+    copies = compute = None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Every thread computes here anyway."""
+        return nullcontext()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the host, page-aligned, so that a disk can write into it directly."""
+        return torch.from_numpy(allocate(num_bytes))
+
+    def open_allocator(self) -> PinnedAllocator:
+        """Of ordinary memory, which counts as locked: copies from it are over when they return."""
+        return PinnedAllocator([PlainPinning()])
+
+    def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy now."""
+        to.copy_(source)
+
+    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Fill now."""
+        tensor.fill_(value)
+
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+        """The time."""
+        return time.perf_counter()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Nothing: it is over already."""
+
+    def synchronize(self, event: Event) -> None:
+        """Nothing: it is over already."""
+
+    def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Between two times."""
+        return float(after - before)
+
+    def peak_bytes(self) -> int:
+        """Nothing of its own."""
+        return 0
+
+
+# what (copy, wait, compute), layer, start and end of perf_counter
+Record = Callable[[str, int, float, float], None]
+
+
+class _Span(NamedTuple):
+    """Work between two timed events."""
+
+    kind: str
+    layer: int
+    before: Event
+    after: Event
+
+
+class Spans:
+    """Collects spans while somebody listens; any thread may call `mark` and `add`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._listener: Record | None = None
+        self._spans: deque[_Span] = deque()
+        self._origin = None
+        self._origin_s = 0.0
+
+    @property
+    def listener(self) -> Record | None:
+        """Who hears, when it is set again, of spans that are over by then. Setting it waits for
+        what is enqueued.
+        """
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: Record | None) -> None:
+        self._tell_reached()
+        self._listener = listener
+        if listener is not None:
+            self._origin = self._device.record(self._device.compute, is_timed=True)
+            self._device.synchronize(self._origin)
+            self._origin_s = time.perf_counter()
+
+    def mark(self, stream: Stream) -> Event:
+        """A timed event while somebody listens, None otherwise."""
+        return None if self._listener is None else self._device.record(stream, is_timed=True)
+
+    def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
+        """Work on `layer` that is enqueued between these events, both of them timed; nothing where
+        one is None.
+        """
+        if before is not None and after is not None and self._listener is not None:
+            self._spans.append(_Span(kind, layer, before, after))
+
+    def _tell_reached(self) -> None:
+        while self._spans:
+            span = self._spans.popleft()
+            end_s = self._device.elapsed_s(self._origin, span.after)
+            if end_s is not None and self._listener is not None:
+                start_s = self._device.elapsed_s(self._origin, span.before)
+                assert start_s is not None, "an event is reached before the one behind it"
+                self._listener(
+                    span.kind, span.layer, self._origin_s + start_s, self._origin_s + end_s
+                )
+
+
+class Stall:
+    """How long compute has waited for bytes, by timed events of its stream; nobody is kept waiting
+    to find out.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known_s = 0.0
+        self._waits = deque[tuple[Event, Event]]()
+
+    def add(self, before: Event, after: Event) -> None:
+        """Between these two it waited."""
+        self._waits.append((before, after))
+
+    @property
+    def known_s(self) -> float:
+        """Of the waits that are over."""
+        while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
+            self._known_s += waited_s
+            self._waits.popleft()
+        return self._known_s

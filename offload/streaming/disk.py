@@ -1,7 +1,10 @@
 """Checkpoint bytes from disk into buffers of ours, at the disk's own speed.
 
-Files are opened with O_DIRECT where the file system has it: nothing passes through the page cache, so a budget of
-memory is kept. A few threads keep several requests in flight; a single one leaves a third of the disk unused.
+Files are opened with O_DIRECT where the file system has it: nothing passes through the page cache,
+so a budget of memory is kept. A few threads keep several requests in flight; a single one leaves a
+third of the disk unused.
+
+Where the bytes of slabs come from: a disk, or whatever else can put them into host memory.
 """
 
 import errno
@@ -9,19 +12,87 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Stamp
 from offload.errors import ReadError
-from offload.streaming.sight import Sight
-from offload.streaming.source import ByteSource, finish
 
-NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
+
+class ByteSource(Protocol):
+    """The weight files of one checkpoint. Whoever opens a source closes it."""
+
+    paths: Sequence[Path]  # by the numbers of their shards
+    rate_limit_bytes_per_s: float | None  # that reads are slowed down to, for studies
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user when the fast way to read is not open."""
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        """Start filling page-aligned uint8; valid once all futures are done, whose `result()` may
+        raise `ReadError`.
+        """
+
+    def fetch(self, layout: SlabLayout) -> np.ndarray:
+        """A slab of its own, complete. Raises `ReadError`."""
+
+    def close(self) -> None:
+        """Drop queued reads and wait for running ones."""
+
+
+class Watcher(Protocol):
+    """What looks at bytes as they are read."""
+
+    def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
+        """At bytes (uint8) of a file from byte `lo` on."""
+
+
+# Of shards, of `stamps` that these must have, and of `rate_limit_bytes_per_s` where it is slowed
+# down.
+OpenSource = Callable[..., ByteSource]
+
+
+def finish(reads: Iterable[Future[None]]) -> None:
+    """Return once all of these reads have arrived. Raises `ReadError`."""
+    for read in reads:
+        read.result()
+
+
+def drop(reads: Iterable[Future[None]]) -> None:
+    """Return once no reader touches the slab any more; what a dropped read would have reported no
+    longer matters.
+    """
+    for read in reads:
+        if not read.cancel():
+            read.exception()
+
+
+def read_all(
+    source: ByteSource,
+    slabs: Iterable[tuple[SlabLayout, np.ndarray]],
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Fill all of these slabs; `on_bytes` hears of each that has landed. Raises `ReadError`."""
+    reads = list[tuple[int, list[Future[None]]]]()
+    try:
+        for layout, slab in slabs:
+            reads.append((layout.slab_bytes, source.read(layout, slab)))
+        for num_bytes, futures in reads:
+            finish(futures)
+            on_bytes(num_bytes)
+    finally:
+        for _, futures in reads:
+            drop(futures)
+
+
+# as many requests in flight: a reader that waits for its turn must not leave the disk idle
+NUM_READERS = 8
 REQUEST_BYTES = 2 << 20
 _NOT_INTO = "disks cannot write into locked memory here: reading through a buffer, which takes the host's time"
 _NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
@@ -40,16 +111,22 @@ def allocate(num_bytes: int) -> np.ndarray:
 class DiskReader(ByteSource):
     """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    Raises `ReadError` where files are not those any more that had the `stamps`, if any are given. What is read for the
-    first time `sight` looks at.
+    Raises `ReadError` where files are not those any more that had the `stamps`, if any are given.
+    What is read for the first time `sight` looks at.
     """
 
     def __init__(
-        self, shards: Sequence[Path], *, stamps: Sequence[Stamp] = (), rate_limit_bytes_per_s: float | None = None,
-        sight: Sight | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shards: Sequence[Path],
+        *,
+        stamps: Sequence[Stamp] = (),
+        rate_limit_bytes_per_s: float | None = None,
+        sight: Watcher | None = None,
+    ) -> None:
         self._files, self.is_direct = _open_all(shards)
-        self.paths, self.rate_limit_bytes_per_s, self._sight = tuple(shards), rate_limit_bytes_per_s, sight
+        self.paths = tuple(shards)
+        self.rate_limit_bytes_per_s = rate_limit_bytes_per_s
+        self._sight = sight
         self._stamps = [Stamp.of(fd) for fd in self._files]
         self._require_unchanged(stamps)
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
@@ -66,13 +143,24 @@ class DiskReader(ByteSource):
         return _NOT_INTO if self._has_bounced else None
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start reading a slab; it is valid once every returned future is done. A failed read raises in `result()`."""
+        """Start reading a slab; it is valid once every returned future is done. A failed read
+        raises in `result()`.
+        """
         for piece in layout.pieces:
-            if piece.hi > self._stamps[piece.shard].num_bytes:  # what is not read would stay as it is, unnoticed
-                raise ReadError(f"{self.paths[piece.shard].name} ends before byte {piece.hi}: it was cut short")
+            # what is not read would stay as it is, unnoticed
+            if piece.hi > self._stamps[piece.shard].num_bytes:
+                raise ReadError(
+                    f"{self.paths[piece.shard].name} ends before byte {piece.hi}: it was cut short"
+                )
         if layout.is_direct:
-            return [self._pool.submit(self._read_direct, slab, piece) for piece in _direct_requests(layout.pieces)]
-        return [self._pool.submit(self._read_scattered, slab, batch) for batch in _scattered_requests(layout.pieces)]
+            return [
+                self._pool.submit(self._read_direct, slab, piece)
+                for piece in _direct_requests(layout.pieces)
+            ]
+        return [
+            self._pool.submit(self._read_scattered, slab, batch)
+            for batch in _scattered_requests(layout.pieces)
+        ]
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
         """A slab of its own, complete."""
@@ -93,27 +181,39 @@ class DiskReader(ByteSource):
         for path, found, wanted in zip(self.paths, self._stamps, stamps, strict=bool(stamps)):
             if found != wanted:
                 self._close_files()
-                raise ReadError(f"{path.name} changed since the model was opened: load the model again")
+                raise ReadError(
+                    f"{path.name} changed since the model was opened: load the model again"
+                )
 
-    def _read_direct(self, slab: np.ndarray, request: Piece) -> None:
+    def _read_direct(self, slab: np.ndarray, request: SlabRead) -> None:
         self._fill(request, slab[request.slab_lo : request.slab_lo + request.hi - request.lo].data)
 
-    def _read_scattered(self, slab: np.ndarray, pieces: list[Piece]) -> None:
-        """Read the blocks around neighbouring pieces into a bounce buffer, then put each piece in its place."""
-        shard, lo, hi = pieces[0].shard, _down(pieces[0].lo), _up(max(piece.hi for piece in pieces))
+    def _read_scattered(self, slab: np.ndarray, pieces: list[SlabRead]) -> None:
+        """Read the blocks around neighbouring pieces into a bounce buffer, then put each piece in
+        its place.
+        """
+        shard = pieces[0].shard
+        lo = _down(pieces[0].lo)
+        hi = _up(max(piece.hi for piece in pieces))
         buffer = self._bounce_buffer()
-        self._fill(Piece(shard, lo, hi, 0), buffer[: hi - lo].data)
+        self._fill(SlabRead(shard, lo, hi, 0), buffer[: hi - lo].data)
         for piece in pieces:
-            slab[piece.slab_lo : piece.slab_lo + piece.hi - piece.lo] = buffer[piece.lo - lo : piece.hi - lo]
+            slab[piece.slab_lo : piece.slab_lo + piece.hi - piece.lo] = buffer[
+                piece.lo - lo : piece.hi - lo
+            ]
 
     def _bounce_buffer(self) -> np.ndarray:
         if not hasattr(self._bounce, "buffer"):
-            self._bounce.buffer = allocate(REQUEST_BYTES)  # one huge page: of small ones a disk reads half as fast
+            # one huge page: of small ones a disk reads half as fast
+            self._bounce.buffer = allocate(REQUEST_BYTES)
         return self._bounce.buffer
 
-    def _fill(self, request: Piece, view: memoryview) -> None:
-        """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was changed."""
-        fd, stamp = self._files[request.shard], self._stamps[request.shard]
+    def _fill(self, request: SlabRead, view: memoryview) -> None:
+        """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was
+        changed.
+        """
+        fd = self._files[request.shard]
+        stamp = self._stamps[request.shard]
         wanted = min(request.hi, stamp.num_bytes) - request.lo
         if self._throttle is not None:
             self._throttle.wait_for(wanted)
@@ -122,13 +222,18 @@ class DiskReader(ByteSource):
             try:
                 count = self._read_some(fd, view[done:], request.lo + done)
             except OSError as error:
-                raise ReadError(f"reading {self.paths[request.shard].name} failed: {error.strerror}") from error
+                raise ReadError(
+                    f"reading {self.paths[request.shard].name} failed: {error.strerror}"
+                ) from error
             if count == 0:
-                name, at = self.paths[request.shard].name, request.lo + done
+                name = self.paths[request.shard].name
+                at = request.lo + done
                 raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
             done += count
         if Stamp.of(fd) != stamp:
-            raise ReadError(f"{self.paths[request.shard].name} was written to while in use: load the model again")
+            raise ReadError(
+                f"{self.paths[request.shard].name} was written to while in use: load the model again"
+            )
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
         if self._sight is not None:
@@ -137,7 +242,9 @@ class DiskReader(ByteSource):
             self.bytes_read += done
 
     def _read_some(self, fd: int, view: memoryview, at: int) -> int:
-        """`preadv`, by way of memory of ours where a disk cannot write into what a driver has given."""
+        """`preadv`, by way of memory of ours where a disk cannot write into what a driver has
+        given.
+        """
         try:
             return os.preadv(fd, [view], at)
         except OSError as error:
@@ -165,7 +272,9 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Descriptors of all shards, and whether O_DIRECT works on every one of them. Raises `ReadError`."""
+    """Descriptors of all shards, and whether O_DIRECT works on every one of them. Raises
+    `ReadError`.
+    """
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
@@ -197,17 +306,24 @@ def _open_direct(path: Path) -> int | None:
     return fd
 
 
-def _direct_requests(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay block-aligned."""
-    return _cut((Piece(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces), REQUEST_BYTES)
+def _direct_requests(pieces: Sequence[SlabRead]) -> Iterator[SlabRead]:
+    """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay
+    block-aligned.
+    """
+    return _cut(
+        (SlabRead(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces),
+        REQUEST_BYTES,
+    )
 
 
-def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:
     """Pieces cut, then neighbours gathered, while the blocks around them fit into one request."""
-    batch: list[Piece] = []
+    batch: list[SlabRead] = []
     most_bytes = REQUEST_BYTES - BLOCK_BYTES
     for piece in _cut(pieces, most_bytes):
-        is_near = batch and piece.shard == batch[0].shard and 0 <= piece.lo - batch[-1].hi <= BLOCK_BYTES
+        is_near = (
+            batch and piece.shard == batch[0].shard and 0 <= piece.lo - batch[-1].hi <= BLOCK_BYTES
+        )
         if batch and not (is_near and piece.hi - batch[0].lo <= most_bytes):
             yield batch
             batch = []
@@ -216,10 +332,15 @@ def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _cut(pieces: Iterable[Piece], most_bytes: int) -> Iterator[Piece]:
+def _cut(pieces: Iterable[SlabRead], most_bytes: int) -> Iterator[SlabRead]:
     for piece in pieces:
         for start in range(piece.lo, piece.hi, most_bytes):
-            yield Piece(piece.shard, start, min(start + most_bytes, piece.hi), piece.slab_lo + start - piece.lo)
+            yield SlabRead(
+                piece.shard,
+                start,
+                min(start + most_bytes, piece.hi),
+                piece.slab_lo + start - piece.lo,
+            )
 
 
 def _down(value: int) -> int:

@@ -1,14 +1,17 @@
-"""Which expert lies in which slot of a pool, which one stays, and which gives way: bookkeeping alone, no bytes.
+"""Which expert lies in which slot of a pool, which one stays, and which gives way: bookkeeping
+alone, no bytes.
 
-Kept are the blocks that are likely to be used most, over all layers together. Routing has habits of a few tokens and of
-a whole text, some texts and models more of this and some more of that; so there are two moving averages of the rows
-that used a block, and how much each tells of the next pass is learnt by least squares from the passes so far. A block
-that is less likely than all that are kept is read, used and dropped: the slot that it borrows is *passing*, and at most
-`num_passing` are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where
-dropping what was used longest ago would keep nothing at all. Figures: `offload bench expert-cache`.
+Kept are the blocks that are likely to be used most, over all layers together. Routing has habits of
+a few tokens and of a whole text, some texts and models more of this and some more of that; so there
+are two moving averages of the rows that used a block, and how much each tells of the next pass is
+learnt by least squares from the passes so far. A block
+that is less likely than all that are kept is read, used and dropped: the slot that it borrows is
+*passing*, and at most `num_passing` are at once. So a pass that needs more than there are slots (a
+prompt) costs the kept ones nothing, where dropping what was used longest ago would keep nothing at
+all. Figures: `offload bench expert-cache`.
 
-Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one block, or is empty.
-Blocks are numbered in the order in which a pass comes to them.
+Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one
+block, or is empty. Blocks are numbered in the order in which a pass comes to them.
 """
 
 from collections.abc import Iterator
@@ -18,15 +21,21 @@ from numpy.typing import ArrayLike
 
 HALF_LIVES_TOKENS = (4.0, 32.0)
 _LEARNING = 0.98  # how much of what earlier passes have taught is left after one more
-_PRIOR = 1.0  # squared uses that speak for both averages alike: less than one pass of any mixture has
+# squared uses that speak for both averages alike: less than one pass of any mixture has
+_PRIOR = 1.0
 NUM_PASSING = 8  # as many as are read at once
-_AHEAD = 1.15  # what the pass has still to come to is needed sooner than what it has left behind, if both are popular
-_TREE_EXPONENT = 0.2  # a pass of n rows ages what was before by n^0.2 tokens: most rows of a tree are rejected
+# what the pass has still to come to is needed sooner than what it has left behind, if both are
+# popular
+_AHEAD = 1.15
+# a pass of n rows ages what was before by n^0.2 tokens: most rows of a tree are rejected
+_TREE_EXPONENT = 0.2
 _PROMPT_SHARE = 1 / 16  # and at least by n/16: a prompt's rows are all text
 
 
 def warm_order(uses_B: ArrayLike) -> np.ndarray:
-    """Blocks in the order in which they should be read into an empty pool: most used first, unused ones left out."""
+    """Blocks in the order in which they should be read into an empty pool: most used first, unused
+    ones left out.
+    """
     uses = np.asarray(uses_B)
     return np.argsort(-uses, kind="stable")[: np.count_nonzero(uses)]
 
@@ -36,15 +45,23 @@ class ExpertCache:
 
     Args:
         num_slots: at least 2: one computes while the next one is read.
-        uses_B: a warm start: uses by block for each token, such as counts of an earlier run over its number of tokens.
-        num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2 and at most half of
+        uses_B: a warm start: uses by block for each token, such as counts of an earlier run over
+            its number of tokens.
+        num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2
+            and at most half of
             all: so many of those are read ahead.
 
-    `uses_B`: the share of rows that is expected to use each block, by what rows did lately; read only.
+    `uses_B`: the share of rows that is expected to use each block, by what rows did lately; read
+        only.
     """
 
     def __init__(
-        self, num_blocks: int, num_slots: int, *, uses_B: ArrayLike | None = None, num_passing: int = NUM_PASSING
+        self,
+        num_blocks: int,
+        num_slots: int,
+        *,
+        uses_B: ArrayLike | None = None,
+        num_passing: int = NUM_PASSING,
     ) -> None:
         assert num_slots >= 2, "one slot computes while the next one is read"
         self.num_passing = max(2, min(num_passing, num_slots // 2))
@@ -53,11 +70,13 @@ class ExpertCache:
         self._averages_2B = np.stack([self.uses_B] * 2)
         self._before_2B = np.zeros_like(self._averages_2B)  # the averages before this pass
         self._shares_B = np.zeros(num_blocks)  # of the rows of this pass
-        self._squares_22, self._products_2 = np.zeros((2, 2)), np.zeros(2)  # what the averages have told of passes
+        # what the averages have told of passes
+        self._squares_22, self._products_2 = np.zeros((2, 2)), np.zeros(2)
         self._slot_of_B = np.full(num_blocks, -1)
         self._block_in_S = np.full(num_slots, -1)
         self._num_holds_S = np.zeros(num_slots, dtype=np.int64)
-        self._worth_S = np.full(num_slots, np.inf)  # of the block in it; infinite where nothing may give way
+        # of the block in it; infinite where nothing may give way
+        self._worth_S = np.full(num_slots, np.inf)
         self._empty = list(range(num_slots - 1, -1, -1))
         self._passing = set[int]()  # slots that are held for blocks that shall not stay
         self.begin_pass()
@@ -68,12 +87,15 @@ class ExpertCache:
         age_tokens = max(num_rows**_TREE_EXPONENT, num_rows * _PROMPT_SHARE)
         kept_2 = 2.0 ** (-age_tokens / np.array(HALF_LIVES_TOKENS))
         self._averages_2B *= kept_2[:, None]
-        self._step_2, self._num_rows = 1 - kept_2, num_rows
+        self._step_2 = 1 - kept_2
+        self._num_rows = num_rows
         self.uses_B = self._expected(self._averages_2B)
         self._go_to(-1)
 
     def use(self, blocks: ArrayLike, num_rows: ArrayLike = 1) -> None:
-        """The pass needs these blocks, each named once, for so many rows each; they may be there or not."""
+        """The pass needs these blocks, each named once, for so many rows each; they may be there or
+        not.
+        """
         chosen = np.asarray(blocks, dtype=np.intp)
         shares = np.asarray(num_rows) / self._num_rows
         self._shares_B[chosen] += shares
@@ -83,9 +105,14 @@ class ExpertCache:
 
     def _learn(self) -> None:
         """From the pass that has ended: what the averages before it would have told of it."""
-        before_2B = self._before_2B  # no product of a BLAS: its threads would disturb those that compute
-        self._squares_22 = _LEARNING * self._squares_22 + np.einsum("ib,jb->ij", before_2B, before_2B)
-        self._products_2 = _LEARNING * self._products_2 + np.einsum("ib,b->i", before_2B, self._shares_B)
+        # no product of a BLAS: its threads would disturb those that compute
+        before_2B = self._before_2B
+        self._squares_22 = _LEARNING * self._squares_22 + np.einsum(
+            "ib,jb->ij", before_2B, before_2B
+        )
+        self._products_2 = _LEARNING * self._products_2 + np.einsum(
+            "ib,b->i", before_2B, self._shares_B
+        )
         even = _PRIOR * np.eye(2)
         weights_2 = np.linalg.solve(self._squares_22 + even, self._products_2 + even.mean(axis=0))
         self._weights_2 = np.maximum(weights_2, 0)  # one is positive, since no product is negative
@@ -104,7 +131,9 @@ class ExpertCache:
         self._worth_S[idle] = self.uses_B[blocks] * np.where(blocks > block, _AHEAD, 1.0)
 
     def hold(self, block: int) -> int | None:
-        """The slot of a block, which stays there until as many `release`; None where it is not there."""
+        """The slot of a block, which stays there until as many `release`; None where it is not
+        there.
+        """
         slot = int(self._slot_of_B[block])
         if slot < 0:
             return None
@@ -144,7 +173,8 @@ class ExpertCache:
 
     def emptied(self) -> "ExpertCache":
         """The same slots with nothing in them, and what has been learnt of uses."""
-        num_blocks, num_slots = len(self._slot_of_B), len(self._block_in_S)
+        num_blocks = len(self._slot_of_B)
+        num_slots = len(self._block_in_S)
         return ExpertCache(num_blocks, num_slots, uses_B=self.uses_B, num_passing=self.num_passing)
 
     def missing_share(self, num_rows: int) -> float:

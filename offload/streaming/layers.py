@@ -1,10 +1,13 @@
-"""The layers of a model, in the order in which a sweep needs them: some stay, the others pass through a few slots.
+"""The layers of a model, in the order in which a sweep needs them: some stay, the others pass
+through a few slots.
 
-This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent: `acquire` lets what computes
-wait until a layer is there, `release` says that all of its use has been enqueued.
+This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent:
+`acquire` lets what computes wait until a layer is there, `release` says that all of its use has
+been enqueued.
 
-Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that
-says it is there; and the host waits nowhere but where a disk has not delivered.
+Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read
+before the event that says it is there; and the host waits nowhere but where a disk has not
+delivered.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +18,17 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import MemoryPlan
-from offload.streaming.device import Device, Event
-from offload.streaming.device_carrier import DeviceCarrier
-from offload.streaming.host_carrier import HostCarrier
-from offload.streaming.host_device import HostDevice
-from offload.streaming.source import ByteSource
+from offload.streaming.carriers import DeviceCarrier, HostCarrier
+from offload.streaming.device import Device, Event, HostDevice, Record, Stall
+from offload.streaming.disk import ByteSource
 from offload.streaming.stage import Stage
-from offload.streaming.timeline import Record, Stall
 
 _POISON = 0xFF  # NaN in every float format we stream
 
 
 class Layers:
-    """Hands out the layers of one checkpoint; those that do not stay pass through `num_slots` slots.
+    """Hands out the layers of one checkpoint; those that do not stay pass through `num_slots`
+    slots.
 
     On a device everything but a wait for the disk is only enqueued.
     """
@@ -41,7 +42,8 @@ class Layers:
         self.poison_released = False  # tests fill slots with NaN as soon as they are free
         self.bytes_read = 0  # of layers that were handed out and do not stay
         self._stall = Stall(self._device)
-        self._arrived: Event = None  # when the layer acquired last could be used; known while somebody records
+        # when the layer acquired last could be used; known while somebody records
+        self._arrived: Event = None
 
     @property
     def source(self) -> ByteSource:
@@ -71,7 +73,9 @@ class Layers:
         self._start()
 
     def begin_sweep(self) -> None:
-        """Make the first layer the next to arrive: an interrupted sweep may have left others queued, or failed."""
+        """Make the first layer the next to arrive: an interrupted sweep may have left others
+        queued, or failed.
+        """
         if not self.stage.is_at_start:
             self.stop()
             self._start()
@@ -83,7 +87,9 @@ class Layers:
             self._start(self.carrier.once)
 
     def acquire(self, layer: int) -> Tensor:
-        """The weights of `layer`, first one first, for what is enqueued until its release. Raises `ReadError`."""
+        """The weights of `layer`, first one first, for what is enqueued until its release. Raises
+        `ReadError`.
+        """
         device = self._device
         if layer in self.carrier.resident:
             self._arrived = self._spans.mark(device.compute)
@@ -122,13 +128,20 @@ class Layers:
 
     def _start(self, once: Sequence[int] = ()) -> None:
         self.carrier.start()
-        self.stage.start(self._device.record(self._device.compute), once)  # an abandoned sweep may still read the slots
+        # an abandoned sweep may still read the slots
+        self.stage.start(self._device.record(self._device.compute), once)
 
 
 def open_layers(
-    source: ByteSource, layouts: Sequence[SlabLayout], plan: MemoryPlan, device: Device | None, resources: ExitStack
+    source: ByteSource,
+    layouts: Sequence[SlabLayout],
+    plan: MemoryPlan,
+    device: Device | None,
+    resources: ExitStack,
 ) -> Layers:
-    """Layers as the plan places them, on the CPU where `device` is None; nothing read yet. `resources` closes them."""
+    """Layers as the plan places them, on the CPU where `device` is None; nothing read yet.
+    `resources` closes them.
+    """
     if device is None:
         encoder = range(len(plan.tier_L), len(layouts))
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
@@ -140,7 +153,12 @@ def open_layers(
         pinned = device.open_allocator()
         resources.callback(pinned.close)
         carrier = DeviceCarrier(
-            source, layouts, plan.tier_L, device=device, pinned=pinned, num_host_slots=plan.num_host_slots
+            source,
+            layouts,
+            plan.tier_L,
+            device=device,
+            pinned=pinned,
+            num_host_slots=plan.num_host_slots,
         )
     layers = Layers(carrier, plan.num_slots)
     resources.callback(layers.close)

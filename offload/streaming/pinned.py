@@ -1,12 +1,21 @@
-"""Host memory that a device can copy from on its own: page-locked, in buffers of exactly the size asked for.
+"""Host memory that a device can copy from on its own: page-locked, in buffers of exactly the size
+asked for.
 
-Caching allocators round up, by a quarter for a layer of a 70B model; so memory comes from the driver. Three ways, the
-first that works: cupy's `PinnedMemory`; pages of ours, touched by many threads and registered with the driver; plain
-pages, which reach the device through a small locked bounce buffer. A way that has refused a size is asked again only
-for much smaller ones. Invariant: a buffer says whether it is locked, and nobody guesses.
+Caching allocators round up, by a quarter for a layer of a 70B model; so memory comes from the
+driver. Three ways, the
+first that works: cupy's `PinnedMemory`; pages of ours, touched by many threads and registered with
+the driver; plain pages, which reach the device through a small locked bounce buffer. A way that has
+refused a size is asked again only for much smaller ones. Invariant: a buffer says whether it is
+locked, and nobody guesses.
+
+Which processors lie next to a device: memory that they touch first lies there too.
+
+With several sockets, copies from the far one run at half the speed or less. Where nothing is known
+nothing is done.
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,10 +25,34 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from offload.config import format_bytes
 from offload.errors import reason
 from offload.streaming.disk import allocate
-from offload.streaming.numa import cpus_near, stay_on
+from offload.units import format_bytes
+
+
+def cpus_near(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int] | None:
+    """Processors on the memory node of a PCI device such as `0000:3b:00.0`, of those open to us;
+    None if unknown.
+    """
+    try:
+        node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except (OSError, ValueError):
+        return None
+    return (_parse_list(listed) & os.sched_getaffinity(0)) or None
+
+
+def stay_on(cpus: frozenset[int] | None) -> None:
+    """Bind the calling thread, and no other, to these processors."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def _parse_list(text: str) -> frozenset[int]:
+    """`0-3,8` as the system writes it."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return frozenset(cpu for lo, _, hi in ranges for cpu in range(int(lo), int(hi or lo) + 1))
+
 
 _PAGE_BYTES = 4096
 _NO_LIMIT = 1 << 62
@@ -40,11 +73,12 @@ class HostBuffer(NamedTuple):
     is_seen: bool = False  # whether the device's kernels may read it, by the host's own address
 
 
-class Way(Protocol):
+class PinningMethod(Protocol):
     """One way to get page-locked memory.
 
     Attributes:
-        is_seen: whether kernels may read it by the host's address; where they may not, that ends the context.
+        is_seen: whether kernels may read it by the host's address; where they may not, that ends
+            the context.
     """
 
     name: str
@@ -57,13 +91,20 @@ class Way(Protocol):
         """Unlock what this way allocated; nothing copies from it any more."""
 
 
-class CupyWay:
-    """Locked memory from the driver by way of cupy. Raises `RefusedError` when cupy is missing or for another CUDA."""
+class CupyPinning:
+    """Locked memory from the driver by way of cupy. Raises `RefusedError` when cupy is missing or
+    for another CUDA.
+    """
 
-    name, is_seen = "cupy", True
+    name = "cupy"
+    is_seen = True
 
     def __init__(
-        self, index: int, import_cupy: Callable[[], Any], cuda_version: str | None, cpus: frozenset[int] | None = None
+        self,
+        index: int,
+        import_cupy: Callable[[], Any],
+        cuda_version: str | None,
+        cpus: frozenset[int] | None = None,
     ) -> None:
         try:
             self._cupy = import_cupy()
@@ -72,18 +113,25 @@ class CupyWay:
             raise RefusedError(f"cupy: {reason(error)}") from error
         if cuda_version and major != int(cuda_version.partition(".")[0]):
             wanted = cuda_version.partition(".")[0]
-            raise RefusedError(f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x")
-        self._index, self._cpus = index, cpus
+            raise RefusedError(
+                f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x"
+            )
+        self._index = index
+        self._cpus = cpus
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """`PinnedMemory` is exact, cupy's pool is not."""
         try:
             with ThreadPoolExecutor(1, initializer=stay_on, initargs=(self._cpus,)) as near:
                 memory = near.submit(self._allocate_here, num_bytes).result()
-        except Exception as error:  # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
+        # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
+        except Exception as error:
             raise RefusedError(f"cupy: {reason(error)}") from error
-        array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
-        if array.ctypes.data % _PAGE_BYTES:  # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
+        array = np.frombuffer(
+            self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes
+        )
+        # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
+        if array.ctypes.data % _PAGE_BYTES:
             raise RefusedError(f"cupy: {format_bytes(num_bytes)} do not begin with a page")
         return array
 
@@ -96,23 +144,32 @@ class CupyWay:
         """The memory goes with the last view of it."""
 
 
-class RegisterWay:
+class RegisteredPinning:
     """Pages of ours, touched in parallel, then locked by the driver.
 
     Args:
-        runtime: has `cudaHostRegister(address, size, flags)`, 0 for success, and `cudaHostUnregister(address)`.
-        forget_error: clears what a refused call leaves behind, which torch would report at its next kernel.
+        runtime: has `cudaHostRegister(address, size, flags)`, 0 for success, and
+            `cudaHostUnregister(address)`.
+        forget_error: clears what a refused call leaves behind, which torch would report at its next
+            kernel.
         touch: makes pages real before the driver has to, one after the other.
-        is_seen: what the device says of such memory; see `Way`.
+        is_seen: what the device says of such memory; see `PinningMethod`.
     """
 
     name = "registered"
 
     def __init__(
-        self, runtime: Any, forget_error: Callable[[], None], touch: Callable[[np.ndarray], None] = lambda _: None,
-        *, is_seen: bool = False,
-    ) -> None:  # fmt: skip
-        self._runtime, self._forget_error, self._touch, self.is_seen = runtime, forget_error, touch, is_seen
+        self,
+        runtime: Any,
+        forget_error: Callable[[], None],
+        touch: Callable[[np.ndarray], None] = lambda _: None,
+        *,
+        is_seen: bool = False,
+    ) -> None:
+        self._runtime = runtime
+        self._forget_error = forget_error
+        self._touch = touch
+        self.is_seen = is_seen
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Anonymous pages: a mapped file must never be locked."""
@@ -131,12 +188,14 @@ class RegisterWay:
 
 
 class PinnedAllocator:
-    """Host buffers for one device, locked in the first of `ways` that works; `refusals` say why better ones lack."""
+    """Host buffers for one device, locked in the first of `ways` that works; `refusals` say why
+    better ones lack.
+    """
 
-    def __init__(self, ways: Sequence[Way], refusals: Sequence[str] = ()) -> None:
+    def __init__(self, ways: Sequence[PinningMethod], refusals: Sequence[str] = ()) -> None:
         self._ways, self._refusals = list(ways), list(refusals)
         self._limits_bytes = [_NO_LIMIT] * len(self._ways)
-        self._owners: list[tuple[Way, np.ndarray]] = []
+        self._owners: list[tuple[PinningMethod, np.ndarray]] = []
         self.pinned_bytes = self.pageable_bytes = 0
 
     def allocate(self, num_bytes: int) -> HostBuffer:
@@ -162,7 +221,7 @@ class PinnedAllocator:
         return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
 
     @property
-    def ways_open(self) -> tuple[Way, ...]:
+    def ways_open(self) -> tuple[PinningMethod, ...]:
         return tuple(self._ways)
 
     @property
@@ -194,10 +253,12 @@ class PinnedAllocator:
 
 def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
     """The pinned allocator of a CUDA device."""
-    cpus, refusals, ways = cpus_near(_pci_address(place)), [], []
+    cpus = cpus_near(_pci_address(place))
+    refusals = []
+    ways = []
     for build in (
-        partial(CupyWay, place.index or 0, _import_cupy, torch.version.cuda, cpus),
-        lambda: RegisterWay(
+        partial(CupyPinning, place.index or 0, _import_cupy, torch.version.cuda, cpus),
+        lambda: RegisteredPinning(
             torch.cuda.cudart(),
             forget_cuda_error,
             partial(touch_pages, cpus=cpus),
@@ -212,7 +273,9 @@ def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
 
 
 def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
-    """Make every page real, by several threads on `cpus`: the first touch decides on which memory node it lies."""
+    """Make every page real, by several threads on `cpus`: the first touch decides on which memory
+    node it lies.
+    """
     parts = (array[lo : lo + _TOUCH_BYTES] for lo in range(0, len(array), _TOUCH_BYTES))
     with ThreadPoolExecutor(_NUM_THREADS, initializer=stay_on, initargs=(cpus,)) as pool:
         list(pool.map(_touch, parts))
@@ -223,21 +286,32 @@ def _touch(part: np.ndarray) -> None:
 
 
 def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL) -> bool:
-    """Whether kernels of this GPU read registered memory by the host's address; where the driver cannot say, no."""
+    """Whether kernels of this GPU read registered memory by the host's address; where the driver
+    cannot say, no.
+    """
     value = ctypes.c_int(0)
     try:
-        code = open_library("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(value), _HOST_POINTER, index)
+        code = open_library("libcuda.so.1").cuDeviceGetAttribute(
+            ctypes.byref(value), _HOST_POINTER, index
+        )
     except (OSError, AttributeError):
         return False
     return not code and bool(value.value)
 
 
-def forget_cuda_error(maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL) -> None:
-    """Clear the error that a refused CUDA call has left in this thread, in every copy of the runtime that is mapped.
+def forget_cuda_error(
+    maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL
+) -> None:
+    """Clear the error that a refused CUDA call has left in this thread, in every copy of the
+    runtime that is mapped.
 
     torch has no binding for it, and each copy of the library keeps an error of its own.
     """
-    files = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libcudart" in line}
+    files = {
+        line.split(maxsplit=5)[-1].strip()
+        for line in maps.read_text().splitlines()
+        if "libcudart" in line
+    }
     for file in sorted(name.removesuffix(" (deleted)") for name in files):
         open_library(file).cudaGetLastError()
 

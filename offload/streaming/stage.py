@@ -1,11 +1,13 @@
-"""One slot cycle: blocks pass through a few slots in the order in which they are wanted, each moved ahead of its use.
+"""One slot cycle: blocks pass through a few slots in the order in which they are wanted, each moved
+ahead of its use.
 
-From a disk into host memory, from there to a device: a slot is free, filling, ready, held, and free again. When the
-last block of a sweep gives its slot back, the first ones of the next are on their way already, so the link works while
-the drafter does. A stage runs no thread and knows no device; whoever moves the bytes (`Carry`) does.
+From a disk into host memory, from there to a device: a slot is free, filling, ready, held, and free
+again. When the last block of a sweep gives its slot back, the first ones of the next are on their
+way already, so the link works while the drafter does. A stage runs no thread and knows no device;
+whoever moves the bytes (`Carry`) does.
 
-Invariant: a block is moved into a slot only after the one before it was released, and handed out only when its transfer
-is complete or bound to complete before the event that is handed out with it.
+Invariant: a block is moved into a slot only after the one before it was released, and handed out
+only when its transfer is complete or bound to complete before the event that is handed out with it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,14 +18,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from offload.streaming.device import Event
-from offload.streaming.source import drop
+from offload.streaming.disk import drop
 
-# Starts moving a block into a slot, which nobody reads any more once the event is reached; the block is there once all
-# futures are done and the event that the last of them gives is reached. No event: nothing has to be waited for.
+# Starts moving a block into a slot, which nobody reads any more once the event is reached; the
+# block is there once all futures are done and the event that the last of them gives is reached. No
+# event: nothing has to be waited for.
 Carry = Callable[[int, Tensor, Event], Sequence[Future[Any]]]
 
 
-class Arrived(NamedTuple):
+class AcquiredBlock(NamedTuple):
     """A block that was acquired."""
 
     slot: Tensor
@@ -39,7 +42,8 @@ class _Transfer(NamedTuple):
 
 
 class Stage:
-    """The cycle of `blocks`, in the order of their use, through `slots` of flat bytes, each large enough for all.
+    """The cycle of `blocks`, in the order of their use, through `slots` of flat bytes, each large
+    enough for all.
 
     Only `cancel` may be called by another thread than the one that uses the stage.
 
@@ -51,34 +55,49 @@ class Stage:
         held: the slots of blocks that were acquired and not released.
     """
 
-    def __init__(self, carry: Carry, blocks: Sequence[int], slots: Sequence[Tensor], *, is_cycle: bool = True) -> None:
+    def __init__(
+        self, carry: Carry, blocks: Sequence[int], slots: Sequence[Tensor], *, is_cycle: bool = True
+    ) -> None:
         self.slots, self.held = list(slots), dict[int, Tensor]()
-        self._carry, self._blocks, self._is_cycle = carry, blocks, is_cycle
+        self._carry = carry
+        self._blocks = blocks
+        self._is_cycle = is_cycle
         self._order: Iterator[int] = iter(())
         self._transfers: list[_Transfer] = []
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the first block is the next to arrive, all slots are on their way, and none has failed."""
+        """Whether the first block is the next to arrive, all slots are on their way, and none has
+        failed.
+        """
         is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
-        is_first = not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
+        is_first = (
+            not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
+        )
         return is_whole and is_first and not any(map(_has_failed, self._transfers))
 
     def start(self, free: Event = None, once: Iterable[int] = ()) -> None:
-        """Begin with the blocks `once`, which do not come again, then with the first; slots are empty after `free`."""
+        """Begin with the blocks `once`, which do not come again, then with the first; slots are
+        empty after `free`.
+        """
         self._order = chain(once, cycle(self._blocks) if self._is_cycle else self._blocks)
         for slot in self.slots:
             self._fill(slot, free)
 
-    def acquire(self, block: int) -> Arrived:
-        """The slot of the next block, valid until its release. Raises what moving it has raised, `ReadError` mostly."""
-        assert self._transfers and self._transfers[0].block == block, f"block {block} acquired out of order"
-        transfer, ready = self._transfers[0], None
+    def acquire(self, block: int) -> AcquiredBlock:
+        """The slot of the next block, valid until its release. Raises what moving it has raised,
+        `ReadError` mostly.
+        """
+        assert self._transfers and self._transfers[0].block == block, (
+            f"block {block} acquired out of order"
+        )
+        transfer = self._transfers[0]
+        ready = None
         for part in transfer.parts:
             ready = part.result()
         del self._transfers[0]
         self.held[block] = transfer.slot
-        return Arrived(transfer.slot, ready)
+        return AcquiredBlock(transfer.slot, ready)
 
     def release(self, block: int, free: Event = None) -> None:
         """Give the slot of `block` back: it is filled again once `free` is reached."""
@@ -112,4 +131,7 @@ class Stage:
 
 
 def _has_failed(transfer: _Transfer) -> bool:
-    return any(part.done() and (part.cancelled() or part.exception() is not None) for part in transfer.parts)
+    return any(
+        part.done() and (part.cancelled() or part.exception() is not None)
+        for part in transfer.parts
+    )

@@ -79,6 +79,7 @@ def test_decode_tells_what_every_case_took(decoded: Path) -> None:
     assert len(rows["T=0 match 8x4"]["accepted_per_pos"]) == 4
 
 
+@pytest.mark.full
 def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
     events = [one for one in json.loads((decoded / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
     kinds = {kind: [one for one in events if one["cat"] == kind] for kind in ("draft", "sweep", "compute", "copy")}
@@ -94,6 +95,7 @@ def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
         assert (decoded / "sizes.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_decode_with_rules_that_draw_afresh() -> None:
     rules = ["--rule", "match", "--rule", "sequoia", "--temp", "0.6"]
     result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *rules), "decode")
@@ -101,6 +103,7 @@ def test_decode_with_rules_that_draw_afresh() -> None:
     assert result["settings"]["proof"]["num_by_law"] == 12
 
 
+@pytest.mark.full
 def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for the device, and the layers are made in memory."""
     monkeypatch.setattr(setting, "plain_rate", None)
@@ -114,6 +117,7 @@ def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypa
         compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
 
 
+@pytest.mark.full
 def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the plain reader was slow in every moment at which it looked."""
     monkeypatch.setattr(setting, "plain_rate", lambda *_: 1e3)
@@ -122,6 +126,7 @@ def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> 
     result_of(shell("bench", "passes", "--quick", *SIZE, *RAM), "passes")
 
 
+@pytest.mark.full
 def test_rules_that_keep_distributions_take_the_static_tree() -> None:
     effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
     names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
@@ -151,6 +156,7 @@ def test_gate_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.code == 2 and "is wrong" in outcome.err and len(outcome.out.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_passes_and_their_rows_on_disk(tmp_path: Path) -> None:
     result = result_of(shell("bench", "passes", "--quick", *SIZE, *RAM, "--rows", tmp_path / "rows.jsonl"), "passes")
     sized = [row for row in result["rows"] if "limit" in row]
@@ -227,7 +233,7 @@ def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: p
     for command in ("passes", "decode", "gate", "device", "peers", "compare", "prediction", "main-job", "choice"):
         told = shell("bench", command, "--help")
         assert told.code == 0 and f"offload bench {command}" in told.out, command
-    assert process("bench", "--help", python=("-c", LISTS_IMPORTS)).out.endswith("heavy: set()\n")
+    assert process("bench", "--help", python=("-c", LISTS_IMPORTS), is_cold=True).out.endswith("heavy: set()\n")
 
     def absent(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {'accelerate.hooks'!r}", name="accelerate.hooks")

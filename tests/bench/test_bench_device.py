@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from shell import Outcome, shell
 
 from offload.bench.gpu import promised as bench
@@ -18,9 +19,9 @@ from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origi
 from offload.bench.harness.timeline import LANES
 from offload.bench.latency import exact
 from offload.cli.demo import PAIR, PROMPT
-from offload.config import Sampling
 from offload.engine.load import load
-from offload.tuning.audit import draw_gaps
+from offload.reports.proof import draw_gaps
+from offload.units import Sampling
 
 
 def run_tiny(*options: object) -> tuple[int, dict[str, Any], Outcome]:
@@ -37,6 +38,7 @@ def parts(*names: str) -> list[str]:
     return [word for name in names for word in ("--part", name)]
 
 
+@pytest.mark.full
 def test_every_row_is_measured(tmp_path: Path) -> None:
     trace = tmp_path / "steps.json"
     code, result, outcome = run_tiny("--rows", tmp_path / "rows.jsonl", "--trace", trace)
@@ -96,6 +98,7 @@ def broken(*_: object) -> Iterator[dict[str, object]]:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.full
 def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device's minutes are few: a result comes out of them whatever happens."""
 
@@ -135,6 +138,7 @@ MISTAKEN: dict[str, Callable[[list[int]], list[int]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MISTAKEN)
 def test_nothing_is_timed_after_a_wrong_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference_ids = exact.reference_ids
@@ -151,6 +155,7 @@ def test_nothing_is_timed_after_a_wrong_token(name: str, monkeypatch: pytest.Mon
     assert shell("bench", "gate", "--device", "cpu", "-n", 5).code == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_invariant", [True, False], ids=["the same bits", "the others"])
 def test_a_wrong_token_of_one_way_leaves_the_other_its_timings(
     is_invariant: bool, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +174,7 @@ def test_a_wrong_token_of_one_way_leaves_the_other_its_timings(
     assert timed == {is_invariant}, "of one way alone, the one whose tokens are right"
 
 
+@pytest.mark.full
 def test_bits_that_differ_are_a_promise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings prove their own texts; that trees write the same bits is another matter, and is told."""
     same = exact.same_for_all_trees
@@ -183,7 +189,7 @@ def test_bits_that_differ_are_a_promise_of_their_own(monkeypatch: pytest.MonkeyP
     assert code == 1 and found["same bits"] is False and found["exact"] is True and found["memory"] is not None
 
 
-@pytest.mark.parametrize(("wrong", "errors"), [(1, [0, 1, 0]), (2, [0, 0, 1, 1])], ids=["a tree", "the last tree"])
+@matrix("wrong, errors", [(1, [0, 1, 0]), (2, [0, 0, 1, 1])], ids=["a tree", "the last tree"], daily=1)
 def test_a_tree_with_a_wrong_token_has_no_figures(
     wrong: int, errors: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +211,7 @@ def test_a_tree_with_a_wrong_token_has_no_figures(
     assert code == 2 and "tokens are wrong" in outcome.err.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_the_place_where_bf16_parts_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding excuses a gap below its own size and no other."""
     wanted, small, asked = [5, 6, 7, 8], resident_pair(None), list[list[int]]()

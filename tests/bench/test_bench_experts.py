@@ -38,6 +38,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
     return shell("bench", "experts", "--quick", "-m", folder, "-d", PAIR / "draft", "--room", "30")
 
 
+@pytest.mark.full
 def test_both_ways_write_the_same_with_every_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = compared(tmp_path, monkeypatch)
     assert outcome.code == 0, outcome.err
@@ -50,6 +51,7 @@ def test_both_ways_write_the_same_with_every_tree(tmp_path: Path, monkeypatch: p
     assert result["settings"]["proof"]["num_exact"] > 0
 
 
+@pytest.mark.full
 def test_no_speed_for_another_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = compared(tmp_path, monkeypatch, spoilt="layers")
     assert outcome.code != 0 and "tokens/s" not in outcome.out

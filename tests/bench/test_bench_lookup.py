@@ -14,7 +14,7 @@ from offload.bench.harness.prompts import COPY, held_out_files, prompts
 from offload.bench.harness.setting import resident_pair
 from offload.bench.harness.steps import dictated
 from offload.bench.latency import decode, lookup
-from offload.tree.topology import DynamicShape, chain
+from offload.trees.topology import DynamicShape, chain
 
 LIBRARY = stores._files()
 LEAST = ["--quick", "--size", "60MB", "--num-prompts", "1"]
@@ -59,6 +59,7 @@ def test_what_is_dictated_is_written_whatever_the_target_prefers() -> None:
     assert len(then_ids) - 8 <= 1 + sum(counts) <= len(then_ids) and all(step.seconds > 0 for step in steps)
 
 
+@pytest.mark.full
 def test_lookup_measures_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_PERMUTED_TOKENS", 50_000)
     sources = [word for name in ("store", "draft", "draft+store") for word in ("--sources", name)]
@@ -76,6 +77,7 @@ def test_lookup_measures_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "in random order" in large["made_of"] and 0 < large["value"] <= large["p95_s"] <= large["most_s"]
 
 
+@pytest.mark.full
 def test_no_figure_of_guesses_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     right = decode.measure
 

@@ -1,6 +1,7 @@
 """What the bench rests on: the gate refuses what is wrong, prompts repeat, regressions are told from noise."""
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,20 @@ from torch import Tensor
 
 from offload import UserError
 from offload.bench.harness.compare import change, changes, tell
-from offload.bench.harness.gate import MOST_SIGMAS, Proof, Written, prove, reference, surprise_sigmas
+from offload.bench.harness.gate import (
+    MOST_SIGMAS,
+    Proof,
+    Written,
+    prove,
+    reference,
+    surprise_sigmas,
+)
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Guard, Result, new_result, read, store, whole
 from offload.bench.harness.timeline import Event, Timeline, write_trace
 from offload.cli.demo import PAIR
-from offload.config import Sampling
+from offload.units import Sampling
 
 V = 50
 
@@ -245,8 +253,13 @@ def test_copies_follow_each_other_in_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [Reading(1, 1 << 20), Reading(3, 4096 * 5), Reading(is_direct=False)])
-def test_plain_reader_goes_round_small_files(how: Reading, tmp_path: Path) -> None:
+def test_plain_reader_goes_round_small_files(how: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, preadv = list[int](), os.preadv
+    monkeypatch.setattr("os.preadv", lambda *asked: counts.append(preadv(*asked)) or counts[-1])
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_bytes(bytes(3 << 20))
-    assert plain_read_s(paths, 20 << 20, how) > 0
+    seconds = plain_read_s(paths, 20 << 20, how)
+    block_bytes = min(how.block_bytes, 3 << 20)
+    assert counts == [block_bytes] * ((20 << 20) // block_bytes), "whole blocks, three times round both files"
+    assert seconds > 0

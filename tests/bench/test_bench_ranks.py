@@ -17,7 +17,7 @@ from offload.bench.harness.metrics import Burst
 from offload.bench.harness.network import NoNetworkError, network
 from offload.bench.latency import ranks, stages
 from offload.errors import UserError
-from offload.planning.exchange import Gathers, Network
+from offload.planning.cluster import Gathers, Network
 from offload.stats import RankFigures
 
 LIMIT = 1000.0  # bytes per second
@@ -94,6 +94,7 @@ def test_ways_of_a_pipeline_are_compared_text_by_text() -> None:
     assert stages.cells(rows[0])[-1] == "1 MiB"
 
 
+@pytest.mark.full
 def test_a_network_is_as_slow_as_it_says_and_is_gone_afterwards() -> None:
     num_bytes, between = 400_000, Network(2e6, 0.01)
     listen = "import socket; one = socket.create_server(('', 5001)).accept()[0]\nwhile one.recv(65536): pass"
@@ -115,6 +116,7 @@ def test_a_network_is_as_slow_as_it_says_and_is_gone_afterwards() -> None:
         probe.bind((hosts[0].address, 0))
 
 
+@pytest.mark.full
 def test_two_ranks_write_and_move_what_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for module in (setting, commands):

@@ -12,7 +12,7 @@ from offload.bench.studies import expansion
 from offload.bench.studies.expansion import Effort, check, measure
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.expansion import COMPILED, KERNELS, Expansion
+from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, Expansion
 from offload.kernels.jit import HAS_TRITON
 
 
@@ -38,7 +38,9 @@ def test_kernels_stand_beside_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.duel.outcome.shape for one in found] == [one.name for one in samples(*size)]
     assert [one.duel.outcome.reason for one in found] == [""] * len(found)
     assert found[0].of_copy == 2 and found[0].bytes_per_s == 4 * 128 * 256 / 0.5
-    monkeypatch.setattr(expansions, "KERNELS", KERNELS._replace(float8=lambda *arguments: arguments[-1].fill_(3)))
+    monkeypatch.setattr(
+        expansions, "EXPANSION_KERNELS", EXPANSION_KERNELS._replace(float8=lambda *arguments: arguments[-1].fill_(3))
+    )
     wrong = next(expand_all(FakeDevice(), clock(1.0), size, torch.float32))
     assert (wrong.duel.outcome.reason, wrong.bytes_per_s, wrong.of_copy) == ("its results differ", 0, 0)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import matrix
 from shell import ROOT
 
 from offload.bench.gpu import child, runner
@@ -73,7 +74,7 @@ ENDS = {  # what a step does after its first row, its budget, and what is then s
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ENDS)
+@matrix("what", ENDS, daily=3)
 def test_a_step_that_ends_in_any_way_keeps_its_rows_and_stops_no_other(what: str, tmp_path: Path) -> None:
     code, budget_s, said = ENDS[what]
     steps = step("first", "add('one')\n" + code, budget_s), step("second", "add('other')")
@@ -89,6 +90,7 @@ def test_a_step_that_ends_in_any_way_keeps_its_rows_and_stops_no_other(what: str
     assert begun == ["first", "second", *(["first"] if said != "done" else [])], "what is done is not repeated"
 
 
+@pytest.mark.full
 def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
     """Not even what a step has started and forgotten."""
     code = "import subprocess\npid = subprocess.Popen(['sleep', '60']).pid; add('pid', pid=pid)"
@@ -165,6 +167,7 @@ sys.exit(main(["--out", {str(out)!r}], lambda _: steps))
         ran.communicate()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_all_of_it(number: signal.Signals, tmp_path: Path) -> None:
     with running(tmp_path / "out", "time.sleep(60)") as (ran, pid):
@@ -176,6 +179,7 @@ def test_ctrl_c_ends_all_of_it(number: signal.Signals, tmp_path: Path) -> None:
     assert b"not begun" in out and "later" not in statuses(read_rows(Files(tmp_path / "out").rows))
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_does_not_wait_for_a_deaf_step(tmp_path: Path) -> None:
     with running(tmp_path / "out", DEAF + "time.sleep(60)") as (ran, pid):
         started = time.monotonic()
@@ -186,6 +190,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_deaf_step(tmp_path: Path) -> None:
     assert time.monotonic() - started < 4 and is_gone(pid)
 
 
+@pytest.mark.full
 def test_a_runner_that_is_killed_takes_its_step_along(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with running(out, DEAF + "time.sleep(60)") as (ran, pid):

@@ -92,11 +92,13 @@ def learn(model: Qwen3MoeForCausalLM, state: Path, num_steps: int, stop_at: int 
     return seen
 
 
+@pytest.mark.full
 def test_loss_falls(dense: LlamaForCausalLM, tmp_path: Path) -> None:
     seen = learn(upcycled(dense, TINY, tokens(), 0), tmp_path / "state", 25)
     assert len(seen) == 25 and sum(seen[-5:]) < 0.7 * sum(seen[:5])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop_at", [5, 7], ids=["as it is saved", "between"])
 def test_a_cut_run_ends_with_the_weights_of_an_uncut_one(
     dense: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
@@ -130,6 +132,7 @@ def test_routing_table_of_known_choices() -> None:
     assert table.popular == pytest.approx([1 / 8] * 8)
 
 
+@pytest.mark.full
 def test_chosen_experts_are_those_that_the_model_multiplies(dense: LlamaForCausalLM) -> None:
     mixture, seen = upcycled(dense, TINY, tokens(), 0), list[Tensor]()
     for layer in mixture.model.layers:
@@ -156,6 +159,7 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: LlamaForCausa
     return cache
 
 
+@pytest.mark.full
 def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = moe_pair(Console(is_quiet=True))
     assert sorted(path.name for path in pair.iterdir()) == ["draft", "figures.json", "target"]
@@ -170,6 +174,7 @@ def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPat
     assert moe_pair(Console(is_quiet=True)) == pair
 
 
+@pytest.mark.full
 def test_setting_is_the_pair_inflated(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "cache_folder", lambda: little)
     setting = make.moe_setting("40MB", None, Console(is_quiet=True))
@@ -179,6 +184,7 @@ def test_setting_is_the_pair_inflated(little: Path, monkeypatch: pytest.MonkeyPa
     assert relative_error(setting.origin, setting.target) < 1e-4
 
 
+@pytest.mark.full
 def test_a_cut_run_leaves_its_state_and_no_pair(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right: Callable[..., Tensor] = make.draft_loss
 
@@ -194,6 +200,7 @@ def test_a_cut_run_leaves_its_state_and_no_pair(little: Path, monkeypatch: pytes
     assert (moe_pair(Console(is_quiet=True)) / "draft" / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_two_runs_do_not_train_in_one_place(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def second_run(*_: object) -> None:
         with pytest.raises(UserError, match="another process trains"):

@@ -80,6 +80,7 @@ def test_no_group_where_the_kernel_makes_none(tmp_path: Path) -> None:
     assert new_cap(12345, tmp_path, tmp_path / "absent") is None
 
 
+@pytest.mark.full
 def test_cap_counts_files_and_memory(tmp_path: Path) -> None:
     cap = new_cap(cap_bytes := 32 << 20)
     if cap is None:
@@ -199,6 +200,7 @@ def test_last_line_of_a_traceback() -> None:
 # --- the programs themselves
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,10 +18,10 @@ from offload.bench.peers.child import Order, follow
 from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Program, Setting, measure
 from offload.bench.peers.run import Outcome, gguf_file, run_child
 from offload.cli.demo import PAIR
-from offload.config import Sampling
 from offload.engine.load import load
 from offload.machine import rss_bytes
-from offload.tuning.audit import draw_gaps, rounding
+from offload.reports.proof import draw_gaps, rounding
+from offload.units import Sampling
 
 OTHER = list(range(900, 950))
 

@@ -69,6 +69,7 @@ def test_wishes_are_the_same_on_every_call() -> None:
     assert {wish.is_chat for wish in wishes()} == {True, False} == {wish.sampling.is_greedy for wish in wishes()}
 
 
+@pytest.mark.full
 def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn")
     monkeypatch.setattr(soak, "_LEAST_PERIOD_S", 2.0)

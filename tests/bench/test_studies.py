@@ -7,10 +7,11 @@ import pytest
 from shell import shell
 
 from offload.bench.studies import chains, choice
-from offload.tree.topology import DynamicShape
-from offload.tuning import tune
+from offload.reports import tune
+from offload.trees.topology import DynamicShape
 
 
+@pytest.mark.full
 def test_the_chosen_tree_stands_in_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "QUICK", choice.Effort(32, (8, 16), (3,), (1, 1), 1, "16x4"))
@@ -29,6 +30,7 @@ def test_the_chosen_tree_stands_in_a_grid(tmp_path: Path, monkeypatch: pytest.Mo
         assert rows["1x0"]["tokens_per_sweep"] == 1 and all(row["tokens_per_sweep"] >= 1 for row in rows.values())
 
 
+@pytest.mark.full
 def test_chains_stand_beside_their_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(chains, "QUICK", chains.Effort(2, 24, (1, 3), 1))

@@ -7,10 +7,10 @@ import pytest
 from tiny import FAMILIES, build, save, save_tokenizer
 
 import offload
-from offload.calibration.estimate import estimate
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.reports.estimate import estimate
 
 OPTIONS = LoadOptions(ram="1GiB", device="cpu")
 pytestmark = pytest.mark.usefixtures("_instant_link")

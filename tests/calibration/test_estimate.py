@@ -14,19 +14,19 @@ from test_device_planner import CONFIGS, PAIRS
 from tiny import FAMILIES, save_pair
 
 from offload.bench.latency.prediction import paper_rows
-from offload.calibration import device_link
-from offload.calibration import estimate as estimate_module
-from offload.calibration.estimate import Estimate, estimate
+from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
 from offload.errors import UserError
 from offload.memory import planner as plan
+from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
-from offload.planning.measured_pairs import range_for
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
-from offload.planning.traces import DynamicYield
-from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, expected_tokens
+from offload.planning.search import range_for
+from offload.reports import estimate as estimate_module
+from offload.reports.estimate import Estimate, estimate
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, expected_tokens
+from offload.units import Sampling
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 from quantised import save_quantised
+from rounding import Promise, assert_same_bits
 from tiny import FAMILIES, build, save
 from torch import Tensor
 
-from offload.calibration import expansion_choice
-from offload.calibration.expansion_choice import WITHOUT_NUMBA, choose_expansion
+from offload.calibration import kernels as expansion_choice
+from offload.calibration.kernels import WITHOUT_NUMBA, choose_expansion
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE
+from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
 from offload.model.encoder_decoder import open_model
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
 
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
@@ -97,7 +98,7 @@ def test_what_is_missing_is_said_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_on_a_gpu_kernels_of_triton_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.device("cuda")
     monkeypatch.setattr(expansion_choice, "is_for_kernels", lambda place: True)
-    assert expansion_choice._rivals(place) is KERNELS
+    assert expansion_choice._rivals(place) is EXPANSION_KERNELS
     monkeypatch.setattr(expansion_choice, "is_for_kernels", lambda place: False)
     assert expansion_choice._rivals(place) is None
 
@@ -113,7 +114,7 @@ def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> N
 
     wanted_TV = logits()
     model.expand_with(COMPILED)
-    assert torch.equal(logits(), wanted_TV)
+    assert_same_bits(logits(), wanted_TV, Promise.SAME_PRODUCTS)
     lost = COMPILED._replace(**{KINDS[recipe]: lambda *args, **named: args[-1].zero_()})
     model.expand_with(lost)
     assert not torch.equal(logits(), wanted_TV), "it is these functions that a pass calls"

@@ -14,11 +14,10 @@ from torch.nn import functional
 import offload
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
-from offload.model.invariance import InvariantRows
-from offload.model.row_sizes import find_sizes
-from offload.model.weights import StreamedModel
+from offload.model.invariant import InvariantRows, find_sizes
+from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
+from offload.units import Sampling
 
 linear = functional.linear
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -66,7 +65,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, product: Product) -> None:
 
     def planted(self: InvariantRows, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with monkeypatch.context() as patch:
-            patch.setattr("offload.model.invariance.functional.linear", product)
+            patch.setattr("offload.model.invariant.functional.linear", product)
             return real(self, left, weight, bias)
 
     monkeypatch.setattr(InvariantRows, "_linear", planted)
@@ -101,7 +100,7 @@ def test_scores_of_longer_texts_are_tried_at_load(target: Path, monkeypatch: pyt
     def planted(multiply: Any, factor: Tensor, *args: Any, **more: Any) -> tuple[int, ...]:
         return () if factor.ndim > 2 and factor.shape[-1] == 512 else find_sizes(multiply, factor, *args, **more)
 
-    monkeypatch.setattr("offload.model.invariance.find_sizes", planted)
+    monkeypatch.setattr("offload.model.invariant.find_sizes", planted)
     invariance = found(target)
     assert not invariance.holds and "each number of rows" in invariance.reason
 
@@ -111,7 +110,7 @@ def test_nothing_is_tried_while_a_text_grows(target: Path, monkeypatch: pytest.M
     with offload.load(target, context=500, threads=1, invariant=True, dtype="bfloat16") as decoder:
         if not decoder.invariance.holds:
             pytest.skip(f"this processor: {decoder.invariance.reason}")
-        monkeypatch.setattr("offload.model.invariance.find_sizes", lambda *_, **__: ())
+        monkeypatch.setattr("offload.model.invariant.find_sizes", lambda *_, **__: ())
         prompt = [5 + num % 90 for num in range(470)]
         assert decoder.generate(prompt, max_new_tokens=2).is_invariant
         assert decoder.generate(prompt, max_new_tokens=2, tree="none").is_invariant

@@ -15,13 +15,13 @@ from test_tiny import prompts
 from tiny import FAMILIES, save
 
 import offload
-from offload.calibration import device_link, startup
-from offload.calibration import kernel_selection as comparisons
-from offload.calibration.kernel_comparison import Comparison, Outcome, compare, rows_of, used
-from offload.calibration.kernel_selection import Heads, KernelChoice, Norm, Shapes, choose_kernels, shapes_of
+from offload.calibration import kernels as comparisons
+from offload.calibration import link as device_link
+from offload.calibration import startup
+from offload.calibration.kernels import Heads, KernelChoice, Norm, Shapes, choose_kernels, shapes_of
+from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, rows_of, used
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import kernel_line
-from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
 from offload.engine import load as loading
 from offload.engine.build import resident_model
@@ -32,11 +32,12 @@ from offload.kernels.rms_norm import FORMS
 from offload.memory.planner import plan_memory
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Curve, Traffic
-from offload.planning.tree_policy import Trees
+from offload.planning.selector import Trees
 from offload.sampling.sampler import Sampler
-from offload.tree.spec import parse_tree
+from offload.trees.spec import parse_tree
+from offload.units import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +64,8 @@ def few_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparisons, "_PATHS", (2, 16))
 
 
-def comparison(agrees: Callable[[], bool] = lambda: True, kernel: str = "thing") -> Comparison:
-    return Comparison(kernel, "N 1", lambda: None, lambda: None, agrees)
+def comparison(agrees: Callable[[], bool] = lambda: True, kernel: str = "thing") -> KernelComparison:
+    return KernelComparison(kernel, "N 1", lambda: None, lambda: None, agrees)
 
 
 def refuses() -> bool:
@@ -74,7 +75,7 @@ def refuses() -> bool:
 def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
     right, wrong, broken = compare(comparison()), compare(comparison(lambda: False)), compare(comparison(refuses))
     assert (right.reason, wrong.reason) == ("", "its results differ")
-    assert broken == Outcome("thing", "N 1", "RuntimeError: out of shared memory")
+    assert broken == ComparisonOutcome("thing", "N 1", "RuntimeError: out of shared memory")
     assert used([right]) == {"thing": True}
     for bad in (wrong, broken):
         assert used([right, bad]) == used([bad, right]) == {"thing": False}, "wrong once is wrong"

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 from fake_device import FakeDevice
 
-from offload.calibration import device_link
 from offload.calibration import link as calibrate
-from offload.calibration.device_link import device_link_bytes_per_s
-from offload.calibration.link import LOCAL_BYTES_PER_S, copy_bytes_per_s, link_bytes_per_s
+from offload.calibration import link as device_link
+from offload.calibration.link import (
+    LOCAL_BYTES_PER_S,
+    copy_bytes_per_s,
+    device_link_bytes_per_s,
+    link_bytes_per_s,
+)
 from offload.streaming.disk import DiskReader, allocate
 
 

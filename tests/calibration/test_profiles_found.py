@@ -5,12 +5,12 @@ from tiny import FAMILIES, save_pair
 
 from offload.calibration.startup import _profile_finder
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
 from offload.errors import UserError
-from offload.memory.planner import Files
+from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions
-from offload.planning.room import Room
-from offload.planning.tree_policy import FindProfile
+from offload.planning.room import MemoryBudget
+from offload.planning.selector import FindProfile
+from offload.units import Sampling
 
 UNKNOWN = [
     (Sampling(temperature=1, min_p=0.2), "min-p"),
@@ -20,28 +20,28 @@ UNKNOWN = [
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(*map(open_checkpoint, save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))))
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return ModelFiles(*map(open_checkpoint, save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))))
 
 
-def finder(files: Files, profile: str | None = None) -> FindProfile:
+def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     options = LoadOptions(ram="1GiB")
-    room = Room.of(options)
+    room = MemoryBudget.of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
     return _profile_finder(files, options, room, "cpu")
 
 
 @pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)
-def test_one_that_was_found_is_passed_over(files: Files, how: Sampling, words: str) -> None:
+def test_one_that_was_found_is_passed_over(files: ModelFiles, how: Sampling, words: str) -> None:
     assert finder(files)(how, "match") == (None, f"no profile holds for a run with {words}")
 
 
 @pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)
-def test_one_that_was_named_is_refused(files: Files, how: Sampling, words: str) -> None:
+def test_one_that_was_named_is_refused(files: ModelFiles, how: Sampling, words: str) -> None:
     with pytest.raises(UserError, match=f"with {words}, got `profile` .*: leave one of them out"):
         finder(files, "tuned.json")(how, "match")
 
 
 @pytest.mark.parametrize("how", [Sampling(), Sampling(min_p=0.5), Sampling(temperature=0.6, top_k=5)], ids=str)
-def test_others_are_looked_for(files: Files, how: Sampling) -> None:
+def test_others_are_looked_for(files: ModelFiles, how: Sampling) -> None:
     assert "no profile for this pair of models" in finder(files)(how, "match")[1]

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder, split
+from refusals import (
+    Break,
+    assert_refused,
+    case,
+    cut_file,
+    damaged,
+    header,
+    join,
+    refuse_folder,
+    split,
+)
 from shell import process
 
 from offload.checkpoint.safetensors import open_checkpoint

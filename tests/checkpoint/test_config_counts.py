@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint.config_counts import check_counts, check_types
+from offload.checkpoint.tensors import check_counts, check_types
 from offload.errors import UserError
 
 REAL: dict[str, dict[str, Any]] = {

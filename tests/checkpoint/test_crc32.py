@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 import pytest
 
-from offload.checkpoint.crc32 import crc32_of_scratch
+from offload.checkpoint.whole import crc32_of_scratch
 
 FAR = 91_639 * 4
 LENGTHS = [0, 1, 5, FAR - 1, FAR, FAR + 1, FAR + 3, FAR + 4, 2 * FAR, 1_000_003, (8 << 20) - 7, 8 << 20]

@@ -119,7 +119,8 @@ IGNORED = {  # names of released checkpoints, and the class of transformers that
 @pytest.mark.parametrize("name", IGNORED)
 def test_what_transformers_passes_over_is_passed_over(name: str) -> None:
     family, model_class, num_layers = IGNORED[name]
-    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    name_of_module = f"transformers.models.{family}.modeling_{family}"
+    module = pytest.importorskip(name_of_module, reason=f"this transformers has no {family}")
     patterns = getattr(module, model_class)._keys_to_ignore_on_load_unexpected
     assert any(re.search(pattern, name) for pattern in patterns), "the example is one of transformers' own"
     found = text_part("here", {"num_hidden_layers": num_layers}, {name: ENTRY, "model.layers.1.x": ENTRY})

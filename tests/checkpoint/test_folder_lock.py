@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from offload.checkpoint.folder_lock import locked, locked_anew
-from offload.checkpoint.small_files import replacing
+from offload.checkpoint.files import locked, locked_anew, replacing
 from offload.errors import UserError
 
 

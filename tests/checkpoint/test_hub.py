@@ -18,16 +18,16 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.harness.setting import find_setting
-from offload.calibration.estimate import estimate
 from offload.checkpoint import hub as headers
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
-from offload.config import Sampling
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.tuning.tune import tune
+from offload.reports.estimate import estimate
+from offload.reports.tune import tune
+from offload.units import Sampling
 
 
 class Hub:

@@ -6,9 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
+from random_files import (
+    Planned,
+    assert_same_bytes,
+    parameter_bytes,
+    random_checkpoint,
+    stored_bytes,
+    write_file,
+)
 
-from offload.checkpoint.layout import BLOCK_BYTES, Part, SlabLayout, group_by_layer, slab_bytes_bound, slab_layout
+from offload.checkpoint.layout import (
+    BLOCK_BYTES,
+    SlabLayout,
+    TensorPart,
+    group_by_layer,
+    slab_bytes_bound,
+    slab_layout,
+)
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.tensors import TensorEntry
 
@@ -25,11 +39,11 @@ def fill(layout: SlabLayout, checkpoint: Checkpoint) -> np.ndarray:
     return slab
 
 
-def single(entry: TensorEntry) -> tuple[tuple[int, ...], list[Part]]:
-    return entry.shape, [Part(entry)]
+def single(entry: TensorEntry) -> tuple[tuple[int, ...], list[TensorPart]]:
+    return entry.shape, [TensorPart(entry)]
 
 
-def layer_parameters(checkpoint: Checkpoint, layer: int) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+def layer_parameters(checkpoint: Checkpoint, layer: int) -> dict[str, tuple[tuple[int, ...], list[TensorPart]]]:
     own = f"model.layers.{layer}."
     return {name: single(entry) for name, entry in checkpoint.tensors.items() if name.startswith(own)}
 
@@ -87,7 +101,7 @@ def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
     for index, group in enumerate(groups):
         parts, end = [], 0
         for name in group:
-            parts.append(Part(checkpoint.tensors[name], end))
+            parts.append(TensorPart(checkpoint.tensors[name], end))
             end += len(wanted[name]) // 4
         parameters[f"fused{index}"] = ((end,), parts)
         joined[f"fused{index}"] = b"".join(wanted[name] for name in group)

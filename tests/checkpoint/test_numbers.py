@@ -5,7 +5,16 @@ import pytest
 import torch
 from gguf_files import random_blocks
 
-from offload.checkpoint.numbers import Form, Top, form_of, is_finite, is_matrix, magnitude, remarks, top_bits
+from offload.checkpoint.numbers import (
+    Form,
+    TensorMaximum,
+    form_of,
+    is_finite,
+    is_matrix,
+    magnitude,
+    remarks,
+    top_bits,
+)
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}  # fmt: skip
@@ -64,9 +73,9 @@ def test_whole_numbers_are_always_finite() -> None:
     assert form_of("I13") is None
 
 
-def top(name: str, number: float, *, matrix: bool = True) -> Top:
+def top(name: str, number: float, *, matrix: bool = True) -> TensorMaximum:
     bits = int(torch.tensor([number]).view(torch.int32).item())
-    return Top(name, "a.safetensors", matrix, the_form("F32"), bits)
+    return TensorMaximum(name, "a.safetensors", matrix, the_form("F32"), bits)
 
 
 def test_what_is_odd_is_told_in_a_line_for_each_kind() -> None:

@@ -21,13 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
-from offload.checkpoint import pack as module
-from offload.checkpoint import packed_writing
-from offload.checkpoint.pack import pack, unpack, verify
-from offload.checkpoint.packed_file import read_packed
 from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
-from offload.encoding.exponents import Exponents, Window
+from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError
+from offload.packing import pack as module
+from offload.packing import writing as packed_writing
+from offload.packing.format import read_packed
+from offload.packing.pack import pack, unpack, verify
 
 
 def silent(_done: int, _total: int) -> None:
@@ -156,9 +156,7 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_what_dies_within_a_file_leaves_none(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "offload.checkpoint.packed_writing.os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr("offload.packing.writing.os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         pack(model, tmp_path / "packed", progress=silent)
     assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]
@@ -276,7 +274,7 @@ def test_tensors_that_look_better_than_they_are_stay_plain(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a sample misleads."""
-    monkeypatch.setattr(module, "window_of", lambda *_: Window(3, 4, 12.0))
+    monkeypatch.setattr(module, "window_of", lambda *_: ExponentWindow(3, 4, 12.0))
     pack(model, tmp_path / "packed", progress=silent)
     assert not any(entry.coded for entry in open_checkpoint(tmp_path / "packed").tensors.values())
     unpack(tmp_path / "packed", tmp_path / "back", progress=silent)
@@ -355,7 +353,7 @@ def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
 
 def test_a_disk_that_is_too_small_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, 1 << 20)
-    monkeypatch.setattr("offload.checkpoint.pack_folder.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("offload.packing.pack.shutil.disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"more of disk, .* has 1 MiB: free some, the same command goes on"):
         pack(model, tmp_path / "packed", progress=silent)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from quantised import RECIPES
 
-from offload.checkpoint.quant_methods import check_method
+from offload.checkpoint.tensors import check_method
 from offload.errors import UserError
 
 READ = [

@@ -9,14 +9,14 @@ import pytest
 from refusals import assert_refused, generate
 from tiny import save_tokenizer
 
-from offload.checkpoint import small_files
-from offload.checkpoint.small_files import read_given, read_small
-from offload.checkpoint.tokenizer_files import check_tokenizer_files
+from offload.checkpoint import files as small_files
+from offload.checkpoint.files import read_given, read_small
+from offload.checkpoint.hub import check_tokenizer_files
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
 from offload.planning.profile import parse_profile
-from offload.tuning.tune import read_text
+from offload.reports.tune import read_text
 
 pytestmark = pytest.mark.usefixtures("_no_weights")
 

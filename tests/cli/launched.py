@@ -23,8 +23,8 @@ def write_text(model: str, draft: None, options: Any, console: Any, request: Any
     """In place of `offload.cli.text_run.write_text`."""
     import torch
 
-    from offload.planning.place import require_place
-    from offload.ranks.join import joined
+    from offload.distributed.join import joined
+    from offload.rank_roles import require_place
 
     what, _, rank = os.environ.get("MISFORTUNE", ":").partition(":")
     place = require_place()

@@ -13,7 +13,7 @@ import pytest
 from screen import Typist
 
 READS = """
-import sys, time
+import os, sys, time
 from offload.cli.chat_input import ChatInput
 from offload.errors import UserError
 with ChatInput("HINT") as entries:
@@ -31,7 +31,8 @@ with ChatInput("HINT") as entries:
             try:
                 with entries.silent():
                     print("ANSWERING", flush=True)
-                    time.sleep(1.5)
+                    while not os.path.exists(os.environ["ANSWERED"]):
+                        time.sleep(0.01)
                     if entry.command == "/fail":
                         raise UserError("failed")
             except UserError as error:
@@ -42,7 +43,9 @@ print("END", flush=True)
 
 
 def typist_at(term: str, folder: Path) -> Typist:
-    return Typist([sys.executable, "-c", READS], {"TERM": term, "XDG_CACHE_HOME": str(folder)})
+    return Typist(
+        [sys.executable, "-c", READS], {"TERM": term, "XDG_CACHE_HOME": str(folder), "ANSWERED": f"{folder}/answered"}
+    )
 
 
 @pytest.fixture(params=["xterm", "dumb"])
@@ -102,7 +105,7 @@ def test_a_pasted_block_is_one_question(typist: Typist, request: pytest.FixtureR
     typist.sees("GOT '' 'three'")
 
 
-def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist) -> None:
+def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist, tmp_path: Path) -> None:
     typist.types("answer\n")
     typist.sees("ANSWERING")
     time.sleep(0.2)
@@ -110,16 +113,19 @@ def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist) ->
     typist.types("ne")
     time.sleep(0.2)
     typist.types("xt\n")
+    time.sleep(0.2)
+    (tmp_path / "answered").touch()
     shown = typist.sees("DONE")
     assert "ne" not in shown and "xt" not in shown
     typist.sees("GOT '' 'next'")
 
 
-def test_lines_typed_ahead_come_one_by_one(typist: Typist) -> None:
+def test_lines_typed_ahead_come_one_by_one(typist: Typist, tmp_path: Path) -> None:
     typist.types("answer\n")
     typist.sees("ANSWERING")
     time.sleep(0.2)
     typist.types("/stats\nsecond\nthird\n")
+    (tmp_path / "answered").touch()
     for wanted in ("GOT '/stats' ''", "GOT '' 'second'", "GOT '' 'third'"):
         typist.sees(wanted)
     typist.sees("> ")
@@ -127,7 +133,8 @@ def test_lines_typed_ahead_come_one_by_one(typist: Typist) -> None:
     typist.sees("GOT '' 'half'")
 
 
-def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist) -> None:
+def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist, tmp_path: Path) -> None:
+    (tmp_path / "answered").touch()
     typist.types("/fail answer\n")
     typist.sees("ANSWERING")
     typist.sees("REFUSED failed")
@@ -139,7 +146,9 @@ def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist) -> None:
 
 def test_the_terminal_is_as_it_was_after_the_end_of_the_process(tmp_path: Path) -> None:
     ends = "import signal; from offload.__main__ import _end; signal.signal(signal.SIGTERM, _end)"
-    typist = Typist([sys.executable, "-c", ends + READS], {"TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path)})
+    typist = Typist(
+        [sys.executable, "-c", ends + READS], {"TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path), "ANSWERED": "/never"}
+    )
     typist.sees("> ")
     typist.types("answer\n")
     typist.sees("ANSWERING")

@@ -8,7 +8,7 @@ import pytest
 
 from offload.cli.console import (
     Console,
-    Names,
+    ModelNames,
     candidate_rows,
     choice_lines,
     closing_lines,
@@ -16,15 +16,15 @@ from offload.cli.console import (
     place_line,
     turn_line,
 )
-from offload.cli.demo import Comparison, comparison_lines
+from offload.cli.demo import DemoResult, comparison_lines
 from offload.cli.live_line import LiveLine
-from offload.config import format_bytes, is_decimal
-from offload.memory.plan import MemoryPlan, Tier
+from offload.memory.plan import LayerTier, MemoryPlan
 from offload.planning.cost_model import Prediction, StepTime
-from offload.planning.tree_policy import TreeChoice
+from offload.planning.selector import TreeChoice
 from offload.stats import Stats
-from offload.tree.spec import label_of, parse_tree
-from offload.tree.topology import DynamicShape, Shape, best_first, chain
+from offload.trees.spec import label_of, parse_tree
+from offload.trees.topology import DynamicShape, Shape, best_first, chain
+from offload.units import format_bytes, is_decimal
 
 SHAPES = {"dynamic:64x8": DynamicShape(64, 8), "64x8": best_first((0.7, 0.2, 0.1), 64, 8), "none": chain(0)}
 
@@ -34,7 +34,7 @@ def planned(num_streamed: int = 3, **others: Any) -> MemoryPlan:
     names = ["runtime", "rest", "draft", "distribution", "kv", "activation"]
     sizes = {f"{name}_bytes": 0 for name in names} | {"layer_bytes": (10**9,) * 4, "slot_bytes": 10**9}
     counts = {"context": 64, "num_nodes": 8, "max_prompt_rows": 512, "num_logits_rows": 8}
-    tier_L = (Tier.RESIDENT,) * (4 - num_streamed) + (Tier.DISK,) * num_streamed
+    tier_L = (LayerTier.RESIDENT,) * (4 - num_streamed) + (LayerTier.DISK,) * num_streamed
     slots = {"num_slots": 2 if num_streamed else 0, "tier_L": tier_L, "ram_bytes": 2 * 10**9}
     return MemoryPlan(**{**sizes, **counts, **slots, **others})  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     assert f"(2 sweeps, {words})" in closing_lines(stats(shape), planned(), 1 << 20)
     assert choice_lines(TreeChoice(shape, "as named")).startswith(f"{words}: as named")
     runs: list[Any] = [SimpleNamespace(stats=stats(one)) for one in (chain(0), shape)]
-    row = comparison_lines(Comparison(*runs, num_exact=1, num_near=0, num_same=None)).splitlines()[2]
+    row = comparison_lines(DemoResult(*runs, num_exact=1, num_near=0, num_same=None)).splitlines()[2]
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
     assert candidate_rows([predicted(label)])[0].strip().startswith(f"{label}: ")
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}
@@ -80,12 +80,12 @@ def test_what_runs_is_told_in_two_lines() -> None:
     best = predicted("dynamic:64x8")
     choice = TreeChoice(best.shape, "measured", 4.0, (best,))
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
-    names = Names.of("/models/Llama-70B/", "someone/Llama-1B")
+    names = ModelNames.of("/models/Llama-70B/", "someone/Llama-1B")
     assert opening_lines(names, decoder, choice, is_decimal=True).splitlines() == [
         "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a sweep from disk",
         "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected",
     ]
-    assert Names.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
+    assert ModelNames.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
     alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
     assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a sweep from disk"
     named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
@@ -95,7 +95,7 @@ def test_what_runs_is_told_in_two_lines() -> None:
 def test_places_are_those_of_the_plan() -> None:
     whole = planned(0)
     assert place_line("m", whole) == "m: all 4 layers fit into RAM (1.86 GiB allowed), nothing is streamed"
-    tier_L = (Tier.RESIDENT, Tier.HOST, Tier.HOST, Tier.DISK)
+    tier_L = (LayerTier.RESIDENT, LayerTier.HOST, LayerTier.HOST, LayerTier.DISK)
     card = planned(gpu_bytes=10**9, tier_L=tier_L)
     assert place_line("m", card, is_decimal=True) == "m: 1 of 4 layers on the GPU, 2 in RAM, 1 on disk; 3 GB a sweep"
 

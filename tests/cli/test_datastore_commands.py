@@ -17,7 +17,7 @@ from test_main import LISTS_IMPORTS
 from tiny import save_tokenizer
 
 from offload.datastore import build as building
-from offload.datastore.corpus import Corpus
+from offload.datastore.build import Corpus
 from offload.datastore.store import open_datastore
 from offload.engine.text import load_tokenizer
 
@@ -233,7 +233,7 @@ def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["info", "verify"])
 def test_looking_at_a_store_imports_nothing_heavy(command: str, store: Path) -> None:
-    outcome = process("datastore", command, store, python=("-c", LISTS_IMPORTS))
+    outcome = process("datastore", command, store, python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 0 and outcome.err == "\n" and str(store) in outcome.out
 
 

@@ -35,7 +35,7 @@ class Started:
     def __init__(self, *arguments: object, misfortune: str = "", python: tuple[str, ...] = SCRIPT) -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("MISFORTUNE", misfortune)
-            self.process = start(*arguments, python=python)
+            self.process = start(*arguments, python=python, is_cold=True)
         self.pids: dict[int, int] = {}
 
     def join(self, num_ranks: int = 2) -> "Started":
@@ -78,6 +78,7 @@ def test_a_killed_rank_ends_the_run_with_its_text_and_a_reason() -> None:
     assert started.wait_for_ranks() == []
 
 
+@pytest.mark.full
 def test_a_rank_0_that_stops_is_silent_whoever_kills_it_in_the_end() -> None:
     started = Started(*LAUNCH, "--ranks", "shards", misfortune="stop:0").join()
     code, _, err = started.end()
@@ -85,6 +86,7 @@ def test_a_rank_0_that_stops_is_silent_whoever_kills_it_in_the_end() -> None:
     assert started.wait_for_ranks() == []
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_run_with_its_text() -> None:
     started = Started(*LAUNCH, misfortune="nothing:").join()  # --ranks shards goes without saying
     assert started.process.stdout is not None
@@ -98,6 +100,7 @@ def test_ctrl_c_ends_the_run_with_its_text() -> None:
     assert started.wait_for_ranks() == []
 
 
+@pytest.mark.full
 def test_nobody_outlives_a_launcher_that_is_killed() -> None:
     started = Started(*LAUNCH, misfortune="nothing:").join()
     assert started.process.stdout is not None and started.process.stdout.read(4)  # the text has begun
@@ -107,6 +110,7 @@ def test_nobody_outlives_a_launcher_that_is_killed() -> None:
     assert out.endswith(f"{PROMPT}\n"), "rank 0 has told its text to the end"
 
 
+@pytest.mark.full
 def test_torchrun_itself_does_as_well() -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(launch.free_port()))
     started = Started(*GENERATE, "--ranks", "shards", "--ram", "1GiB,2GiB", python=(*torchrun, *SCRIPT))
@@ -126,6 +130,7 @@ def test_what_one_rank_refuses_is_said_once(misfortune: str) -> None:
     assert out == "" or out.endswith("\n")
 
 
+@pytest.mark.full
 def test_what_all_ranks_refuse_is_said_once() -> None:
     outcome = Started(*LAUNCH, "--temp", "-1").end()
     assert_refused(outcome, "--temp must be 0 or more, got -1.0")

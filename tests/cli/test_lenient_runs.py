@@ -9,10 +9,10 @@ from shell import shell
 from offload.bench.harness.setting import resident_pair
 from offload.cli.console import Console
 from offload.cli.demo import PAIR, compare, demo_options, open_demo
-from offload.config import Sampling
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.tuning.tune import tune
+from offload.reports.tune import tune
+from offload.units import Sampling
 
 RUN = ("generate", "-m", str(PAIR / "target"), "-d", str(PAIR / "draft"), "--raw", "-p", "import", "-n", "12")
 HOW = ("--tree", "chain:3", "--context", "64", "--temp", "0")

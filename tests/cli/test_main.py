@@ -256,13 +256,13 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     if command == "plan --json -m" and has_cuda_driver():
         pytest.skip("a card has to be asked, which torch does")
     model = [looper] if command.endswith("-m") else []
-    outcome = process(*command.split(), *model, python=("-c", LISTS_IMPORTS))
+    outcome = process(*command.split(), *model, python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
 
 
 @pytest.mark.parametrize("command", ["generate -p x", "chat", "tune -d nowhere --text x", "generate -p x --ram lots"])
 def test_what_is_refused_at_once_waits_for_nothing_heavy(command: str) -> None:
-    outcome = process(*command.split(), "-m", "nowhere", python=("-c", LISTS_IMPORTS))
+    outcome = process(*command.split(), "-m", "nowhere", python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 2 and outcome.out == "" and outcome.err.startswith("offload: ")
     assert outcome.err.endswith("\n\n"), "nothing is listed"
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +10,27 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from reciting import CONTEXT, NUM_SAID, PROMPT, SAID, at_sweep, failing_reads, interrupt, open_decoder, settings
+from reciting import (
+    CONTEXT,
+    NUM_SAID,
+    PROMPT,
+    SAID,
+    at_sweep,
+    failing_reads,
+    interrupt,
+    open_decoder,
+    settings,
+)
 from shell import Outcome, shell
 
+from offload.checkpoint import identity
+from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.batch_file import read_tasks
-from offload.cli.progress import ManyTexts
-from offload.config import Sampling
+from offload.cli.progress import BatchProgress
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar
+from offload.units import Sampling
 
 Write = Callable[..., Path]
 
@@ -153,17 +166,19 @@ def test_changed_settings_are_refused(
         "index": 0,
         "sample": 0,
         "text": "",
-        "request": read_tasks(file, Request(), 1, "ender auto match 1")[0].digest,
+        "request": read_tasks(file, Request(), 1, "auto match 1")[0].digest,
+        "model": identity.identity_of(open_checkpoint(ender)).as_dict(),
     }
     out.write_text(json.dumps(line) + "\n")
     outcome = generate(ender, "-f", file, "--out", out, *change)
-    assert outcome.code == 2 and "line 1 is of another prompt, model or settings than index 0" in outcome.err
+    assert outcome.code == 2 and "line 1 is of another prompt or settings than index 0" in outcome.err
     assert objects(out.read_text()) == [line], "it stays as it is"
 
 
 @pytest.mark.parametrize("written, refusal", [
     ("Dear diary", "line 1 is no result"), ("{}\n", "line 1 is no result"), ("[1]\n", "line 1 is no result"),
-    ('{"index": 9, "sample": 0, "request": "x"}\n', "another prompt"),
+    ('{"index": 0, "sample": 0, "request": "x"}\n', "line 1 does not tell of which model it is"),
+    ('{"index": 0, "sample": 0, "request": "x", "model": {"weights": "a"}}\n', "line 1 does not tell of which model"),
 ])  # fmt: skip
 def test_files_of_something_else_stay_as_they_are(
     ender: Path, prompts: Write, tmp_path: Path, written: str, refusal: str, _no_weights: None
@@ -172,6 +187,53 @@ def test_files_of_something_else_stay_as_they_are(
     out.write_text(written)
     outcome = generate(ender, "-f", prompts({"prompt": PROMPT}), "--out", out)
     assert outcome.code == 2 and refusal in outcome.err and out.read_text() == written
+
+
+def edited_weights(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[1]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def edited_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+
+
+def edited_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+
+
+@pytest.mark.parametrize("has_samples", [True, False])
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (edited_weights, "weights differ"),
+        (edited_template, "chat template differs"),
+        (edited_tokenizer, "tokenizer differs"),
+        (None, ""),
+    ],
+)
+def test_results_of_another_model_of_that_name_are_refused(
+    edit: Callable[[Path], None] | None, words: str, has_samples: bool, looper: Path, prompts: Write, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where no sample shows it, since all is read then; a copy of the same model goes on."""
+    if not has_samples:
+        monkeypatch.setattr(identity, "_sampled", lambda checkpoint: "0" * 32)
+    first, second = (shutil.copytree(looper, tmp_path / name / "final") for name in ("a", "b"))
+    out, line = tmp_path / "out", {"prompt": PROMPT, "max_tokens": 1}
+    assert generate(first, "-f", prompts(line), "--out", out).code == 0
+    before = out.read_text()
+    if edit is not None:
+        edit(second)
+    outcome = generate(second, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out)
+    if edit is None:
+        assert outcome.code == 0 and len(objects(out.read_text())) == 2
+        return
+    assert outcome.code == 2 and f"{out}, line 1 is not of this model ({words}): name another file" in outcome.err
+    assert out.read_text() == before
+    assert generate(first, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out).code == 0
 
 
 def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:
@@ -273,7 +335,7 @@ def test_samples_are_texts_of_the_seeds_that_follow(ender: Path) -> None:
 
 
 def test_the_line_tells_of_all_texts() -> None:
-    progress = ManyTexts(4, 10)
+    progress = BatchProgress(4, 10)
     assert progress.parts() == ["0 of 4 texts", "0 under way", "layer 0 of 10"]
     progress.advance([])
     progress.finish(30)

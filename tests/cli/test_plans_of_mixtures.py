@@ -10,12 +10,12 @@ from mixture_headers import CONFIG
 from shell import shell
 from transformers import AutoConfig
 
-from offload.calibration import rates
-from offload.calibration.estimate import estimate
+from offload.calibration import link as rates
 from offload.errors import UserError
 from offload.planning import options
 from offload.planning.options import LoadOptions
-from offload.planning.place import Place
+from offload.rank_roles import RankInfo
+from offload.reports.estimate import estimate
 
 LAPTOP = ("--ram", "3.2GB", "--disk-speed", "2GB", "--context", "2048")
 
@@ -128,7 +128,7 @@ def test_families_that_multiply_all_experts_stream_layers(how: str, tmp_path: Pa
 def test_flags_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     err = shell("plan", "-m", "x", "--experts", "few").err
     assert "--experts must be one of auto, demand, layers, got 'few': try --experts auto" in err
-    monkeypatch.setattr(options, "require_place", lambda: Place(0, 2, 0, 0, 2, "localhost", 1))
+    monkeypatch.setattr(options, "require_place", lambda: RankInfo(0, 2, 0, 0, 2, "localhost", 1))
     with pytest.raises(UserError, match="`experts` demand is of one process, got `ranks` shards: leave one of them"):
         LoadOptions(ranks="shards", experts="demand")
     assert LoadOptions(ranks="shards").experts == "auto"

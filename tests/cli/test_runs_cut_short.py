@@ -111,6 +111,7 @@ def test_closed_pipe_is_not_an_error(looper: Path) -> None:
     assert b"Traceback" not in err and b"Exception" not in err
 
 
+@pytest.mark.full
 def test_pipe_closed_from_the_start_is_not_an_error(looper: Path) -> None:
     """What is printed in one go breaks when it is flushed, which may be as late as the interpreter's end."""
     for command in (("plan", "-m", looper, "--ram", "1GiB", "--json"), ("plan", "-m", looper), ("--help",)):

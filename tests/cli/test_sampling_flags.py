@@ -9,10 +9,10 @@ from refusals import assert_refused, generate
 from shell import shell
 
 from offload.cli.sampling import sampling_words
-from offload.config import Sampling
-from offload.engine.pipeline import check_stages
 from offload.engine.request import Request
+from offload.engine.stages import check_stages
 from offload.errors import UserError
+from offload.units import Sampling
 
 FLAGS = {
     "temperature": ("--temp", 2), "min_p": ("--min-p", 0.1), "repeat_penalty": ("--repeat-penalty", 1.4),

@@ -20,8 +20,8 @@ from reciting import recited, settings
 from shell import ROOT, process, shell, start
 
 from offload.cli.serving import read_keys, served_sampling
-from offload.config import Sampling
 from offload.errors import UserError
+from offload.units import Sampling
 
 PATIENCE_S = 120
 
@@ -109,6 +109,7 @@ def test_sampling_is_the_models_or_openais(tmp_path: Path) -> None:
     assert served_sampling(str(tmp_path)) == Sampling(temperature=0.6, top_k=20)
 
 
+@pytest.mark.full
 def test_sigterm_lets_texts_end(looper: Path) -> None:
     """One is under way, one waits: the first is written to its end, the other is told, and so is who comes later."""
     with served(looper, "--grace", 60, "--link-limit", "40MB") as (running, address):
@@ -135,6 +136,7 @@ def test_sigterm_lets_texts_end(looper: Path) -> None:
         assert running.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.full
 def test_without_grace_a_pass_ends_at_its_next_layer(looper: Path) -> None:
     with served(looper, "--grace", 0, "--link-limit", "1MB") as (running, address):
         asked = urllib.request.Request(

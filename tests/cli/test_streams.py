@@ -9,16 +9,32 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import ROOT, popen
 from reciting import PROMPT, SAID, settings
-from shell import ROOT, Outcome, process
+from shell import Outcome, process
+
+# What a shell does before a program starts.
+REDIRECTS = {
+    "> /dev/full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "<&-": "os.close(0); sys.stdin = None",
+    "<&- >&-": "os.close(0); os.close(1); sys.stdin = sys.stdout = None",
+}
 
 
 def redirected(redirection: str, *arguments: object, **environment: str) -> Outcome:
-    """`offload ARGUMENTS` in a shell that redirects its streams."""
-    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "offload", *map(str, arguments)]
-    told = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=told, timeout=300)
-    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+    """Run `offload ARGUMENTS` with its streams redirected, in a warm process or, where that says so, in a shell."""
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    pipe, words = subprocess.PIPE, [*map(str, arguments)]
+    if redirection in REDIRECTS:
+        code = f"import os, sys; {REDIRECTS[redirection]}; from offload.__main__ import main; main()"
+        running = popen(
+            [sys.executable, "-c", code, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=told
+        )
+    else:
+        command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "offload", *words]
+        running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=told)
+    out, err = running.communicate(timeout=300)
+    return Outcome(running.returncode, out.decode(), err.decode())
 
 
 @pytest.mark.parametrize(("command", "unbuffered"), [("generate", ""), ("plan", "1"), ("help", "")])
@@ -68,7 +84,7 @@ AT_IMPORTS = (
 @pytest.mark.parametrize("name", AT_IMPORTS)
 def test_interrupt_during_an_import(name: str, ender: Path) -> None:
     arguments = ("generate", *settings(ender), "-p", PROMPT, "--quiet")
-    outcome = process(*arguments, python=("-c", INTERRUPTS.format(name=name)))
+    outcome = process(*arguments, python=("-c", INTERRUPTS.format(name=name)), is_cold=True)
     assert outcome.code == 130 and outcome.err in ("", "offload: interrupted\n")
 
 
@@ -119,14 +135,14 @@ with libraries(Console(is_quiet=True)):
     dist.destroy_process_group()
 print("torch._dynamo.eval_frame" in sys.modules)
 """
-    assert process(python=("-c", code)).out == "False\n"
+    assert process(python=("-c", code), is_cold=True).out == "False\n"
 
 
 LISTS_UNUSED = """
 import os, sys
 os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
 from offload.__main__ import main
-unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.tuning.trace_acceptance"}
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.reports.trace_acceptance"}
 try:
     main()
 finally:
@@ -139,7 +155,9 @@ def test_a_quiet_process_prints_text_and_imports_no_more_than_it_needs(
 ) -> None:
     """Nothing else is printed, whatever libraries have to say."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    outcome = process("generate", *settings(warned_of), "-p", PROMPT, "--quiet", python=("-c", LISTS_UNUSED))
+    outcome = process(
+        "generate", *settings(warned_of), "-p", PROMPT, "--quiet", python=("-c", LISTS_UNUSED), is_cold=True
+    )
     assert outcome == Outcome(0, SAID + "\n", "\n"), "an empty list"
 
 

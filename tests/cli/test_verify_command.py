@@ -82,6 +82,6 @@ def test_what_the_machine_refuses_is_not_told_as_damage(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("offload.streaming.verify.verify", refuse)
+    monkeypatch.setattr("offload.integrity.verify", refuse)
     with pytest.raises(UserError, match=line):
         verify(str(sound), VerifyOptions(), OutputOptions(quiet=True))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload.datastore.trie import Trie
+from offload.datastore.index import Trie
 
 Documents = Sequence[Sequence[int]]
 

@@ -19,9 +19,8 @@ from refusals import contents
 from shell import ROOT
 
 from offload.datastore import build as building
-from offload.datastore.store import open_datastore, read_store
-from offload.datastore.suffix_index import SuffixIndex
-from offload.datastore.verify import verify
+from offload.datastore.index import SuffixIndex
+from offload.datastore.store import open_datastore, read_store, verify
 from offload.errors import UserError
 
 
@@ -82,7 +81,7 @@ def test_sorting_takes_the_memory_that_is_stated() -> None:
     program = """
 import sys
 import numpy as np
-from offload.datastore.chunk import ReversedText, sorted_positions
+from offload.datastore.index import ReversedText, sorted_positions
 from offload.datastore.store import sorting_bytes
 from offload.machine import peak_rss_bytes, rss_bytes
 import pydivsufsort

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.datastore import corpus as corpora
-from offload.datastore.corpus import Corpus, Messages
+from offload.datastore import build as corpora
+from offload.datastore.build import Corpus, Messages
 from offload.errors import UserError
 
 

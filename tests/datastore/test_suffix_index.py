@@ -10,10 +10,9 @@ import pytest
 from brute_force import Documents, random_documents, rows_of
 from scipy.stats import chisquare
 
-from offload.datastore import chunk as chunks
-from offload.datastore import suffix_index
-from offload.datastore.chunk import Chunk
-from offload.datastore.suffix_index import SuffixIndex
+from offload.datastore import index as chunks
+from offload.datastore import index as suffix_index
+from offload.datastore.index import CorpusChunk, SuffixIndex
 from offload.errors import UserError
 
 WIDE = 1 << 17  # such a vocabulary takes four bytes a token
@@ -24,7 +23,7 @@ def index_of(documents: Documents, vocab_size: int, cuts: list[int]) -> SuffixIn
     """In as many chunks as there are cuts, and one more."""
     bounds = [0, *cuts, len(documents)]
     parts = [documents[lo:hi] for lo, hi in pairwise(bounds)]
-    return SuffixIndex([Chunk.of(part, vocab_size) for part in parts], vocab_size)
+    return SuffixIndex([CorpusChunk.of(part, vocab_size) for part in parts], vocab_size)
 
 
 def letters(vocab_size: int) -> np.ndarray:
@@ -74,12 +73,14 @@ def test_a_wrong_suffix_array_is_noticed(mistake: Any, monkeypatch: pytest.Monke
 
 
 def test_a_match_across_documents_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Chunk, "of", classmethod(lambda cls, documents, vocab_size: joined(documents, vocab_size)))
+    monkeypatch.setattr(
+        CorpusChunk, "of", classmethod(lambda cls, documents, vocab_size: joined(documents, vocab_size))
+    )
     with pytest.raises(AssertionError):
         test_finds_what_looking_everywhere_finds(5)
 
 
-def joined(documents: Documents, vocab_size: int, made: Any = Chunk.of) -> Chunk:
+def joined(documents: Documents, vocab_size: int, made: Any = CorpusChunk.of) -> CorpusChunk:
     """As if there was no separator."""
     return made([[token for one in documents for token in one]], vocab_size)
 
@@ -178,7 +179,7 @@ def test_files_of_strangers_are_read_within_their_bounds() -> None:
         tokens_B[rng.random(len(tokens_B)) < 0.8] %= 3
         position_M = rng.integers(-(2**31), 2**31, size=9).astype(np.int32)
         position_M[rng.random(9) < 0.7] %= len(tokens_B)
-        index = SuffixIndex([Chunk(tokens_B.tobytes(), tokens_B, position_M)], 3)
+        index = SuffixIndex([CorpusChunk(tokens_B.tobytes(), tokens_B, position_M)], 3)
         found = index.longest(rng.integers(3, size=5).tolist(), least=int(rng.integers(3)))
         rows_MC = index.continuations(found)
         assert len(rows_MC) == found.count and rows_MC.min(initial=0) >= -1 and rows_MC.max(initial=0) < 3

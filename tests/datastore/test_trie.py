@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from brute_force import paths_of
 
-from offload.datastore.trie import heaviest
+from offload.datastore.index import heaviest
 
 
 def random_rows(rng: np.random.Generator) -> np.ndarray:

@@ -1,9 +1,9 @@
 """What drafters learn for kinds of sampling that a server's clients choose freely: it stays bounded."""
 
-from offload.config import Sampling
-from offload.drafting.by_kind import MOST_KINDS, ByKind
-from offload.drafting.trust import Trusts
+from offload.drafting.base import MOST_KINDS, ByKind
+from offload.drafting.lookup import SourceWeightsByKind
 from offload.sampling.sampler import Sampler
+from offload.units import Sampling
 
 
 def test_kinds_that_nobody_asks_for_any_more_go_first() -> None:
@@ -16,7 +16,7 @@ def test_kinds_that_nobody_asks_for_any_more_go_first() -> None:
 
 
 def test_trust_is_kept_for_few_kinds() -> None:
-    trusts = Trusts()
+    trusts = SourceWeightsByKind()
     for index in range(2 * MOST_KINDS):
         trusts.of(Sampler(Sampling(temperature=0.5 + index / 1000), 10))
     assert len(trusts._known) == MOST_KINDS

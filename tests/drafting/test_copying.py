@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from offload.drafting.copying import Copied, Copying
-from offload.drafting.sources import Asked
-from offload.tree.spec import MatchLength
+from offload.drafting.lookup import Copying, GrowingText, GuessRequest
+from offload.trees.spec import MatchLength
 
-ASKED = Asked(64, 6)
+ASKED = GuessRequest(64, 6)
 
 
 ANY_LENGTH = MatchLength(1, 8)
 
 
-def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: Copied | None = None) -> dict[int, set]:
+def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: GrowingText | None = None) -> dict[int, set]:
     """By the length of the match all the first tokens that are guessed, with their shares."""
     source = Copying(match)
     tiers = source.tiers(tokens, ASKED, state or source.new_state())
@@ -44,7 +43,7 @@ def test_shorter_matches_follow_by_halves() -> None:
 
 def test_a_loop_goes_on() -> None:
     source, tokens = Copying(MatchLength(2, 16)), [5, 1, 2, 3, 1, 2, 3, 1, 2]
-    tier = next(iter(source.tiers(tokens, Asked(64, 9), source.new_state())))
+    tier = next(iter(source.tiers(tokens, GuessRequest(64, 9), source.new_state())))
     place, path = tier.start(), []
     while tier.shares(place):
         (token,) = tier.shares(place)
@@ -64,4 +63,4 @@ def test_a_cut_text_is_another() -> None:
     assert said(tokens, state=state)[2] == {(3, 1.0)}
     state.clear(2)
     assert said([1, 2, 4, 1, 2], state=state)[2] == {(4, 1.0)}, "what was cut is forgotten"
-    assert said([*range(3000), 7, 8], state=Copied())[2] == {(9, 1.0)}, "longer than its array was"
+    assert said([*range(3000), 7, 8], state=GrowingText())[2] == {(9, 1.0)}, "longer than its array was"

@@ -12,26 +12,28 @@ from torch import Tensor
 
 from offload import load
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Drafting, Sampling
 from offload.drafting.base import Drafted
-from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import Mixture, grow_best
+from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftPassPolicy, grow_best
 from offload.drafting.model import ModelDrafter
-from offload.drafting.worth import Worth
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.tree.pace import Pace, most_rows
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DynamicShape, k_ary
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import DynamicShape, GrowthSchedule, k_ary, most_rows
+from offload.units import ChildSampling, Sampling
 
 NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
 PROMPT = [7, 11, 3, 42, 5]
 GREEDY, WARM, NUCLEUS = Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.0, top_p=0.8, seed=4)
-CASES = [(GREEDY, Drafting.COUPLED), (WARM, Drafting.COUPLED), (NUCLEUS, Drafting.COUPLED), (WARM, Drafting.TOP_K)]
+CASES = [
+    (GREEDY, ChildSampling.COUPLED),
+    (WARM, ChildSampling.COUPLED),
+    (NUCLEUS, ChildSampling.COUPLED),
+    (WARM, ChildSampling.TOP_K),
+]
 
 
 class BigramModel:
@@ -53,7 +55,7 @@ class BigramModel:
 
 def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
     draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-    return grow_best(draft, bounds, [4, 0], sampler, Mixture(exponent))
+    return grow_best(draft, bounds, [4, 0], sampler, CandidateRanking(exponent))
 
 
 def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
             log_f, parent = 0.0, 0
             for position, token in enumerate(path, start=ROOT_AT + 1):
                 logits_1V = BigramModel.logits_VV[parent][None]
-                is_coupled = sampler.drafting is Drafting.COUPLED
+                is_coupled = sampler.drafting is ChildSampling.COUPLED
                 score_V = (sampler.perturbed(logits_1V, position) if is_coupled else logits_1V)[0].double().numpy()
                 log_f += float(np.log(np.exp(exponent * score_V)[token] / np.exp(exponent * score_V).sum()))
                 parent = token
@@ -83,7 +85,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
     "bounds", [DynamicShape(2, 1), DynamicShape(12, 5), DynamicShape(40, 4), DynamicShape(40, 2)], ids=str
 )
 @pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
-def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: Drafting) -> None:
+def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: ChildSampling) -> None:
     model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
     tree, row_of_node, score_of_node = grow_bigrams(model, bounds, sampler, 1.25)
     paths = [path_of(tree, node) for node in range(tree.num_nodes)]
@@ -112,11 +114,13 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
     """The first ones are hidden; behind them one has to bring as much as a step of so many tokens in that time."""
 
     def passes(tokens_per_step: int, pass_s: float, num_hidden: int) -> int:
-        worth = Worth(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
+        worth = DraftPassPolicy(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
         worth.learn(tokens_per_step)
         model, sampler = BigramModel(), Sampler(WARM, NUM_TOKENS)
         draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-        grow_best(draft, DynamicShape(64, 6, Pace(16, 9, 1.0)), [4, 0], sampler, Mixture(1.25), worth)
+        grow_best(
+            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
+        )
         return len(model.num_rows)
 
     all_of_them = passes(0, 1.0, 0)
@@ -130,10 +134,12 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
     """Where every row costs, as the experts that it asks for do, far nodes are left out, and the rest is the same."""
 
     def grown(row_s: float) -> TokenTree:
-        worth = Worth(lambda num_rows, _: 1.0 + row_s * num_rows)
+        worth = DraftPassPolicy(lambda num_rows, _: 1.0 + row_s * num_rows)
         draft = Draft(BigramModel(), NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
         sampler = Sampler(WARM, NUM_TOKENS)
-        return grow_best(draft, DynamicShape(64, 6, Pace(16, 9, 1.0)), [4, 0], sampler, Mixture(1.25), worth).tree
+        return grow_best(
+            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
+        ).tree
 
     trees = [grown(row_s) for row_s in (0.0, 1e-6, 0.02, 0.1, 0.5, 100.0)]
     sizes = [tree.num_nodes for tree in trees]
@@ -146,10 +152,15 @@ def test_passes_are_priced_beside_the_rows_that_are_sent() -> None:
     """Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would."""
 
     def passes(row_s: float) -> int:
-        worth, model = Worth(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))), BigramModel()
+        worth, model = (
+            DraftPassPolicy(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))),
+            BigramModel(),
+        )
         worth.learn(4)
         draft, sampler = Draft(model, NUM_TOKENS, KVCache(1, 512)), Sampler(WARM, NUM_TOKENS)  # type: ignore[arg-type]
-        grow_best(draft, DynamicShape(64, 6, Pace(16, 9, 1.0)), [4, 0], sampler, Mixture(1.25), worth)
+        grow_best(
+            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
+        )
         return len(model.num_rows)
 
     assert passes(1.0) == 1, "63 rows would have hidden it, and they are not sent"
@@ -157,12 +168,12 @@ def test_passes_are_priced_beside_the_rows_that_are_sent() -> None:
 
 def test_rows_are_weighed_by_what_they_bring_for_their_time() -> None:
     seconds = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 6: 2.0}
-    worth = Worth(lambda num_rows, _: seconds[num_rows])
+    worth = DraftPassPolicy(lambda num_rows, _: seconds[num_rows])
     chances = np.array([0.8, 0.5, 0.1, 0.05, 0.05])
     rates = {1: 1 / 1.0, 2: 1.8 / 1.2, 3: 2.3 / 1.4, 4: 2.4 / 1.6, 6: 2.5 / 2.0}
     assert worth.num_rows(chances, (1,)) == max(rates, key=lambda size: rates[size]) == 3
     assert worth.num_rows(chances[:1], (1,)) == 2 and worth.num_rows(np.array([]), (1,)) == 1
-    assert Worth().num_rows(chances, (1,)) == 6, "where nothing was measured"
+    assert DraftPassPolicy().num_rows(chances, (1,)) == 6, "where nothing was measured"
 
 
 def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +211,7 @@ def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
 
 def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, Mixture(4.0))
+    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, CandidateRanking(4.0))
     assert tree.topology.depth >= 4 and len(rows) > 8
     gaps = []
     for node, score_V in scores.items():
@@ -262,7 +273,7 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5, 8.0])
 def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     """Tokens drawn from softmax(exponent * score): the log-loss is least at that very exponent."""
-    generator, sharpness = torch.Generator().manual_seed(1), Sharpness()
+    generator, sharpness = torch.Generator().manual_seed(1), DraftCalibration()
     for _ in range(500):
         score_TV = torch.randn(3, 20, generator=generator)
         token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
@@ -271,7 +282,7 @@ def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
 
 
 def test_a_token_that_was_ruled_out_teaches_nothing() -> None:
-    sharpness = Sharpness()
+    sharpness = DraftCalibration()
     start = sharpness.exponent
     for _ in range(50):
         sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), torch.tensor([1]))

@@ -5,31 +5,45 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tables import SHAPES, TableSampler, count_pairs, distributions, grow, p_value, pair, pair_distribution
+from tables import (
+    SHAPES,
+    TableSampler,
+    count_pairs,
+    distributions,
+    grow,
+    p_value,
+    pair,
+    pair_distribution,
+)
 from test_dynamic import path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
-from offload.datastore.trie import heaviest
+from offload.datastore.index import heaviest
 from offload.drafting.base import Drafted
-from offload.drafting.copying import Copying
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import Mixture, grow_best
-from offload.drafting.guesses import Guess, Guesses, Place, TrieTier
+from offload.drafting.dynamic import CandidateRanking, grow_best
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft
+from offload.drafting.lookup import (
+    Copying,
+    Guess,
+    Guesses,
+    GuessSources,
+    SourceWeights,
+    TrieCursor,
+    TrieGuesses,
+    sureness,
+)
 from offload.drafting.model import ModelDrafter
-from offload.drafting.sources import Sources
-from offload.drafting.trust import Trust, sureness
 from offload.engine.build import resident_model
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.tree.proposals import Draw
-from offload.tree.spec import MatchLength
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DynamicShape, best_first, chain
-from offload.verification.rules import find_rule
+from offload.trees.spec import MatchLength
+from offload.trees.token_tree import Draw, TokenTree
+from offload.trees.topology import DynamicShape, best_first, chain
+from offload.trees.verification import find_rule
+from offload.units import Sampling
 
 PROMPT = [*range(11, 29), 5, *range(11, 25)]
 GUESSED = [25, 26, 27, 28, 5, 11, 12, 13]
@@ -45,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamedModel]:
 
 
 def hybrid(model: StreamedModel) -> HybridDrafter:
-    return HybridDrafter(ModelDrafter(model, VOCAB_SIZE, 256), Sources([Copying(MatchLength(2, 16))]))
+    return HybridDrafter(ModelDrafter(model, VOCAB_SIZE, 256), GuessSources([Copying(MatchLength(2, 16))]))
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -76,8 +90,10 @@ def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> Non
 
 def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
     """Rows that were run ahead of others, many levels at once, have the scores of their own paths."""
-    guesses = Guesses([TrieTier("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], Trust())
-    sampler, mixture = Sampler(GREEDY, VOCAB_SIZE), Mixture(1.0, guesses)
+    guesses = Guesses(
+        [TrieGuesses("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], SourceWeights()
+    )
+    sampler, mixture = Sampler(GREEDY, VOCAB_SIZE), CandidateRanking(1.0, guesses)
     draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
     tree, rows, scores = grow_best(draft, DynamicShape(40, 7), PROMPT, sampler, mixture)
     assert max(map(len, guessed_paths(6) & paths(tree))) >= 4 and len(rows) > 8
@@ -88,12 +104,12 @@ def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
 
 def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None:
     """Grown again by hand: one node after the other, each with the chance that draft and guesses give it together."""
-    guesses = Guesses([TrieTier("lookup", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], Trust())
+    guesses = Guesses([TrieGuesses("lookup", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], SourceWeights())
     sampler, shape = Sampler(GREEDY, VOCAB_SIZE), DynamicShape(30, 4)
     draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
-    tree = grow_best(draft, shape, PROMPT, sampler, Mixture(1.3, guesses)).tree
+    tree = grow_best(draft, shape, PROMPT, sampler, CandidateRanking(1.3, guesses)).tree
     every: dict[tuple[int, ...], float] = {(): 1.0}
-    open_paths: list[tuple[tuple[int, ...], Place]] = [((), guesses.root)]
+    open_paths: list[tuple[tuple[int, ...], TrieCursor]] = [((), guesses.root)]
     for path, place in open_paths:
         alone = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
         pi_V = (1.3 * alone.catch_up([*PROMPT, *path])[0].float()).softmax(0)
@@ -125,7 +141,7 @@ def test_a_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
 
 
 def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
-    shape, place = best_first([0.6, 0.3], 32, 6), Place(0, ())
+    shape, place = best_first([0.6, 0.3], 32, 6), TrieCursor(0, ())
 
     def kept(*chances: float) -> int:
         return _without_least(
@@ -138,7 +154,11 @@ def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
 
 # Laws: tables stand for both models, and every tree has two guesses hung into it.
 
-FOUND = [Guess(-1, 2, 1, 0.9, Place(1, ())), Guess(0, 3, 2, 0.5, Place(2, ())), Guess(-1, 1, 1, 0.1, Place(1, ()))]
+FOUND = [
+    Guess(-1, 2, 1, 0.9, TrieCursor(1, ())),
+    Guess(0, 3, 2, 0.5, TrieCursor(2, ())),
+    Guess(-1, 1, 1, 0.1, TrieCursor(1, ())),
+]
 CASES = [("sequoia", "binary", "bad"), ("sequoia", "chain", "disjoint"), ("specinfer", "sequences", "bad"),
          ("spectr", "binary", "good")]  # fmt: skip
 

@@ -2,22 +2,20 @@
 
 import pytest
 
-from offload.config import RULES, Sampling
-from offload.drafting.copying import Copying
-from offload.drafting.lookup import LookupDrafter, PassSeconds
-from offload.drafting.sources import Sources
+from offload.drafting.lookup import Copying, GuessSources, LookupDrafter, PassSeconds
 from offload.sampling.sampler import Sampler
-from offload.tree.spec import MatchLength
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DynamicShape, Shape, chain, k_ary, sequences
-from offload.verification.rules import find_rule
+from offload.trees.spec import MatchLength
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import DynamicShape, Shape, chain, k_ary, sequences
+from offload.trees.verification import find_rule
+from offload.units import RULES, Sampling
 
 REPEATED = [3, 1, 4, 1, 5, 9, 2, 6, 7, 8] * 3
 BRANCHING = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]
 
 
 def grown(shape: Shape, tokens: list[int], pass_s: PassSeconds = lambda _: 1.0) -> TokenTree:
-    drafter = LookupDrafter(Sources([Copying(MatchLength(2, 16))]), pass_s)
+    drafter = LookupDrafter(GuessSources([Copying(MatchLength(2, 16))]), pass_s)
     return drafter.grow(shape, tokens, Sampler(Sampling(), 16), drafter.new_state()).tree
 
 
@@ -59,7 +57,7 @@ def test_no_more_than_pays() -> None:
 
 
 def test_what_was_wrong_is_guessed_less() -> None:
-    drafter = LookupDrafter(Sources([Copying(MatchLength(2, 16))]), lambda rows: 1 + 0.2 * rows)
+    drafter = LookupDrafter(GuessSources([Copying(MatchLength(2, 16))]), lambda rows: 1 + 0.2 * rows)
     state, sampler = drafter.new_state(), Sampler(Sampling(), 16)
     sizes = []
     for _ in range(40):
@@ -73,6 +71,9 @@ def test_what_was_wrong_is_guessed_less() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_sees_point_masses(rule: str) -> None:
-    drafter, sampler = LookupDrafter(Sources([Copying(MatchLength(2, 16))]), lambda _: 1.0), Sampler(Sampling(), 16)
+    drafter, sampler = (
+        LookupDrafter(GuessSources([Copying(MatchLength(2, 16))]), lambda _: 1.0),
+        Sampler(Sampling(), 16),
+    )
     tree = drafter.grow(DynamicShape(8, 4), BRANCHING, sampler, drafter.new_state()).tree
     assert tree.proposals is None and find_rule(rule) and all(offer.probs_V is None for offer in tree.offers(0))

@@ -13,17 +13,17 @@ from torch import Tensor
 
 import offload
 from offload.cli.demo import PAIR
-from offload.config import Sampling
-from offload.drafting import confidence, dynamic
+from offload.drafting import dynamic
+from offload.drafting import dynamic as confidence
 from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.tree.pace import PACES, Pace
-from offload.tree.topology import DynamicShape
-from offload.tuning.trace_acceptance import dynamic_again, write
+from offload.reports.trace_acceptance import dynamic_again, write
+from offload.trees.topology import PACES, DynamicShape, GrowthSchedule
+from offload.units import Sampling
 
 NUM_NODES, DEPTH, NUM_NEW, GROUP = 64, 32, 128, 64
-SLOW = Pace(16, 9, 1.0)  # as it was once
+SLOW = GrowthSchedule(16, 9, 1.0)  # as it was once
 PROMPTS = ("import os\n\n\ndef walk(top):\n", 'def parse_args(argv):\n    """Read the command line."""\n')
 SAMPLINGS = (Sampling(), Sampling(temperature=0.6, seed=1))
 Text = tuple[list[int], list[int]]  # prompt, and what the target wrote
@@ -69,7 +69,7 @@ def texts(near: Decoder) -> dict[Sampling, list[Text]]:
 class Again:
     """What growing again along texts has taken, per sweep."""
 
-    def __init__(self, decoder: Decoder, texts: list[Text], sampling: Sampling, pace: Pace) -> None:
+    def __init__(self, decoder: Decoder, texts: list[Text], sampling: Sampling, pace: GrowthSchedule) -> None:
         widths, run, bounds = list[int](), Draft.run, DynamicShape(NUM_NODES, DEPTH, pace)
         assert isinstance(decoder.drafter, ModelDrafter)
         decoder.drafter._sharpness.clear()

@@ -6,15 +6,14 @@ import pytest
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
-from offload.drafting.copying import Copying
-from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
-from offload.drafting.sources import Sources
+from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
+from offload.drafting.lookup import Copying, GuessSources
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
-from offload.tree.spec import MatchLength
-from offload.tree.topology import chain, k_ary
+from offload.trees.spec import MatchLength
+from offload.trees.topology import chain, k_ary
+from offload.units import Sampling
 
 PROMPT = [7, 11, 9, 5, 7, 11, 3, 7, 11]
 
@@ -23,8 +22,8 @@ PROMPT = [7, 11, 9, 5, 7, 11, 3, 7, 11]
 def test_a_drafter_keeps_a_text_in_its_state_alone(kind: DrafterKind, tmp_path: Path) -> None:
     """Two texts at once: what it proposes for one does not depend on the other."""
     model = resident_model(open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[1]), "float32")
-    sources = Sources([Copying(MatchLength(1, 8))] if kind.has_sources else [])
-    drafter = DRAFTERS[kind](Materials(model, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0))
+    sources = GuessSources([Copying(MatchLength(1, 8))] if kind.has_sources else [])
+    drafter = DRAFTERS[kind](DrafterInputs(model, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0))
     sampler, shape = Sampler(Sampling(), VOCAB_SIZE), k_ary(2, 7) if any(kind) else chain(0)
     one, other, fresh = (drafter.new_state() for _ in range(3))
     first = drafter.grow(shape, PROMPT, sampler, one)

@@ -13,7 +13,7 @@ from offload.encoding.exponents import (
     MANTISSAS,
     WORDS,
     Exponents,
-    Found,
+    RecognisedWeight,
     best_window,
     distance_bytes,
     histogram,
@@ -62,7 +62,7 @@ def test_what_was_stored_is_what_is_expanded(source: str, format, width: int) ->
     sizes = {"mantissas": Told(MANTISSAS[source], SHAPE), "escapes": Told("U8", (len(words.escape_3E) + len(fill),))}
     told = headers(format.parameter, width=width, **sizes)
     found = format.recognise(told, {})
-    assert isinstance(found, Found) and found.shape == SHAPE
+    assert isinstance(found, RecognisedWeight) and found.shape == SHAPE
     assert found.coding.stored_bytes(SHAPE) == len(stored_B)
     ready = found.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
     assert sum(tensor.nbytes for tensor in ready.values()) == found.coding.companion_bytes(SHAPE)

@@ -4,7 +4,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from coded_weights import DTYPES, EXPANSIONS, are_equal, can_round, expanded, forbid_operators, recognise
+from coded_weights import (
+    DTYPES,
+    EXPANSIONS,
+    are_equal,
+    can_round,
+    expanded,
+    forbid_operators,
+    recognise,
+)
 from quantised import RECIPES, Stored, random_weight
 from torch import Tensor
 

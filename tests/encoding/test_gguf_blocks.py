@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_files import KINDS, interleaved, random_blocks
 
-from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
+from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.kernels.expansion import REFERENCE
 
 

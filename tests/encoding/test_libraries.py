@@ -3,6 +3,8 @@
 AutoAWQ and AutoGPTQ cannot be installed beside the other libraries: their own arithmetic is written out here.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from coded_weights import are_equal, expanded
@@ -12,15 +14,19 @@ from torch import Tensor
 SHAPES = [(96, 160), (24, 64)]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (13, 77)], ids=str)
-@pytest.mark.parametrize("name", ["ct-w4", "ct-w4-zeros", "ct-w8", "ct-int8", "fp8-channel", "nvfp4"])
+# Of the first three the library has whole groups only.
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *product(("ct-w4", "ct-w4-zeros", "nvfp4"), SHAPES),
+        *product(("ct-w8", "ct-int8", "fp8-channel"), [*SHAPES, (13, 77)]),
+    ],
+    ids=str,
+)
 def test_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
-    if shape[1] % 32 and name not in ("ct-w8", "ct-int8", "fp8-channel"):
-        pytest.skip("the library has whole groups only")
     tensors, config = RECIPES[name].store(random_weight(*shape)).tensors, RECIPES[name].config
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     own = {suffix.removeprefix("."): one for suffix, one in tensors.items()}
@@ -44,7 +50,8 @@ def test_mxfp4_of_transformers(num_experts: int) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes(kind: str, is_nested: bool, shape: tuple[int, int]) -> None:
     """Rows of 160 are not asked of the library: from the second on its CPU code takes scales of other blocks."""
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional
+
     weight = random_weight(*shape).bfloat16()
     words, state = functional.quantize_4bit(weight, compress_statistics=is_nested, quant_type=kind)
     tensors = {".weight": words} | {f".weight.{key}": one for key, one in state.as_dict(packed=True).items()}
@@ -55,7 +62,8 @@ def test_bitsandbytes(kind: str, is_nested: bool, shape: tuple[int, int]) -> Non
 
 def test_bytes_of_bitsandbytes() -> None:
     """The library multiplies twice, here it is once: they differ by a rounding of float32."""
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional
+
     code = torch.randint(-127, 128, (24, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     largest = random_weight(24, 1).abs().flatten()
     wanted = functional.int8_vectorwise_dequant(code, largest)

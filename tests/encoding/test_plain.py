@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload.checkpoint.safetensors import read_header
-from offload.encoding.base import Encoding
-from offload.encoding.registry import ENCODINGS, PLAIN_OF
+from offload.encoding.base import ENCODINGS, PLAIN_OF, Encoding
 
 SHAPES = [(3, 5), (7,), (), (2, 0, 3)]
 

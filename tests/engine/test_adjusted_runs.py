@@ -10,12 +10,11 @@ from tiny import FAMILIES, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
-from offload.sampling.logits import AdjustedRows, Rows
-from offload.sampling.sampler import Sampler
-from offload.tree.token_tree import TokenTree
+from offload.sampling.sampler import AdjustedRows, Rows, Sampler
+from offload.trees.token_tree import TokenTree
+from offload.units import Sampling
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 32
 TREES = ["8x3", "dynamic:16x6", "chain:4"]

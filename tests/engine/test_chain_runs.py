@@ -9,13 +9,13 @@ import pytest
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import StepTime
-from offload.tree.spec import MAX_CHAIN
+from offload.trees.spec import MAX_CHAIN
+from offload.units import Sampling
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5], 60
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 3}
@@ -34,7 +34,7 @@ def paper_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(alpha: float, _costs: object, _traffic: object, most: int) -> ChainPolicy:
         return ChainPolicy(alpha, tuple(StepTime(0.1 * gamma, 1.0, 0.0, 0.0) for gamma in range(most + 1)))
 
-    monkeypatch.setattr("offload.planning.tree_policy.ChainPolicy.of", of)
+    monkeypatch.setattr("offload.planning.selector.ChainPolicy.of", of)
 
 
 @pytest.fixture(scope="module")

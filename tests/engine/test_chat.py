@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from matrix import matrix
 from reciting import PIECES, SAID, TEMPLATE, at_sweep, interrupt, streaming_ram
 from refusals import assert_refused
 from screen import Typist
@@ -14,13 +15,13 @@ from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
-from offload.engine.cache_pool import num_shared
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
+from offload.engine.sequence import num_shared
 from offload.errors import UserError
 from offload.memory.planner import plan_memory
-from offload.tree.spec import parse_tree
+from offload.trees.spec import parse_tree
+from offload.units import Sampling
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
 NUM_NEW, CONTEXT = 20, 384
@@ -80,7 +81,7 @@ def test_a_turn_is_that_of_a_fresh_decoder(
 
 def test_a_prefix_that_is_not_shared_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: keeping what later turns do not begin with is seen in their tokens."""
-    monkeypatch.setattr("offload.engine.cache_pool.num_shared", lambda held, keep: min(len(held), len(keep)))
+    monkeypatch.setattr("offload.engine.sequence.num_shared", lambda held, keep: min(len(held), len(keep)))
     with open_pair("llama", tmp_path, "8x3") as decoder:
         chat = offload.Chat(decoder, max_new_tokens=NUM_NEW)
         turns = [said(chat, question) for question in QUESTIONS]
@@ -110,7 +111,7 @@ def test_runs_in_between_cost_time_and_nothing_else(talker: Path) -> None:
         assert "".join(chat.ask("Say")) == SAID and len(chat.messages) == 4
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 6, 9, 14])
+@matrix("number", [1, 3, 4, 6, 9, 14], always=[3], daily=2)
 def test_an_answer_that_is_stopped_spoils_nothing(number: int, tmp_path: Path) -> None:
     """Stopped behind any layer: of the prompt's sweep, of a later one, at its end."""
     layers = 0

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import matrix
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.config import RULES
+from offload.units import RULES
 
 PROMPT, LENGTH = [7, 11, 3, 42, 5], 24
 WARM = {"temperature": 0.8, "seed": 3}
@@ -45,7 +46,7 @@ DAMAGES: dict[str, Callable[[Path, Path], Path]] = {
 
 
 @pytest.mark.parametrize("where", DAMAGES)
-@pytest.mark.parametrize("rule", RULES)
+@matrix("rule", RULES, always=["match"], daily=1)
 def test_a_damaged_target_is_refused(rule: str, where: str, pair: Pair, tmp_path: Path) -> None:
     with load((DAMAGES[where](pair[0], tmp_path / "damaged"), pair[1]), rule) as decoder:
         for draw in DRAWS.values():
@@ -55,7 +56,7 @@ def test_a_damaged_target_is_refused(rule: str, where: str, pair: Pair, tmp_path
 
 
 @pytest.mark.parametrize("where", DAMAGES)
-@pytest.mark.parametrize("rule", RULES)
+@matrix("rule", RULES, always=["match"], daily=1)
 def test_a_damaged_draft_changes_no_text(rule: str, where: str, pair: Pair, tmp_path: Path) -> None:
     """Rules that need the draft's distribution refuse one that is none."""
     with load((pair[0], DAMAGES[where](pair[1], tmp_path / "damaged")), rule) as decoder:

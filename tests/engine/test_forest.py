@@ -8,13 +8,13 @@ import pytest
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
-from offload.config import Sampling
 from offload.drafting import dynamic
 from offload.engine.decoder import Decoder
-from offload.engine.forest import Share, share_out
 from offload.engine.generation import Run
 from offload.engine.request import Request
+from offload.engine.step import BatchShare, share_out
 from offload.model.target import Target
+from offload.units import Sampling
 
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
 PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(range(9, 150)), [101, 2]]
@@ -175,4 +175,4 @@ def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: l
             self.caches = type("Caches", (), {"target": type("Cache", (), {"length": 0})})
 
     texts: Any = [Text(num) for num in missing]
-    assert [share[1:] for share in share_out(texts, num_rows)] == wanted and Share._fields[0] == "text"
+    assert [share[1:] for share in share_out(texts, num_rows)] == wanted and BatchShare._fields[0] == "text"

@@ -13,13 +13,13 @@ from reciting import PROMPT, at_call, at_sweep, failing_reads, interrupt, num_re
 from tiny import save_reciter
 
 import offload
-from offload.config import Sampling
 from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
 from offload.machine import rss_bytes
 from offload.model.target import Target
 from offload.streaming import disk as host_store
 from offload.streaming.layers import Layers
+from offload.units import Sampling
 
 
 @pytest.fixture

@@ -13,17 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 import offload
-from offload.config import Sampling
 from offload.drafting.draft_model import Draft
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.sampling.grammar import Grammar, find_grammar
-from offload.sampling.grammar_mask import GrammarMask
-from offload.sampling.logits import AdjustedRows, Rows
-from offload.sampling.sampler import Sampler
-from offload.tree.token_tree import TokenTree
+from offload.sampling.grammar import Grammar, GrammarMask, find_grammar
+from offload.sampling.sampler import AdjustedRows, Rows, Sampler
+from offload.trees.token_tree import TokenTree
+from offload.units import Sampling
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import small_t5
+from matrix import matrix
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR
-from offload.config import RULES, Sampling
 from offload.datastore.build import Coder, build
 from offload.drafting.lookup import LookupDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import Files, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.units import RULES, Sampling
 
 SOURCE = Path(heapq.__file__).read_text(encoding="utf-8")
 PROMPT = SOURCE[7000:7800] + "\n\n# The same again\n" + SOURCE[7000:7100]
@@ -59,12 +60,12 @@ def ids(decoder: Decoder, **options: Any) -> list[int]:
 
 
 def streaming_ram(draft: Path | None) -> int:
-    files = Files(open_checkpoint(PAIR / "target"), draft and open_checkpoint(draft))
+    files = ModelFiles(open_checkpoint(PAIR / "target"), draft and open_checkpoint(draft))
     return least_budget(lambda size: plan_memory(files, ram=size, dtype="float32", context=640, num_nodes=64))
 
 
 @pytest.mark.parametrize("draft", [None, PAIR / "draft"], ids=["alone", "beside a draft"])
-@pytest.mark.parametrize("kind", ["lookup", "ngram", "counts of a store", "store", "all"])
+@matrix("kind", ["lookup", "ngram", "counts of a store", "store", "all"], always=["all"], daily=1)
 def test_every_source_writes_the_same_text(kind: str, draft: Path | None, store: Path, text: Path, wanted: Any) -> None:
     options: dict[str, Any] = {"lookup": kind in ("lookup", "all"), "ngram": text if kind in ("ngram", "all") else None}
     options["datastore"] = store if kind in ("store", "all") else None
@@ -79,7 +80,7 @@ def test_every_source_writes_the_same_text(kind: str, draft: Path | None, store:
                 assert run.stats.tokens_per_sweep > (1.5 if kind in ("lookup", "all") else 1.0)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@matrix("rule", RULES, always=["match"], daily=1)
 def test_every_rule_takes_guesses(rule: str, wanted: Any) -> None:
     """Greedily it is the same text; drawn it is one text for one seed."""
     with load(PAIR / "target", ram="1GiB", rule=rule, tree="dynamic:64x16") as decoder:

@@ -8,7 +8,6 @@ import pytest
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.config import Sampling
 from offload.engine import many
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -17,6 +16,7 @@ from offload.engine.request import Request
 from offload.engine.sequence import Sequence as Text
 from offload.engine.text import TextStream
 from offload.errors import UserError
+from offload.units import Sampling
 
 LONG, SHORT, NUM_NEW = list(range(20, 60)), [7, 3, 90], 6
 

@@ -10,15 +10,15 @@ import torch
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.config import Sampling
 from offload.drafting import draft_model, dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.sequence import Caches
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Traffic
-from offload.planning.tree_policy import Trees
-from offload.tree.spec import parse_tree
+from offload.planning.selector import Trees
+from offload.trees.spec import parse_tree
+from offload.units import Sampling
 
 GREEDY, LONG, OTHER = Sampling(), list(range(9, 150)), list(range(150, 90, -1))
 

@@ -10,14 +10,14 @@ from small_moe import save_small_moe
 from test_profile import profile
 
 import offload
-from offload.calibration.estimate import estimate
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
 from offload.engine import load as loading
 from offload.errors import UserError
-from offload.memory.planner import Files
+from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, save_profile
+from offload.reports.estimate import estimate
+from offload.units import Sampling
 
 PROMPT = [7, 11, 3, 42, 5]
 LOAD: dict[str, Any] = {"ram": "1GiB", "context": 64, "threads": 1, "experts": "demand", "lookup": False}
@@ -52,7 +52,7 @@ def test_what_a_profile_has_counted_is_compared_with_the_target(
     """A named tree gets the routing as a chosen one does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     uses = ExpertUses(((6, 1, 0, 0, 3, 6), (0, 0, 8, 8, 0, 0), (1, 1, 1, 1, 6, 6)), 8)
-    files = Files(open_checkpoint(target), open_checkpoint(target))
+    files = ModelFiles(open_checkpoint(target), open_checkpoint(target))
     assert files.draft is not None
     identity = Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
     path = save_profile(replace(profile(), identity=identity, expert_uses=uses))

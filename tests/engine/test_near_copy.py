@@ -6,17 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matrix import matrix
 from quantised import save_quantised
 from test_families import WORKING, config_of
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
 from offload.checkpoint.held import Held
-from offload.checkpoint.pack import pack
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.planner import plan_memory
+from offload.packing.pack import pack
 from offload.planning.near_copy import copy_bits, files_of
 from offload.planning.options import LoadOptions, check_models
 
@@ -48,7 +49,7 @@ def slots_alone(target: Path, draft: str) -> int:
     return roomy.fixed_bytes + max(3 * max(roomy.layer_bytes), passing_bytes) + 100
 
 
-@pytest.mark.parametrize(("family", "draft"), [("llama", "self:int8"), ("llama-tied", "self:int4")])
+@matrix("family, draft", [("llama", "self:int8"), ("llama-tied", "self:int4")], daily=1)
 def test_the_text_is_the_same_with_a_copy_and_without(family: str, draft: str, tmp_path: Path) -> None:
     config = FAMILIES[family]()
     config.num_hidden_layers = 8  # or what passes while layers are rounded has all of them stay
@@ -77,7 +78,7 @@ def test_a_router_is_no_product_though_it_is_derived_from_one(tmp_path: Path) ->
     assert held.held_bytes and held.tokens > 1.2, "a draft whose experts are chosen at random guesses badly"
 
 
-@pytest.mark.parametrize("how", ["fp8-block", "packed"])
+@matrix("how", ["fp8-block", "packed"], daily=1)
 def test_coded_weights_are_rounded_as_well(how: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     """A copy of a coded target, and a coded draft: what is held has no words left to expand."""
     if how == "packed":
@@ -92,8 +93,8 @@ def test_coded_weights_are_rounded_as_well(how: str, pair: tuple[Path, Path], tm
     assert copied.tokens > 2, "a copy guesses badly"
 
 
-@pytest.mark.parametrize("family", [*FAMILY, *WORKING])
-@pytest.mark.parametrize("bits", [4, 8])
+@matrix("family", [*FAMILY, *WORKING], always=["llama", "llama-tied"], daily=3)
+@matrix("bits", [4, 8], daily=1)
 def test_what_is_held_is_what_was_planned_and_the_model_runs(family: str, bits: int, tmp_path: Path) -> None:
     """Routers and the like, which return more than a product, stay what they are in plans and in memory."""
     from offload.engine.build import resident_model
@@ -128,7 +129,7 @@ def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = run(pair[0], "self:int4")
-    from offload.model import held
+    from offload.model import quantised_draft as held
 
     def planted(weight_NK: torch.Tensor) -> held.Int4:
         found = held.Int4(*_int4(weight_NK))

@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 import offload
-from offload.calibration import rates
+from offload.calibration import link as rates
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
 from offload.memory.planner import plan_memory
+from offload.units import Sampling
 
 _SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24,
                           "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_memory import Delay
+from matrix import matrix
 from processes import Ranks
 from quantised import save_quantised
 from rank_threads import as_started_by_torchrun, rank_threads
@@ -17,10 +18,10 @@ from tiny import FAMILIES, VOCAB_SIZE, displaced, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
-from offload.engine.hooks import Hooks
+from offload.engine.team import Hooks
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.planning.place import Place
+from offload.rank_roles import RankInfo
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_NEW = 24
@@ -69,7 +70,7 @@ FAMILIES_BY_RANKS = [("llama", 2), ("llama", 3), ("qwen2", 2), ("qwen3-sliding",
                      ("mistral-sliding", 2)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), FAMILIES_BY_RANKS)
+@matrix("family, num_ranks", FAMILIES_BY_RANKS, daily=2)
 def test_shards_write_what_one_process_writes(
     pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
     family: str, num_ranks: int,
@@ -82,7 +83,7 @@ def test_shards_write_what_one_process_writes(
         assert _texts(decoder) == wanted(family)  # nothing of the first is left
 
 
-@pytest.mark.parametrize("more", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}])
+@matrix("more", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}], daily=1)
 def test_shards_with_other_trees_and_uneven_shares(
     pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
     more: dict[str, Any],
@@ -94,7 +95,7 @@ def test_shards_with_other_trees_and_uneven_shares(
         assert _texts(decoder) == wanted("llama")
 
 
-@pytest.mark.parametrize(("family", "num_ranks", "is_streamed"), [("llama", 3, True), ("phi3", 2, False)])
+@matrix("family, num_ranks, is_streamed", [("llama", 3, True), ("phi3", 2, False)], daily=1)
 def test_each_rank_reads_and_sends_what_is_planned(
     pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, family: str, num_ranks: int,
     is_streamed: bool,
@@ -121,10 +122,10 @@ def _random_delays(seed: int) -> Delay:
     return lambda *_: draw.choice([0.0, 0.0, 0.002, 0.02])
 
 
-@pytest.mark.parametrize(("family", "ranks", "num_ranks"), [
+@matrix("family, ranks, num_ranks", [
     ("llama", "stages:0-1,draft:2", 3), ("qwen2", "stages:0-1", 2), ("qwen3-sliding", "stages:0-2", 3),
     ("gemma3", "stages:0-1,draft:2", 3), ("phi3", "stages:0-1", 2),
-])  # fmt: skip
+], daily=2)  # fmt: skip
 def test_stages_write_what_one_process_writes(
     pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
     family: str, ranks: str, num_ranks: int,
@@ -136,8 +137,8 @@ def test_stages_write_what_one_process_writes(
         assert _texts(decoder) == wanted(family)
 
 
-@pytest.mark.parametrize("pipeline", ["plain", "sync,rows=12", "async,rows=3,runs=4", "async,cut=0.3/0.4/0.01",
-                                      "async,no-cancel", "async,no-continuous"])  # fmt: skip
+@matrix("pipeline", ["plain", "sync,rows=12", "async,rows=3,runs=4", "async,cut=0.3/0.4/0.01",
+                                      "async,no-cancel", "async,no-continuous"], daily=2)  # fmt: skip
 def test_every_pipeline_writes_the_same(
     pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
     pipeline: str,
@@ -148,7 +149,7 @@ def test_every_pipeline_writes_the_same(
         assert _texts(decoder) == wanted("llama")
 
 
-@pytest.mark.parametrize("ranks", ["shards", "stages:0-1,draft:2"])
+@matrix("ranks", ["shards", "stages:0-1,draft:2"], daily=1)
 def test_a_text_that_is_broken_off_leaves_the_next_one_right(
     pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch, ranks: str
 ) -> None:
@@ -212,7 +213,7 @@ def test_coded_ranks_meet_and_run_as_stages_only(pairs: Callable[[str], Pair], t
     assert "layers cannot be shared, weights are stored as" in refused[0] and "\n" not in refused[0]
 
 
-def _script(place: Place, report: Callable[[Any], None], target: Path, draft: Path, ranks: str) -> None:
+def _script(place: RankInfo, report: Callable[[Any], None], target: Path, draft: Path, ranks: str) -> None:
     names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
     os.environ.update({name: str(value) for name, value in names.items()})
     try:

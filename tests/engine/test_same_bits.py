@@ -15,9 +15,9 @@ from torch import Tensor
 
 import offload
 from offload.cli.demo import PAIR, PROMPT
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.sampling.sampler import Sampler
+from offload.units import Sampling
 
 TREES = ("none", "64x16", "grown:64x16", "chain:8", "sequences:4x4")
 PROMPTS = (PROMPT, "import os\n\n\ndef walk(top):\n", "class Stack(list):\n    def push(self, item):\n")
@@ -97,6 +97,7 @@ def test_without_invariance_logits_differ() -> None:
     assert num_different(plain, tree) > 0
 
 
+@pytest.mark.full
 def test_budgets_and_threads() -> None:
     with open_pair("bfloat16") as decoder:
         wanted = write(decoder, PROMPT, Sampling(), "none")
@@ -107,6 +108,7 @@ def test_budgets_and_threads() -> None:
             assert num_different(write(decoder, PROMPT, Sampling(), "64x16"), wanted) == 0
 
 
+@pytest.mark.full
 def test_texts_that_go_on() -> None:
     """Keys and values that are kept are those that the prompt would give again, however it was cut."""
     with open_pair("bfloat16") as decoder:
@@ -123,6 +125,7 @@ def test_texts_that_go_on() -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_invariant", [True, False], ids=["the same arithmetic", "another"])
 def test_texts_that_are_resumed(is_invariant: bool, tmp_path: Path) -> None:
     """Keys and values that were computed in another way are not taken: the prompt is read again."""

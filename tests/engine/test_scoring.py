@@ -58,7 +58,7 @@ def test_passes_are_no_larger_than_planned(target: tuple[str, Path]) -> None:
     with opened(target[1]) as decoder:
         scores = decoder.score_texts(TEXTS)
         scorer = scoring.Scorer(decoder.target, decoder._pool.borrow().target, 30)
-        small = scorer.score([scoring.Wanted(*text) for text in TEXTS])
+        small = scorer.score([scoring.ScoreRequest(*text) for text in TEXTS])
     assert scorer.num_passes == 8, "148 rows by 30, 40 of three texts that end apart, and what is short together"
     for one, other in zip(scores, small, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4) and one[1:] == other[1:]
@@ -70,7 +70,7 @@ def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> No
     texts = [([*beginning, number, number, 5], 190) for number in range(1, 90)]
     with opened(target[1], parallel=2) as decoder:
         scorer = scoring.Scorer(decoder.target, decoder._pool.borrow().target, 150)
-        scores = scorer.score([scoring.Wanted(*text) for text in texts])
+        scores = scorer.score([scoring.ScoreRequest(*text) for text in texts])
         alone = decoder.score_texts(texts[40:41])
     assert (
         2 < scorer.num_passes < 25

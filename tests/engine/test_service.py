@@ -14,15 +14,14 @@ import pytest
 from reciting import PROMPT, at_call, failing_reads, open_decoder, recited
 
 import offload
-from offload.config import Sampling
-from offload.engine import service
+from offload.engine import scheduler as service
 from offload.engine.decoder import Decoder
-from offload.engine.forest import Forest
 from offload.engine.request import Request
-from offload.engine.service import Closing, Engine, QueueFull
+from offload.engine.scheduler import MOST_PIECES, Cancelled, Closing, Engine, Job, QueueFull, Ticket
+from offload.engine.step import SpeculationStep
 from offload.engine.text import TextStream
-from offload.engine.ticket import MOST_PIECES, Cancelled, Job, Ticket
 from offload.errors import ReadError, UserError
+from offload.units import Sampling
 
 PATIENCE_S, FOR_EVER = 60, 200
 
@@ -41,14 +40,14 @@ def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
 @contextmanager
 def held_passes() -> Iterator[threading.Semaphore]:
     """A pass takes place for every release."""
-    passes, original = threading.Semaphore(0), Forest.step
+    passes, original = threading.Semaphore(0), SpeculationStep.step
 
-    def step(self: Forest, *arguments: Any) -> Any:
+    def step(self: SpeculationStep, *arguments: Any) -> Any:
         assert passes.acquire(timeout=PATIENCE_S)
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forest, "step", step)
+        patch.setattr(SpeculationStep, "step", step)
         try:
             yield passes
         finally:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from refusals import join, split
 from test_chat import CONTEXT, QUESTIONS, open_pair, said
 
 import offload
-from offload.config import Sampling
+from offload.checkpoint import identity
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.session import check_session
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.units import Sampling
 
 PROMPT = list(range(20, 60))
 NUM_NEW, NUM_FIRST = 24, 9
@@ -155,14 +157,36 @@ def test_a_session_that_was_wished_for_is_kept_whatever_comes_to_the_files(tmp_p
         wanted = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST).token_ids
         config = tmp_path / "target" / "config.json"
         before = config.read_bytes()
-        config.write_bytes(before + b" ")
+        config.write_bytes(before.replace(b"rms_norm_eps", b"rms_norm_epz"))
         decoder.save_session(tmp_path / "text.session")
-    others = pytest.raises(UserError, match="was computed with other weights")
+    others = pytest.raises(UserError, match=r"was computed with another model \(config differs\)")
     with open_decoder(tmp_path / "target", None, options) as decoder, others:
         decoder.load_session(tmp_path / "text.session")
     config.write_bytes(before)
     with open_decoder(tmp_path / "target", None, options) as decoder:
         assert decoder.load_session(tmp_path / "text.session").tokens == [*PROMPT, *wanted]
+
+
+@pytest.mark.parametrize("has_samples", [True, False])
+def test_a_session_of_weights_that_differ_in_one_byte_is_refused(
+    has_samples: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_samples:
+        monkeypatch.setattr(identity, "_sampled", lambda checkpoint: "0" * 32)
+    options = LoadOptions(ram="1GiB", tree="none", context=CONTEXT, dtype="float32", threads=1)
+    open_pair("llama", tmp_path, "8x3").close()
+    with open_decoder(tmp_path / "target", None, options, Request(is_kept=True)) as decoder:
+        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
+        decoder.save_session(tmp_path / "text.session")
+    copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")
+    with open_decoder(copy, None, options) as decoder:
+        decoder.load_session(tmp_path / "text.session")
+    path = sorted(copy.glob("*.safetensors"))[1]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"computed with another model \(weights differ\)"):
+        open_decoder(copy, None, options, Request(session=tmp_path / "text.session"))
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
@@ -207,6 +231,11 @@ def notes(**changes: str | None) -> Callable[[bytes], bytes]:
     return edited(change)
 
 
+def changed(header: dict[str, Any], part: str) -> str:
+    """The identity of a model that has another such part."""
+    return json.dumps({**json.loads(header["__metadata__"]["target"]), part: "0" * 32})
+
+
 def reshaped(name: str, shape: Callable[..., list[int]], dtype: str = "F32") -> Callable[[bytes], bytes]:
     """Another shape of the same size."""
     return edited(lambda header: header[name].update(shape=shape(*header[name]["shape"]), dtype=dtype))
@@ -220,12 +249,22 @@ def flipped(content: bytes) -> bytes:
     ("breaks", "words"),
     [
         (
-            notes(target="0" * 64),
-            r"was computed with other weights \(000000000000, not \w{12}\): name another file, or",
+            edited(lambda header: header["__metadata__"].update(target=changed(header, "weights"))),
+            r"was computed with another model \(weights differ\): name another file, or",
         ),
-        (notes(dtype="bfloat16"), r"other `dtype` \(bfloat16, not float32\): name another file"),
-        (notes(format="x"), "is no offload session, version 1, but x: name another file"),
-        (notes(format=None), "is no offload session, version 1, but something else: name another file"),
+        (
+            edited(lambda header: header["__metadata__"].update(target=changed(header, "tokenizer"))),
+            r"was computed with another model \(tokenizer differs\): name another file, or",
+        ),
+        (notes(target=None), "is broken .it does not tell of which model it is"),
+        (notes(target="0" * 64), "is broken .it does not tell of which model it is"),
+        (notes(target_dtype="bfloat16"), r"other `dtype` \(bfloat16, not float32\): name another file"),
+        (notes(format="x"), "is no offload session, version 2, but x: name another file"),
+        (
+            notes(format="offload session, version 1"),
+            "is no offload session, version 2, but offload session, version 1: name another file, or delete it",
+        ),
+        (notes(format=None), "is no offload session, version 2, but something else: name another file"),
         (notes(messages=None), "is broken .*messages"),
         (notes(messages="{}"), "is broken .messages are a list"),
         (notes(messages='[{"role": 5, "content": ""}]'), "is broken .a message has a role and a content"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import matrix
 from tiny import save_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +62,7 @@ def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
     own.end()
 
 
-@pytest.mark.parametrize("case", COMPUTES)
+@matrix("case", COMPUTES, daily=2)
 def test_what_never_ends_is_ended(case: str, renderer: TemplateProcess) -> None:
     began = time.monotonic()
     with pytest.raises(TemplateExceeded, match=r"computes for more than|of memory"):
@@ -71,7 +72,7 @@ def test_what_never_ends_is_ended(case: str, renderer: TemplateProcess) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system limits addresses")
-@pytest.mark.parametrize("case", TAKES)
+@matrix("case", TAKES, daily=1)
 def test_what_takes_too_much_memory_is_refused(case: str, renderer: TemplateProcess) -> None:
     with pytest.raises(TemplateExceeded, match=r"more than 512 MiB of memory|computes for more"):
         renderer.render(TAKES[case], SAID)

@@ -10,15 +10,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
-from offload.config import MOST_SAMPLES, Sampling, whole_number
+from offload.declaration import whole_number
 from offload.engine.request import Request, samples_of
 from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
+from offload.units import MOST_SAMPLES, Sampling
 
 PIECES = ["the", " the", "he", "END", "EN", "D\n", "日", "日本", "é", b"\xe6\x97", b"\xa5x"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
@@ -63,7 +65,7 @@ def stream_to_end(stream: TextStream, bursts: Sequence[Sequence[int]]) -> tuple[
     return [*pieces, stream.finish()], False
 
 
-@pytest.mark.parametrize("seed", range(20))
+@matrix("seed", range(20), always=[0], daily=3)
 def test_pieces_make_up_the_whole_text(seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
     """Of any tokens, valid UTF-8 or not."""
     rng = np.random.default_rng(seed)
@@ -140,7 +142,7 @@ TEXT = "the then the EN the END of 日本 ENDS the!"
 
 
 @pytest.mark.parametrize("name", STOPS)
-@pytest.mark.parametrize("seed", range(10))
+@matrix("seed", range(10), daily=1)
 def test_stops_do_not_depend_on_how_tokens_arrive(name: str, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
     rng, tokens = np.random.default_rng(seed), ids_of(tokenizer, TEXT)
     one = TextStream(tokenizer, ids_of(tokenizer, "a"), STOPS[name])
@@ -308,9 +310,10 @@ def test_a_text_handed_out_too_early_would_show(
 CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of nobody"]
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen2", "gemma3", "gpt_neox", "mistral", "phi3", "nougat", "of nobody", None]
-)
+KINDS = ["llama", "qwen2", "gemma3", "gpt_neox", "mistral", "phi3", "nougat", "of nobody", None]
+
+
+@matrix("kind", KINDS, always=["llama", None], daily=1)
 def test_the_class_of_a_tokenizer_is_the_librarys_choice(kind: str | None, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     told = json.loads((tmp_path / "tokenizer_config.json").read_text())

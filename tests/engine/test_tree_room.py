@@ -10,8 +10,8 @@ from tiny import FAMILIES, save_pair
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
-from offload.memory.planner import Files, least_budget, plan_memory
-from offload.planning.tree_policy import Trees
+from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.planning.selector import Trees
 
 CONTEXT = 128
 
@@ -24,7 +24,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def ram_bytes(pair: tuple[Path, Path]) -> int:
     """With which all layers stay beside one node, and some must pass beside 64."""
-    files = Files(*map(open_checkpoint, pair))
+    files = ModelFiles(*map(open_checkpoint, pair))
     plan = partial(plan_memory, files, dtype="auto", context=CONTEXT)
     least = least_budget(lambda ram: whole(plan(ram=ram, num_nodes=1)))
     many = least_budget(lambda ram: whole(plan(ram=ram, num_nodes=64)))

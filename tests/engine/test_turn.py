@@ -11,11 +11,11 @@ import pytest
 from reciting import PROMPT, at_call, open_decoder
 
 import offload
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.text import TextStream
 from offload.model.target import Target
 from offload.streaming.layers import Layers
+from offload.units import Sampling
 
 LENGTH, PATIENCE_S = 40, 60
 IN_USE = "in use by another thread: wait"

@@ -10,7 +10,7 @@ import pytest
 from shell import process
 from tiny import FAMILIES, build, save, save_tokenizer
 
-from offload.engine.warned import warned
+from offload.engine.load import warned
 
 LOADS = """
 import sys

@@ -5,7 +5,6 @@ so far, no file half-written, and a next run that works. Invariant: what a verdi
 """
 
 import json
-import random
 import shutil
 import signal
 import sys
@@ -20,6 +19,7 @@ from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene, prepare, scenes
 from faults.trial import Damage, Trial
 from faults.verdict import Circumstances, Reference, Verdict, contents, judged, of_ids
+from matrix import matrix, random_of_the_day
 
 NUM_STRIKES = {"session, new": 4, "datastore build": 8}
 has_shim = pytest.mark.skipif(
@@ -39,9 +39,9 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trial
 
 
 @has_shim
-@pytest.mark.parametrize("name", NUM_STRIKES)
+@matrix("name", NUM_STRIKES, daily=5)
 def test_faults_end_as_promised(name: str, trials: dict[str, Trial]) -> None:
-    chance, trial = random.Random(name), trials[name]
+    chance, trial = random_of_the_day(name), trials[name]
     possible = [fault for fault in FAULTS if trial.numbers(fault)]
     for fault in chance.sample(possible, NUM_STRIKES[name]):
         at = chance.choice(trial.numbers(fault))
@@ -65,6 +65,7 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
     assert verdict.end == "exit 130" and not verdict.breaches, verdict
 
 
+@pytest.mark.full
 @has_shim
 @pytest.mark.parametrize("how", ["cut", "overwrite"])
 def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trials: dict[str, Trial]) -> None:
@@ -73,6 +74,7 @@ def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trial
     assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
 
 
+@pytest.mark.full
 @has_shim
 def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trials: dict[str, Trial]) -> None:
     seen = list[Verdict]()

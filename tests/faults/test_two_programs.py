@@ -42,6 +42,7 @@ def is_told(outcome: Outcome) -> bool:
     return not lines if outcome.code == 0 else [line.split()[0] for line in lines] == ["offload:"]
 
 
+@pytest.mark.full
 def test_two_demos_inflate_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     demo = ("demo", "--size", "40MB", "-n", 2, "-q")
@@ -52,6 +53,7 @@ def test_two_demos_inflate_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts == {shell(*demo).out} and contents(folder) == before
 
 
+@pytest.mark.full
 def test_two_packers_of_one_folder(model: Path, tmp_path: Path) -> None:
     together("pack", "-m", model.with_name("plain"), "--out", tmp_path / "packed", "-q")
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
@@ -66,6 +68,7 @@ def test_two_texts_in_one_session(model: Path, tmp_path: Path) -> None:
     assert shell(*text, ":").out == SAID + "\n", "the file can be gone on from"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["pack", "generate"])
 def test_a_full_file_system(what: str, model: Path, tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=8k full {tmp_path}"

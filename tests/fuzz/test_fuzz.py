@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import TEST_SEED
 from targets.planted import TARGETS as PLANTED
 
 HERE = Path(__file__).parent
@@ -28,10 +29,11 @@ def fuzz(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_few_damaged_files_of_each_kind() -> None:
-    run = fuzz("--seed", 18, "--cases", len(NAMES), *(word for name in NAMES for word in ("--target", name)))
+    run = fuzz("--seed", TEST_SEED, "--cases", len(NAMES), *(word for name in NAMES for word in ("--target", name)))
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.full
 def test_planted_faults_are_found() -> None:
     run = fuzz("--target", "planted", "--cases", len(PLANTED), "--wall-s", 5, "--resident-mib", 80, "--json")
     ends = {name: kind for name, kind, _ in json.loads(run.stdout)}
@@ -39,6 +41,7 @@ def test_planted_faults_are_found() -> None:
     assert run.returncode == 1 and ends == wanted and len(ends) == len(PLANTED)
 
 
+@pytest.mark.full
 def test_a_case_depends_on_its_name_alone() -> None:
     alone = fuzz("--target", "planted/exception", "--index", 3, "--seed", 5).stdout
     among = fuzz("--target", "planted/exception", "--cases", 4, "--seed", 5, "--json", "--jobs", 1).stdout

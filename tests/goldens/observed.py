@@ -37,7 +37,7 @@ TREE = ("--tree", "64x16", "--tokens-per-sweep", "5.5")
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command by its whole name."""
-    from offload.cli.main import app
+    from offload.cli.app import app
 
     todo = [("offload", typer.main.get_command(app))]
     while todo:
@@ -239,14 +239,13 @@ def in_request(**wishes: Any) -> None:
 
 
 def in_body(fields: dict[str, Any]) -> None:
-    from offload.server import orders
-    from offload.server.protocol import ChatBody, parse
-    from offload.server.settings import Settings
+    from offload.server import protocol as orders
+    from offload.server.protocol import ChatBody, ServerSettings, parse
 
     body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
     decoder = SimpleNamespace(encode=lambda *_, **__: [1, 2], room=lambda _: 50, plan=SimpleNamespace(context=64))
     engine = SimpleNamespace(decoder=decoder, most_requests=8, submit=lambda request, **_: request.check())
-    orders.order_chat(engine, Settings(model_id="model"), body)  # type: ignore[arg-type]
+    orders.order_chat(engine, ServerSettings(model_id="model"), body)  # type: ignore[arg-type]
 
 
 def in_line(folder: Path, model: Path, fields: dict[str, Any]) -> str:
@@ -257,7 +256,7 @@ def in_line(folder: Path, model: Path, fields: dict[str, Any]) -> str:
 
 def in_chat(text: str) -> None:
     from offload.cli.chat_commands import ChatCommands
-    from offload.config import Sampling
+    from offload.units import Sampling
 
     chat = SimpleNamespace(sampling=Sampling(), max_new_tokens=None, stop=None)
     ChatCommands(chat, MagicMock(), MagicMock()).obey("/set", text)  # type: ignore[arg-type]

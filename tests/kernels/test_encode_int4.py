@@ -6,9 +6,9 @@ import torch
 from offload.kernels import encode_int4
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.encode_int4 import encode_int4_compiled, encode_int4_reference
-from offload.kernels.int4_blocks import Layout, expand_int4_reference
+from offload.kernels.int4_blocks import WordLayout, expand_int4_reference
 
-LAYOUTS = (Layout(64, has_product=False), Layout(32, has_product=False))
+LAYOUTS = (WordLayout(64, has_product=False), WordLayout(32, has_product=False))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 64, 64), (70, 1120, 32), (130, 2112, 64))  # rows, columns, group: parts of blocks and of panels
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
@@ -31,7 +31,7 @@ def all_kinds(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tens
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compiled_it_has_the_same_bits(shape: tuple[int, int, int], layout: Layout, dtype: torch.dtype) -> None:
+def test_compiled_it_has_the_same_bits(shape: tuple[int, int, int], layout: WordLayout, dtype: torch.dtype) -> None:
     num_rows, num_columns, group = shape
     weight_NK = all_kinds(num_rows, num_columns, dtype)
     wanted, found = (encode(weight_NK, group, layout) for encode in (encode_int4_reference, encode_int4_compiled))

@@ -8,9 +8,9 @@ from gguf import GGMLQuantizationType, quants
 from gguf_files import random_blocks
 from torch import Tensor
 
-from offload.encoding.gguf_blocks import BLOCKS
+from offload.encoding.gguf import BLOCKS
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE
+from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
 from offload.kernels.jit import HAS_TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,10 +35,14 @@ def is_equal(got: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_numbers_are_those_of_gguf(kind: str, num_blocks: int) -> None:
     raw_MB, value_MW = blocks(kind, num_blocks)
-    ways = [REFERENCE, *([COMPILED] if HAS_NUMBA and DEVICE == "cpu" else []), *([KERNELS] if HAS_TRITON else [])]
+    ways = [
+        REFERENCE,
+        *([COMPILED] if HAS_NUMBA and DEVICE == "cpu" else []),
+        *([EXPANSION_KERNELS] if HAS_TRITON else []),
+    ]
     for way in ways:
         for dtype in BITS:
-            if way is KERNELS and dtype == torch.bfloat16 and DEVICE == "cpu":
+            if way is EXPANSION_KERNELS and dtype == torch.bfloat16 and DEVICE == "cpu":
                 continue  # the interpreter cuts where it should round
             out_MW = torch.full(value_MW.shape, torch.nan, dtype=dtype, device=DEVICE)
             way.blocks(kind, raw_MB, out_MW)

@@ -8,7 +8,7 @@ from rounding import sums
 
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.int4_blocks import (
-    Layout,
+    WordLayout,
     expand_int4_compiled,
     expand_int4_reference,
     int4_product,
@@ -17,7 +17,7 @@ from offload.kernels.int4_blocks import (
 )
 
 HERE = layout_for(torch.device("cpu"))
-LAYOUTS = (Layout(64, has_product=False), Layout(32, has_product=False))
+LAYOUTS = (WordLayout(64, has_product=False), WordLayout(32, has_product=False))
 FORMS = [
     expand_int4_reference,
     pytest.param(expand_int4_compiled, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
@@ -39,7 +39,7 @@ def stored(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_was_packed_is_expanded_to_the_bit(
-    layout: Layout, dtype: torch.dtype, expand: Callable[..., None]
+    layout: WordLayout, dtype: torch.dtype, expand: Callable[..., None]
 ) -> None:
     code_NK, scale_GN2, weight_NK = stored(dtype)
     out_KN = torch.empty(K, N, dtype=dtype)

@@ -10,17 +10,25 @@ from rounding import LOGARITHMS
 from scipy import stats
 from torch import Tensor
 
-from offload.config import Drafting, Sampling
-from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_reference
+from offload.kernels.draw_without_replacement import (
+    draw_without_replacement_kernel,
+    draw_without_replacement_reference,
+)
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference, row_keys, uniform
+from offload.kernels.keyed_gumbel import (
+    keyed_gumbel_kernel,
+    keyed_gumbel_reference,
+    row_keys,
+    uniform,
+)
 from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel, match_rows_reference
 from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
-from offload.tree.token_tree import TokenTree
-from offload.tree.topology import k_ary
-from offload.verification.match import match
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import k_ary
+from offload.trees.verification import match
+from offload.units import ChildSampling, Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -192,7 +200,7 @@ def test_hashed_draws_have_nothing_to_do_with_the_shared_noise() -> None:
 
 
 def test_no_row_of_fresh_numbers_is_taken_twice() -> None:
-    sampler = Sampler(Sampling(temperature=1.0), 10, Drafting.WITHOUT_REPLACEMENT)
+    sampler = Sampler(Sampling(temperature=1.0), 10, ChildSampling.WITHOUT_REPLACEMENT)
     firsts = [sampler.take_rows(count) for count in (3, 1, 5, 2)]
     assert firsts == [0, 3, 4, 9]
 

@@ -52,7 +52,7 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "120": 99}
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
-    "capability", [pytest.param(one, marks=pytest.mark.slow) for one in SHARED_KIB if one != "86"] + ["86"]
+    "capability", [pytest.param(one, marks=pytest.mark.full) for one in SHARED_KIB if one != "86"] + ["86"]
 )
 def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""
@@ -72,6 +72,7 @@ def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     assert not any(row["is_new"] for row in again), again
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_a_run_compiles_nothing_that_its_comparisons_have_not(tmp_path: Path) -> None:
     """While a prefix grows, at any temperature, and for paths of all lengths; a compiler takes longer than a sweep."""

@@ -9,10 +9,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from matrix import matrix
 from torch import Tensor
 
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.path_attention import BLOCK, HEADER, Chunk, PathRows, ScoreTerms, Window, path_attention_kernel
+from offload.kernels.path_attention import (
+    BLOCK,
+    HEADER,
+    AttentionChunk,
+    PathRows,
+    ScoreTerms,
+    Window,
+    path_attention_kernel,
+)
 from offload.model.path_attention import path_attention, path_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,8 +60,8 @@ CASES = {
     "window": Case(4, 2, 21, 21, 150, window=7),
     "window within the tree": Case(4, 2, 40, 40, 3, window=3),
     "window as long as the text": Case(4, 1, 33, 33, 0, window=64),
-    "chunk": Case(4, 2, 21, 21, 150, window=Chunk(60)),
-    "chunk within the tree": Case(4, 2, 40, 40, 30, window=Chunk(16)),
+    "chunk": Case(4, 2, 21, 21, 150, window=AttentionChunk(60)),
+    "chunk within the tree": Case(4, 2, 40, 40, 30, window=AttentionChunk(16)),
     "capped": Case(4, 2, 9, 9, 80, cap=2.0),
     "sinks": Case(4, 2, 9, 9, 80, has_sinks=True),
     "all at once": Case(6, 2, 9, 70, 100, 96, 64, window=20, cap=5.0, has_sinks=True),
@@ -109,7 +118,7 @@ def by_definition(given: Inputs) -> Tensor:
     for row in range(num_rows):
         path = [*range(given.num_prefix), *(given.seen_TU[row].nonzero()[:, 0] + given.num_prefix).tolist()]
         own = len(path) - 1
-        if isinstance(window, Chunk):
+        if isinstance(window, AttentionChunk):
             path = path[own // window.size * window.size :]
         elif window is not None:
             path = path[max(0, own - window + 1) :]
@@ -129,7 +138,7 @@ def test_the_reference_is_the_formula(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@matrix("dtype", TYPES, ids=str, daily=1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_its_reference(name: str, dtype: torch.dtype) -> None:
     given = inputs(CASES[name], dtype)
@@ -228,7 +237,7 @@ def _to_device(walk: Tensor) -> Tensor:
 WAYS: dict[str, tuple[Window, float | None, bool]] = {
     "plain": (None, None, False),
     "window": (50, None, False),
-    "chunk": (Chunk(48), None, False),
+    "chunk": (AttentionChunk(48), None, False),
     "capped with sinks": (None, 3.0, True),
 }
 

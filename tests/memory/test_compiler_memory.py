@@ -14,7 +14,7 @@ from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.kernels.compiled import HAS_NUMBA
 from offload.memory import planner
-from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, Files, plan_memory
+from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles, plan_memory
 
 _RUN = """
 import json, sys
@@ -36,6 +36,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_quantised(save(build(FAMILIES["llama"]()), folder / "plain"), "fp8-block", folder / "fp8").directory
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 def test_the_peak_with_an_empty_cache_is_within_the_plan(
     coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -51,14 +52,14 @@ def test_the_peak_with_an_empty_cache_is_within_the_plan(
 def test_it_counts_where_weights_are_expanded_by_a_cpu(coded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8, plain = open_checkpoint(coded), open_checkpoint(coded.with_name("plain"))
 
-    def runtime_bytes(files: Files) -> int:
+    def runtime_bytes(files: ModelFiles) -> int:
         return plan_memory(files, ram="4GiB", dtype="auto", context=64, num_nodes=4).runtime_bytes
 
     with_numba = RUNTIME_BYTES + COMPILER_BYTES
     int4, int8 = (replace(plain, held=Held(bits, is_copy=True)) for bits in (4, 8))
     cases = [
-        (Files(fp8), with_numba), (Files(plain), RUNTIME_BYTES), (Files(plain, int4), with_numba),
-        (Files(plain, int8), RUNTIME_BYTES), (Files(plain, fp8), with_numba),
+        (ModelFiles(fp8), with_numba), (ModelFiles(plain), RUNTIME_BYTES), (ModelFiles(plain, int4), with_numba),
+        (ModelFiles(plain, int8), RUNTIME_BYTES), (ModelFiles(plain, fp8), with_numba),
     ]  # fmt: skip
     for has_numba in (True, False):
         monkeypatch.setattr(planner, "_HAS_COMPILER", has_numba)

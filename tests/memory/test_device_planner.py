@@ -15,10 +15,17 @@ from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.cli.console import place_line
 from offload.errors import UserError
 from offload.memory import planner as plans
-from offload.memory.plan import DRAW_BYTES, MemoryPlan, Tier
-from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, least_budget, make_plan, plan_memory
+from offload.memory.plan import DRAW_BYTES, LayerTier, MemoryPlan
+from offload.memory.planner import (
+    GPU_RUNTIME_BYTES,
+    MAX_LOGITS_ROWS,
+    Budgets,
+    least_budget,
+    make_plan,
+    plan_memory,
+)
 from offload.planning.options import LoadOptions
-from offload.planning.room import Room
+from offload.planning.room import MemoryBudget
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -54,15 +61,15 @@ def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **size
 
 def on_card(plan: MemoryPlan) -> int:
     items = (plan.gpu_runtime_bytes, plan.rest_bytes, plan.draft_bytes, plan.distribution_bytes, plan.kv_bytes)
-    return sum(items) + plan.activation_bytes + plan.num_slots * plan.slot_bytes + layers_in(plan, Tier.RESIDENT)
+    return sum(items) + plan.activation_bytes + plan.num_slots * plan.slot_bytes + layers_in(plan, LayerTier.RESIDENT)
 
 
 def on_host(plan: MemoryPlan) -> int:
     items = (plan.runtime_bytes, plan.table_bytes, plan.staging_bytes, plan.num_host_slots * plan.slot_bytes)
-    return sum(items) + layers_in(plan, Tier.HOST)
+    return sum(items) + layers_in(plan, LayerTier.HOST)
 
 
-def layers_in(plan: MemoryPlan, tier: Tier) -> int:
+def layers_in(plan: MemoryPlan, tier: LayerTier) -> int:
     return sum(plan.layer_bytes[layer] for layer, own in enumerate(plan.tier_L) if own is tier)
 
 
@@ -72,7 +79,7 @@ def check(plan: MemoryPlan, target: ModelShape) -> None:
     assert on_card(plan) == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
     assert on_host(plan) == plan.total_bytes <= plan.ram_bytes, "the host overflows"
     assert plan.layer_bytes == target.layer_bytes and len(plan.tier_L) == len(target.layer_bytes), "a layer is lost"
-    assert plan.host_bytes == layers_in(plan, Tier.HOST)
+    assert plan.host_bytes == layers_in(plan, LayerTier.HOST)
     assert plan.resident_bytes + plan.host_bytes + plan.disk_streamed_bytes == sum(target.layer_bytes)
     assert plan.streamed_bytes == plan.host_bytes + plan.disk_streamed_bytes
     if plan.streamed_bytes:
@@ -96,7 +103,7 @@ def test_the_items_of_both_budgets_add_up(pair: tuple[str, str], gpu_gib: int, r
     check(plan_of((pair[0], None), gpu_gib * GIB, ram_gb * GB, num_nodes=1), SHAPES[pair[0]])
 
 
-def moved(plan: MemoryPlan, source: Tier, target: Tier, count: int = 1) -> MemoryPlan:
+def moved(plan: MemoryPlan, source: LayerTier, target: LayerTier, count: int = 1) -> MemoryPlan:
     tiers = list(plan.tier_L)
     for _ in range(count):
         tiers[tiers.index(source)] = target
@@ -104,10 +111,10 @@ def moved(plan: MemoryPlan, source: Tier, target: Tier, count: int = 1) -> Memor
 
 
 MISTAKES: dict[str, tuple[Callable[[MemoryPlan], MemoryPlan], str]] = {
-    "one resident layer too many": (lambda plan: moved(plan, Tier.HOST, Tier.RESIDENT), "card overflows"),
-    "one resident layer too few": (lambda plan: moved(plan, Tier.RESIDENT, Tier.DISK), "room for one more"),
-    "one pinned layer too many": (lambda plan: moved(plan, Tier.DISK, Tier.HOST), "host overflows"),
-    "one pinned layer too few": (lambda plan: moved(plan, Tier.HOST, Tier.DISK), "host has room"),
+    "one resident layer too many": (lambda plan: moved(plan, LayerTier.HOST, LayerTier.RESIDENT), "card overflows"),
+    "one resident layer too few": (lambda plan: moved(plan, LayerTier.RESIDENT, LayerTier.DISK), "room for one more"),
+    "one pinned layer too many": (lambda plan: moved(plan, LayerTier.DISK, LayerTier.HOST), "host overflows"),
+    "one pinned layer too few": (lambda plan: moved(plan, LayerTier.HOST, LayerTier.DISK), "host has room"),
     "a draft that was not counted": (lambda plan: replace(plan, draft_bytes=0), "room for one more"),
     "a card without a driver": (lambda plan: replace(plan, gpu_runtime_bytes=plan.gpu_runtime_bytes + GB), "overflows"),
     "embeddings forgotten on the host": (lambda plan: replace(plan, table_bytes=3 * GB), "host overflows"),
@@ -136,10 +143,10 @@ def test_tiers_are_what_a_pocket_calculator_says(pair: tuple[str, str], gpu_gib:
     left_gb = (80 - plan.num_resident) * layer_gb
     host_gb = ram_gb - 1.1 - SHAPES[pair[0]].table_bytes / GB
     by_hand = 80 - plan.num_resident if host_gb >= left_gb else int(host_gb / layer_gb) - 3
-    assert abs(plan.num_layers_in(Tier.HOST) - by_hand) <= 1
-    assert (plan.num_layers_in(Tier.DISK) > 0) == (left_gb > host_gb)
-    assert ram_gb != 64 or plan.num_layers_in(Tier.DISK) > 0, "64 GB cannot hold what is left of 138 GB"
-    assert ram_gb != 256 or plan.num_layers_in(Tier.DISK) == 0
+    assert abs(plan.num_layers_in(LayerTier.HOST) - by_hand) <= 1
+    assert (plan.num_layers_in(LayerTier.DISK) > 0) == (left_gb > host_gb)
+    assert ram_gb != 64 or plan.num_layers_in(LayerTier.DISK) > 0, "64 GB cannot hold what is left of 138 GB"
+    assert ram_gb != 256 or plan.num_layers_in(LayerTier.DISK) == 0
 
 
 def test_a_card_of_24_gb_holds_the_draft_and_slots_and_little_else() -> None:
@@ -150,8 +157,8 @@ def test_a_card_of_24_gb_holds_the_draft_and_slots_and_little_else() -> None:
 
 def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 96 * GB)
-    moving = [tier for tier in plan.tier_L if tier is not Tier.RESIDENT]
-    _, *gaps, _ = [len(list(run)) for tier, run in groupby(moving) if tier is Tier.HOST]
+    moving = [tier for tier in plan.tier_L if tier is not LayerTier.RESIDENT]
+    _, *gaps, _ = [len(list(run)) for tier, run in groupby(moving) if tier is LayerTier.HOST]
     assert len(gaps) > 3 and max(gaps) - min(gaps) <= 1
     first, *stays, last = [len(list(run)) for stays, run in groupby(plan.is_resident) if not stays]
     assert len(stays) > 3 and max(stays) - min(stays) <= 1
@@ -191,7 +198,9 @@ def test_the_least_host_that_is_named_works_and_a_byte_less_does_not() -> None:
         plan_of(PAIRS[1], 48 * GB, 2 * GB)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
     least = plan_of(PAIRS[1], 48 * GB, named_mib * MIB)
-    assert (least.num_host_slots, least.num_layers_in(Tier.HOST)) == (2, 0) and least.num_layers_in(Tier.DISK) > 60
+    assert (least.num_host_slots, least.num_layers_in(LayerTier.HOST)) == (2, 0) and least.num_layers_in(
+        LayerTier.DISK
+    ) > 60
     assert plan_of(PAIRS[1], 48 * GB, least.total_bytes).num_host_slots == 2
     with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB"):
         plan_of(PAIRS[1], 48 * GB, least.total_bytes - 1)
@@ -215,11 +224,11 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
     least_bytes = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1]) * MIB
     assert least_bytes == make_plan(shape, None, Budgets(GIB * 4, card), **sizes).runtime_bytes + 1000 * MIB
     least = make_plan(shape, None, Budgets(least_bytes, card), **sizes)
-    assert least.num_layers_in(Tier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
+    assert least.num_layers_in(LayerTier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
     assert least.total_bytes <= least_bytes
     longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
     tight = make_plan(longer, None, Budgets(least.runtime_bytes + 505 * MIB, card + 3 * MIB), **sizes)
-    assert (tight.num_layers_in(Tier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
+    assert (tight.num_layers_in(LayerTier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
     with_draft = make_plan(shape, replace(shape, layer_bytes=(MIB,)), Budgets(least_bytes * 2, 4 * GIB), **sizes)
     assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
 
@@ -255,18 +264,18 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
     monkeypatch.setattr(plans, "available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
-    found = Room.of(LoadOptions(), "cuda:1")
+    found = MemoryBudget.of(LoadOptions(), "cuda:1")
     assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
     assert (host.host_bytes, host.num_host_slots) == (0, 0)
-    assert set(host.tier_L) == {Tier.RESIDENT, Tier.DISK}
+    assert set(host.tier_L) == {LayerTier.RESIDENT, LayerTier.DISK}
     assert host.total_bytes == host.fixed_bytes + host.resident_bytes + host.num_slots * host.slot_bytes
 
 
 def test_the_printed_plan_names_both_budgets() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
-    tiers = [plan.num_layers_in(tier) for tier in Tier]
+    tiers = [plan.num_layers_in(tier) for tier in LayerTier]
     assert "{} of 80 layers on the GPU, {} in RAM, {} on disk".format(*tiers) in place_line("target", plan)
     printed: dict[str, Any] = plan.as_dict()
     assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,

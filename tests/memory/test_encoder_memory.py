@@ -13,7 +13,7 @@ from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import plan_memory
-from offload.model.headers import describe
+from offload.model.meta import describe
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from mixture_headers import mixture
 
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.errors import UserError
-from offload.memory.plan import MIN_EXPERTS, MemoryPlan, Tier, num_passing
+from offload.memory.plan import MIN_EXPERTS, LayerTier, MemoryPlan, num_passing
 from offload.memory.planner import Budgets, least_budget, make_plan, on_demand, plan_memory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -30,12 +30,12 @@ def check(plan: MemoryPlan) -> None:
     """Every byte is counted once, and within its budget."""
     host_bytes = plan.num_host_slots * plan.slot_bytes + plan.num_host_expert_slots * plan.expert_slot_bytes
     here_bytes = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
-    here_bytes += plan.fixed_bytes + plan.bytes_in(Tier.RESIDENT)
+    here_bytes += plan.fixed_bytes + plan.bytes_in(LayerTier.RESIDENT)
     if plan.gpu_bytes is None:
         assert here_bytes == plan.total_bytes <= plan.ram_bytes, "memory overflows"
         assert (plan.num_host_expert_slots, plan.num_host_slots) == (0, 0)
     else:
-        own_bytes = plan.runtime_bytes + plan.table_bytes + plan.staging_bytes + plan.bytes_in(Tier.HOST)
+        own_bytes = plan.runtime_bytes + plan.table_bytes + plan.staging_bytes + plan.bytes_in(LayerTier.HOST)
         assert here_bytes == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
         assert own_bytes + host_bytes == plan.total_bytes <= plan.ram_bytes, "the host overflows"
     assert plan.layer_bytes == DENSE and plan.num_experts == NUM

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 from offload import machine
+from offload.checkpoint import sizes
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.planner import DEFAULT_CONTEXT, Budgets, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
-from offload.tree.pace import most_rows
+from offload.memory.planner import (
+    DEFAULT_CONTEXT,
+    Budgets,
+    MemoryPlan,
+    ModelShape,
+    make_plan,
+    model_shape,
+    plan_memory,
+)
+from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB
@@ -333,10 +342,12 @@ def test_limits_of_v1_groups(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_a_checkpoint_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, counts = checkpoint_of(SMALL), list[str]()
-    monkeypatch.setattr(plan, "model_shape", lambda one, dtype: counts.append(dtype) or model_shape(one, dtype))
-    wide, same, narrow = (plan.shape_of(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
-    assert wide is same and narrow == model_shape(stored, "bfloat16") != wide and counts == ["float32", "bfloat16"]
+    stored, grouped = checkpoint_of(SMALL), sizes.group_by_layer
+    counts = list[Checkpoint]()
+    monkeypatch.setattr(sizes, "group_by_layer", lambda one, *others: counts.append(one) or grouped(one, *others))
+    wide, same, narrow = (model_shape(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
+    assert wide is same and narrow != wide and counts == [stored, stored], "once for each type"
+    counts.clear()
     left = weakref.ref(stored)
     del stored
     assert left() is None

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from test_families import tiny_model
 from test_logits import Peak
 from tiny import FAMILIES, save
@@ -16,12 +17,12 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
-from offload.kernels.path_attention import Chunk, Window
+from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
 from offload.model.attention import folded_attention, tree_mask
 from offload.model.kv_cache import KVCache
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology
 
 TREES = {
     "root": [-1],
@@ -40,8 +41,13 @@ def sees(topology: Topology, row: int, node: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100, Chunk(1), Chunk(3), Chunk(8), Chunk(100)])
-@pytest.mark.parametrize("num_prefix", [0, 1, 7, 20])
+@matrix(
+    "window",
+    [None, 1, 3, 8, 100, AttentionChunk(1), AttentionChunk(3), AttentionChunk(8), AttentionChunk(100)],
+    always=[None, 3],
+    daily=2,
+)
+@matrix("num_prefix", [0, 1, 7, 20], always=[7], daily=1)
 @pytest.mark.parametrize("name", TREES)
 def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: Window) -> None:
     topology = Topology.from_parents(TREES[name])
@@ -52,7 +58,7 @@ def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, windo
         is_prefix = column < num_prefix
         key_position = column if is_prefix else int(position_N[column - num_prefix])
         own = int(position_N[row])
-        if isinstance(window, Chunk):
+        if isinstance(window, AttentionChunk):
             is_near = key_position // window.size == own // window.size
         else:
             is_near = window is None or own - key_position < window

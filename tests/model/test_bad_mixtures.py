@@ -5,14 +5,23 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from test_mapping import _ROUTED, _SIZES, REFUSED, our_state, rewrite, rows_of_another_expert, saved, set_config
+from test_mapping import (
+    _ROUTED,
+    _SIZES,
+    REFUSED,
+    our_state,
+    rewrite,
+    rows_of_another_expert,
+    saved,
+    set_config,
+)
 from tiny import build
 from transformers import Glm4MoeConfig
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 
 
 @pytest.mark.parametrize("on_demand", [False, True])

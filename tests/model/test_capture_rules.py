@@ -17,7 +17,7 @@ from tiny import FAMILIES, build, save
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.engine.build import resident_model
 from offload.model.cuda_graphs import CudaRecorder, use_graphs
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 
 TORCHES = {"torch 2.11": False, "torch 2.13": True}
 

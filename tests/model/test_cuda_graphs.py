@@ -15,11 +15,11 @@ from offload.engine.build import resident_model
 from offload.model import cuda_graphs as graphed
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.parts import Part
+from offload.model.parts import BatchPart
 from offload.model.path_attention import path_attention
-from offload.model.weights import StreamedModel
-from offload.tree.spec import parse_tree
-from offload.tree.token_tree import ancestors
+from offload.model.streamed import StreamedModel
+from offload.trees.spec import parse_tree
+from offload.trees.token_tree import ancestors
 
 
 class Calls:
@@ -109,7 +109,7 @@ def test_texts_that_have_shared_a_pass_go_on_alone(family: str, tmp_path: Path) 
         KVCache.side_by_side(lent)
         prompts = [torch.arange(5, 5 + length) for length in (11, 3)]
         pairs = zip(prompts, lent, strict=True)
-        model.forward_parts([Part(ids, torch.arange(len(ids)), causal(len(ids)), cache) for ids, cache in pairs])
+        model.forward_parts([BatchPart(ids, torch.arange(len(ids)), causal(len(ids)), cache) for ids, cache in pairs])
         for ids, cache in zip(prompts, lent, strict=True):
             cache.commit(range(len(ids)))
         found.append([grown(model, cache) for cache in lent])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from rounding import beyond_doubt
 from tiny import FAMILIES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
@@ -24,8 +25,8 @@ from transformers import (
 
 import offload
 from offload.checkpoint.safetensors import Checkpoint
-from offload.config import Sampling
 from offload.model.meta import attention_windows, build_meta_model
+from offload.units import Sampling
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 NUM_NEW = 30  # with the prompt more than twice the sliding window
@@ -104,6 +105,8 @@ WORKING = (
     *("mimo_v2_flash", "minicpm3", "minimax_m2", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phimoe"),
     *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
 )
+# Each of another kind: latent attention, sinks, chunks, layers that share keys, norms behind, gated inputs.
+CORE = ("deepseek_v3", "gpt_oss", "llama4_text", "gemma4_text", "olmo2", "gemma3n_text")
 
 
 def config_of(family: str) -> PreTrainedConfig:
@@ -156,14 +159,14 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     assert len(set(got.token_ids)) >= 4, "a text of one token puts nothing to the test"
 
 
-@pytest.mark.parametrize("family", WORKING)
+@matrix("family", WORKING, always=CORE, daily=5)
 def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
     assert_decodes_like_transformers(save(tiny_model(config_of(family), seed=_SEEDS.get(family, 0)), tmp_path))
 
 
 def test_a_wrong_model_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer's mask reaches too far: sliding windows of 24 become 25."""
-    from offload.model import weights as model
+    from offload.model import streamed as model
 
     windows = model.attention_windows
     directory = save(tiny_model(FAMILIES["mistral-sliding"]()), tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import matrix
 from shell import shell
 from test_families import WORKING, config_of
 from tiny import FAMILIES, build, save
@@ -12,11 +13,13 @@ from tiny import FAMILIES, build, save
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.model.headers import describe
+from offload.model.meta import describe
+
+CORE = ("llama", "llama-tied", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "gemma4_text")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WORKING])
-@pytest.mark.parametrize("is_folder", [True, False])
+@matrix("family", [*FAMILIES, *WORKING], always=CORE, daily=6)
+@matrix("is_folder", [True, False], daily=1)
 def test_a_config_alone_tells_what_the_headers_tell(family: str, is_folder: bool, tmp_path: Path) -> None:
     """Of every family that is known to run."""
     config = FAMILIES[family]() if family in FAMILIES else config_of(family)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.held import group_of, held_bytes, is_held
-from offload.model.held import HeldWeights, Int8, matrix_of
+from offload.model.quantised_draft import HeldWeights, Int8, matrix_of
 
 SHAPES = ((64, 128), (70, 96), (5, 50), (192, 512))
 

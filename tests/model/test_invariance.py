@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
+from rounding import Promise, assert_same_bits
 from test_families import WORKING
 from test_path_rows import checkpoint_of
 from tiny import FAMILIES, VOCAB_SIZE
@@ -22,17 +24,16 @@ from torch.overrides import TorchFunctionMode
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import Chunk, ScoreTerms, Window
+from offload.kernels.path_attention import AttentionChunk, ScoreTerms, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
-from offload.model.invariance import InvariantRows, in_whole_vectors
+from offload.model.invariant import InvariantRows, find_sizes, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
-from offload.model.row_sizes import find_sizes
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology, chain
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology, chain
 
 NUM_TOKENS = 84  # beyond one block of keys and three windows
 TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -104,24 +105,29 @@ CASES = [(family, "bfloat16") for family in (*FAMILIES, *WORKING)]
 CASES += [(family, "float32") for family in ("llama", "qwen3-sliding", "gemma2", "gpt_oss", "mixtral")]
 
 
-@pytest.mark.parametrize(("family", "dtype"), CASES)
+ALWAYS = [("llama", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16"), ("gpt_oss", "bfloat16")]
+
+
+@matrix("family, dtype", CASES, always=ALWAYS, daily=6)
 def test_logits_do_not_depend_on_the_rows_beside(family: str, dtype: str, base: Path) -> None:
     model = invariant_model(family, dtype, base)
     plain = taken_in(model, (1,) * NUM_TOKENS)
     assert [int((taken_in(model, cut) != plain).sum()) for cut in CUTS] == [0] * len(CUTS)
     for num_prefix in (1, 40, 58):  # with paths before, across and beyond the end of the first block
         got = on_path(model, num_prefix)
-        assert torch.equal(got, plain[num_prefix : num_prefix + len(got)]), f"behind {num_prefix} tokens"
+        assert_same_bits(
+            got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_float16_and_other_numbers_of_threads(family: str, base: Path) -> None:
     model = invariant_model(family, "float16", base)
     plain = taken_in(model, (1,) * NUM_TOKENS)
-    assert torch.equal(on_path(model, 40), plain[40:64])
+    assert_same_bits(on_path(model, 40), plain[40:64], Promise.INVARIANT)
     torch.set_num_threads(2)
     try:
-        assert torch.equal(on_path(model, 40), plain[40:64])
+        assert_same_bits(on_path(model, 40), plain[40:64], Promise.INVARIANT)
     finally:
         torch.set_num_threads(1)
 
@@ -151,7 +157,9 @@ def test_rows_may_have_few_columns_in_common_or_none(
     plain = taken_in(model, (1,) * NUM_TOKENS)
     for num_prefix in (1, 40, 58):
         got = on_path(model, num_prefix)
-        assert torch.equal(got, plain[num_prefix : num_prefix + len(got)]), f"behind {num_prefix} tokens"
+        assert_same_bits(
+            got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
+        )
 
 
 def test_sums_in_another_order_than_that_of_columns_are_found() -> None:
@@ -173,11 +181,12 @@ def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
         for layer in cache.layers:
             layer.keys[:, :, 20:] = layer.values[:, :, 20:] = torch.nan
     cache.commit(range(20))
-    assert torch.equal(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:])
+    assert_same_bits(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:], Promise.INVARIANT)
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False), (Chunk(30), None, False)]
+    ("window", "cap", "has_sink"),
+    [(None, None, False), (30, None, True), (None, 5.0, False), (AttentionChunk(30), None, False)],
 )
 def test_path_attention_is_attention(
     window: Window, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +215,7 @@ def test_path_attention_is_attention(
     score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
     position_S = torch.cat([torch.arange(num_prefix), torch.from_numpy(topology.depth_N.copy()) + num_prefix])
     sees_TS = torch.cat([torch.ones(num_rows, num_prefix, dtype=torch.bool), ancestors(topology)], 1)
-    if isinstance(window, Chunk):
+    if isinstance(window, AttentionChunk):
         sees_TS &= position_S // window.size == position_S[num_prefix:, None] // window.size
     elif window is not None:
         sees_TS &= position_S > position_S[num_prefix:, None] - window
@@ -249,7 +258,7 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
         ended.append(factor.ndim)
         return sizes
 
-    monkeypatch.setattr("offload.model.invariance.find_sizes", noting)
+    monkeypatch.setattr("offload.model.invariant.find_sizes", noting)
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
     model.be_invariant(InvariantRows([1]))
     taken_in(model, CUTS[0])
@@ -274,7 +283,9 @@ def test_threads_share_activations_in_whole_vectors(name: str) -> None:
             for size in (63, 16448, 20480, 24000, 33000, 70001, 98304, 100_000):
                 got = in_whole_vectors(function, numbers[:size])
                 num_whole = size // 64 * 64  # numbers of the last vector are padded, so they are not odd ones out
-                assert torch.equal(got[:num_whole], wanted[:num_whole]), f"{size} numbers, {num_threads} threads"
+                assert_same_bits(
+                    got[:num_whole], wanted[:num_whole], Promise.INVARIANT, f"{size} numbers, {num_threads} threads"
+                )
     finally:
         torch.set_num_threads(1)
 
@@ -285,4 +296,4 @@ def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, mon
     wanted = score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19))
     model.be_invariant(InvariantRows([1]))
     model.be_invariant(None)
-    assert torch.equal(score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19)), wanted)
+    assert_same_bits(score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19)), wanted, Promise.INVARIANT)

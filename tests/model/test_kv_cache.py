@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import matrix
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,9 +17,9 @@ from offload.engine.build import resident_model
 from offload.kernels.jit import HAS_TRITON
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology
+from offload.model.streamed import StreamedModel
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology
 
 NUM_LAYERS, NUM_SLOTS, NUM_HEADS, WIDTH = 2, 40, 3, 4
 Gather = Callable[..., None]
@@ -51,7 +52,7 @@ def committed(cache: KVCache) -> list[int]:
     return [int(row) for row in row_P]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@matrix("seed", range(20), always=[0, 1], daily=3)
 def test_commit_keeps_the_chosen_rows_in_their_order(seed: int) -> None:
     rng, cache = np.random.default_rng(seed), KVCache(NUM_LAYERS, NUM_SLOTS)
     kept: list[int] = []
@@ -105,7 +106,7 @@ def play(seed: int, gather: Gather = kv_commit_reference) -> None:
     assert len(text) > 2
 
 
-@pytest.mark.parametrize("seed", range(20))
+@matrix("seed", range(20), always=[0, 1], daily=3)
 def test_rows_that_are_kept_wait_behind_what_is_committed(seed: int) -> None:
     play(seed)
 

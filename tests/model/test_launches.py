@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from strict_place import OnCard, StrictDevice, place
 from test_families import WORKING
 from test_path_rows import checkpoint_of
@@ -18,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
-from offload.model import invariance
-from offload.model.invariance import InvariantRows
+from offload.model import invariant as invariance
+from offload.model.invariant import InvariantRows
 from offload.model.norms import normalize_with
 from offload.model.path_attention import path_attention
-from offload.model.weights import Attend, StreamedModel
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first
+from offload.model.streamed import Attend, StreamedModel
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first
 
 NO_LAUNCH = ("aten::empty", "aten::new_empty")
 
@@ -108,13 +109,12 @@ MIXED = ("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_m
          "qwen2_moe", "gemma3n_text")  # fmt: skip
 LATENT = ("minicpm3", "youtu")  # has more products
 MASKED = ("doge",)  # calculates with its masks
+FEW_LAUNCHES = ("llama", "qwen2", "qwen3", "qwen3-sliding", "gemma2", *WORKING)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-sliding", "gemma2", *WORKING])
+@matrix("family", [one for one in FEW_LAUNCHES if one not in MASKED], always=["llama"], daily=5)
 def test_a_layer_launches_few_kernels(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its rows and its prefix are, and one of them is attention."""
-    if family in MASKED:
-        pytest.skip("attention with masks of its own")
     monkeypatch.setattr(invariance, "_LEAST_WIDTH", 1)  # nothing of a real model is so narrow that it is padded
     with Counting() as card:
         model = resident_model(open_checkpoint(checkpoint_of(family, base)), "bfloat16", place())

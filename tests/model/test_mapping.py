@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import matrix
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, VOCAB_SIZE, build
 from torch import Tensor
@@ -88,7 +89,7 @@ def assert_loads_like_transformers(directory: Path, dtype: str = "float32") -> d
     return ours
 
 
-@pytest.mark.parametrize("name", MODELS)
+@matrix("name", MODELS, daily=6)
 def test_state_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path)
     assert_loads_like_transformers(tmp_path)

@@ -11,12 +11,12 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import kv_cache
-from offload.model.invariance import InvariantRows
+from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
-from offload.model.parts import Part
-from offload.model.weights import StreamedModel
-from offload.tree.token_tree import ancestors
-from offload.tree.topology import Topology
+from offload.model.parts import BatchPart
+from offload.model.streamed import StreamedModel
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import Topology
 
 TREE = Topology.from_parents([-1, 0, 0, 1, 1, 3])
 TEXTS = [list(range(5, 5 + length)) for length in (41, 3, 70)]
@@ -36,16 +36,16 @@ def causal(num_rows: int) -> Tensor:
     return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
 
 
-def prompt_of(text: list[int], cache: KVCache) -> Part:
-    return Part(torch.tensor(text), torch.arange(len(text)), causal(len(text)), cache)
+def prompt_of(text: list[int], cache: KVCache) -> BatchPart:
+    return BatchPart(torch.tensor(text), torch.arange(len(text)), causal(len(text)), cache)
 
 
-def tree_of(text: list[int], num_pending: int, cache: KVCache) -> Part:
+def tree_of(text: list[int], num_pending: int, cache: KVCache) -> BatchPart:
     """A tree behind a text of which so many rows come in the same pass."""
     depth_N = torch.from_numpy(TREE.depth_N.copy()) + len(text)
     position_U = torch.cat([torch.arange(len(text) - num_pending, len(text)), depth_N])
     sees_NU = torch.cat([torch.ones(6, num_pending, dtype=torch.bool), ancestors(TREE)], dim=1)
-    return Part(torch.arange(20, 26) + len(text), position_U, sees_NU, cache)
+    return BatchPart(torch.arange(20, 26) + len(text), position_U, sees_NU, cache)
 
 
 def alone(model: StreamedModel, text: list[int]) -> Tensor:

@@ -14,8 +14,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from offload.calibration.invariance import _CheckedRows, _DifferError
-from offload.model import invariance
-from offload.model.invariance import InvariantRows
+from offload.model import invariant as invariance
+from offload.model.invariant import InvariantRows
 
 VECTOR, MOST_THREADS, WARP = 4, 512, 32  # numbers that a thread loads at once; threads of a block; of a warp
 MANY = 64  # rows

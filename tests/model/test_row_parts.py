@@ -12,8 +12,8 @@ from transformers import LlamaConfig, MixtralConfig, Phi3Config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.plan import INNER_ROWS
-from offload.model.invariance import InvariantRows
-from offload.model.row_parts import take_rows_in_parts
+from offload.model.invariant import InvariantRows
+from offload.model.parts import take_rows_in_parts
 
 _SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
                           "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip

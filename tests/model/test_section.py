@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import small_t5
 import torch
+from matrix import matrix
 from quantised import save_quantised
 from test_families import config_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, displaced, save
 from torch import Tensor
 
+from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.checkpoint.section import Section, checkpoint_of
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget, plan_memory
 from offload.model.kv_cache import KVCache
-from offload.model.section import SectionModel
-from offload.model.weights import StreamedModel
+from offload.model.streamed import SectionModel, StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers, open_layers
 
@@ -131,9 +131,9 @@ def run_parts(parts: Sequence[tuple[SectionModel, Layers]]) -> list[Tensor]:
     return given
 
 
-@pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 1, 3, 4)], ids=str)
+@matrix("cuts", [(0, 4), (0, 1, 4), (0, 1, 3, 4)], ids=str, always=[(0, 1, 3, 4)])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@matrix("family", FAMILY_NAMES, always=["llama"], daily=2)
 def test_sections_compute_what_the_whole_computes(
     family: str, is_streamed: bool, cuts: Sequence[int], checkpoints: Callable[[str], Checkpoint]
 ) -> None:
@@ -170,7 +170,7 @@ def test_a_layer_that_takes_itself_for_another_would_show(
     checkpoint = open_checkpoint(save(build(config), tmp_path))
     wanted = run_whole(resident_model(checkpoint, "auto"))
     if mistake == "windows of other layers":  # those of the first two
-        monkeypatch.setattr("offload.model.weights.attention_windows", lambda _, num_layers: [24] * num_layers)
+        monkeypatch.setattr("offload.model.streamed.attention_windows", lambda _, num_layers: [24] * num_layers)
     with ExitStack() as resources:
         parts = [resources.enter_context(opened(checkpoint, one, is_streamed=False)) for one in sections(0, 2, 4)]
         if mistake == "no scale":

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import matrix
 from rounding import beyond_doubt
 from safetensors.torch import load_file, save_file
 from shell import shell
@@ -19,14 +20,15 @@ from wrappers import wrapper_config, wrapper_model
 
 import offload
 from offload.checkpoint.generation_config import generation_settings
-from offload.checkpoint.layout import Piece, SlabLayout
+from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.text_part import text_part
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import Chunk
-from offload.model import temperature, weights
-from offload.model.headers import describe
+from offload.kernels.path_attention import AttentionChunk
+from offload.model import meta as temperature
+from offload.model import streamed as weights
+from offload.model.meta import describe
 from offload.streaming.disk import DiskReader
 
 PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -71,7 +73,7 @@ def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 class NotedReads(DiskReader):
     """Of one run."""
 
-    pieces: list[Piece]
+    pieces: list[SlabRead]
 
     def read(self, layout: SlabLayout, slab: Any) -> Any:
         type(self).pieces += layout.pieces
@@ -100,7 +102,7 @@ def streamed(directory: Path) -> Any:
         return decoder.generate(PROMPT, max_new_tokens=NUM_NEW), reads.pieces
 
 
-def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[Piece]) -> None:
+def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[SlabRead]) -> None:
     text = {(entry.shard, entry.lo, entry.hi) for entry in checkpoint.tensors.values()}
     assert {(one.shard, one.lo) for one in pieces} & {place[:2] for place in text}, "it was this folder that was read"
     for index, shard in enumerate(checkpoint.shards):
@@ -110,7 +112,7 @@ def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[Piece]) -> 
                 assert not reads, f"{name} was read"
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@matrix("kind", FAMILIES, daily=6)
 @pytest.mark.usefixtures("without_timm")
 def test_the_text_of_a_tree_is_that_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     wanted = written_by_transformers(saved(kind, tmp_path))
@@ -135,7 +137,7 @@ def test_mistakes_with_llama_4_would_show(mistake: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(temperature._Tuning, "hear", hear_in_order)
     else:
         windows, is_window = weights.attention_windows, mistake == "a chunk as a window"
-        wrong = lambda chunk: chunk and (chunk.size if is_window else Chunk(chunk.size + 1))  # noqa: E731
+        wrong = lambda chunk: chunk and (chunk.size if is_window else AttentionChunk(chunk.size + 1))  # noqa: E731
         monkeypatch.setattr(weights, "attention_windows", lambda *args: list(map(wrong, windows(*args))))
     got, _ = streamed(tmp_path)
     assert (got.token_ids, got.stats.tokens_per_sweep) != (right.token_ids, right.stats.tokens_per_sweep)

@@ -8,14 +8,14 @@ import pytest
 
 from offload.planning.chains import (
     ChainPolicy,
-    acceptance,
     best_length,
     operations_growth,
     tokens_per_run,
     wall_clock_gain,
 )
 from offload.planning.cost_model import Costs, Curve, Traffic
-from offload.stats import Estimate
+from offload.stats import RunningMean
+from offload.trees.verification import acceptance
 
 TABLE_1 = [  # alpha, gamma, operations, speed; c = c' = 0
     (0.6, 2, 1.53, 1.96),
@@ -101,7 +101,7 @@ def test_alpha_is_the_overlap() -> None:
 def test_alpha_is_a_chance_whatever_rounding_does() -> None:
     p_V = np.array([0.6, 0.4 + 4e-16])
     assert p_V.sum() > 1, "as sums of softmax may be"
-    policy, seen = ChainPolicy.assumed(1.0, MOST), Estimate()
+    policy, seen = ChainPolicy.assumed(1.0, MOST), RunningMean()
     seen.add([acceptance(p_V, p_V)] * 40)
     assert policy.length(seen) == MOST
 
@@ -133,7 +133,7 @@ def test_drafting_that_the_link_hides_makes_chains_longer_and_computing_makes_th
 
 
 def test_a_run_believes_its_own_guesses_the_more_it_has_seen() -> None:
-    policy, seen = ChainPolicy.assumed(0.8, MOST), Estimate()
+    policy, seen = ChainPolicy.assumed(0.8, MOST), RunningMean()
     lengths = [policy.length(seen)]
     for _ in range(40):
         seen.add([0.2] * 5)
@@ -146,8 +146,8 @@ def test_a_run_believes_its_own_guesses_the_more_it_has_seen() -> None:
 
 def test_an_estimate_knows_how_far_it_is_to_be_trusted() -> None:
     values = np.random.default_rng(5).random(300)
-    found = Estimate()
+    found = RunningMean()
     found.add(values.tolist())
     assert found.mean == pytest.approx(values.mean())
     assert found.standard_error == pytest.approx(values.std(ddof=1) / math.sqrt(300))
-    assert Estimate().mean is None and Estimate(1, 1.0, 1.0).standard_error is None
+    assert RunningMean().mean is None and RunningMean(1, 1.0, 1.0).standard_error is None

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from offload.errors import UserError
-from offload.planning.cluster import MAX_RANKS, Cluster, read_cluster
-from offload.planning.exchange import Network
+from offload.planning.cluster import MAX_RANKS, Cluster, Network, read_cluster
 from offload.planning.hardware import KNOWN, Hardware
 
 ALPHA = {"name": "alpha", "ram": "32GiB", "disk": "3GB/s"}

@@ -26,9 +26,15 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.hardware import Hardware
-from offload.planning.measured_pairs import MEASURED, range_for
-from offload.tree.pace import PACES
-from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, best_first, chain, expected_tokens
+from offload.planning.search import MEASURED, range_for
+from offload.trees.topology import (
+    DEFAULT_ACCEPTANCE,
+    PACES,
+    DynamicShape,
+    best_first,
+    chain,
+    expected_tokens,
+)
 
 GB = 10**9
 TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,

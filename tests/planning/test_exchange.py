@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload.planning.exchange import Gathers, Hops, Network
+from offload.planning.cluster import Gathers, Hops, Network
 
 GBE = {  # Gbit/s -> payload per second and latency; packets carry 1448 bytes of 1538 on the wire
     1: Network(0.94e9 / 8, 100e-6),

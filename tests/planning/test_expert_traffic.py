@@ -9,8 +9,7 @@ import pytest
 from mixture_headers import mixture
 
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling
-from offload.memory.planner import Budgets, Files, make_plan
+from offload.memory.planner import Budgets, ModelFiles, make_plan
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import (
     DEMAND_RATE,
@@ -22,23 +21,23 @@ from offload.planning.cost_model import (
     overlapped_s,
     step_of,
 )
-from offload.planning.expert_choice import with_experts
-from offload.planning.expert_traffic import ExpertTraffic
+from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
-from offload.planning.room import Room
-from offload.planning.routing import Routing
-from offload.planning.tree_policy import Trees, routing_in
-from offload.planning.tree_search import Forest, rank_trees
-from offload.tree.sizes import SIZES
-from offload.tree.spec import parse_tree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, check_acceptance
+from offload.planning.room import MemoryBudget
+from offload.planning.search import TreeSearch, rank_trees
+from offload.planning.selector import Trees, routing_in, with_experts
+from offload.trees.spec import parse_tree
+from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance
+from offload.units import Sampling
 
 MB, GB = 10**6, 10**9
 LINK = 2e9
-FINE, COARSE = Routing.usual(48, 128, 8), Routing.usual(32, 8, 2)  # such as Qwen3-30B-A3B and Mixtral have
+FINE, COARSE = ExpertRouting.usual(48, 128, 8), ExpertRouting.usual(32, 8, 2)  # such as Qwen3-30B-A3B and Mixtral have
 
 
-def traffic(routing: Routing = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0) -> Traffic:
+def traffic(
+    routing: ExpertRouting = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0
+) -> Traffic:
     num_kept = round(kept * routing.num_experts)
     experts = ExpertTraffic(slot_bytes, num_kept, routing, num_kept)
     return Traffic(dense_bytes, 0, experts=experts)
@@ -90,7 +89,7 @@ def test_many_rows_read_ahead_as_whole_layers_do() -> None:
 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("routing", [FINE, COARSE], ids=["fine", "coarse"])
-def test_ahead_begins_where_it_is_quicker(routing: Routing, kept: float) -> None:
+def test_ahead_begins_where_it_is_quicker(routing: ExpertRouting, kept: float) -> None:
     moved = traffic(routing, kept, 350 * MB if routing is COARSE else 9 * MB)
     for known in (costs(), costs(row_s=1e-2), costs(pass_s=1.0), None):
         rows, curves = moved.ahead_rows(known), known or link_alone(1.0)
@@ -104,7 +103,7 @@ def test_nothing_is_read_ahead_where_nothing_has_to_come() -> None:
 
 
 def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> None:
-    forest = Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=128)
+    forest = TreeSearch(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=128)
     small = costs(pass_s=0.02)
 
     def best(moved: Traffic) -> int:
@@ -114,7 +113,7 @@ def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> No
     assert best(traffic(FINE, 0.2)) <= 8 < 32 <= best(traffic(COARSE, 0.05, 350 * MB))
     as_layers = Traffic(6144 * 9 * MB, 0)
     assert best(as_layers) >= 64, "of whole layers every row is free"
-    measured = traffic(FINE, 0.2).routed_by(Routing(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1))))
+    measured = traffic(FINE, 0.2).routed_by(ExpertRouting(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1))))
     assert best(measured) >= 64, "and so it is where all rows need the same experts"
 
 
@@ -125,7 +124,7 @@ def test_chains_growth_and_guesses_pay_for_their_rows() -> None:
     trees.costs, trees.link_bytes_per_s = known, LINK
     steps = [trees.step_s(num_rows, (1,)) for num_rows in (1, 2, 8, 32)]
     assert steps == sorted(set(steps)) and steps[-1] > 2 * steps[0]
-    trees.routing = Routing(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
+    trees.routing = ExpertRouting(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
     assert trees.step_s(32, (1,)) == pytest.approx(trees.step_s(1, (1,))), "what was counted is what counts"
     assert trees.step_s(32, (1,)) < steps[0]
     assert trees.ahead_rows() == moved.routed_by(trees.routing).ahead_rows(trees.costs)
@@ -179,12 +178,12 @@ def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
     assert Traffic(5, 5).routed_by(routing) == Traffic(5, 5)
 
 
-def room(ram_bytes: int, **how: Any) -> Room:
-    return Room(**{"ram": ram_bytes, "gpu": None, "dtype": "auto", "context": 512, "rule": "match", **how})
+def room(ram_bytes: int, **how: Any) -> MemoryBudget:
+    return MemoryBudget(**{"ram": ram_bytes, "gpu": None, "dtype": "auto", "context": 512, "rule": "match", **how})
 
 
 def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
-    fine, dense = Files(mixture(num_hidden_layers=24)), Files(mixture(model_type="dbrx"))
+    fine, dense = ModelFiles(mixture(num_hidden_layers=24)), ModelFiles(mixture(model_type="dbrx"))
     whole_bytes = sum(model_shape(fine.target).layer_bytes)
     for share in (0.1, 0.3, 0.6):
         budget = room(int(share * whole_bytes) + 600_000_000)
@@ -197,7 +196,7 @@ def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
 
 def test_a_named_tree_that_needs_all_experts_is_weighed_as_it_is() -> None:
     target = mixture(num_hidden_layers=24)
-    files = Files(target, mixture(num_hidden_layers=1))
+    files = ModelFiles(target, mixture(num_hidden_layers=1))
     budget = room(int(0.3 * sum(model_shape(target).layer_bytes)) + 2_000_000_000)
     assert with_experts(budget, files, num_nodes=2).experts == "demand"
     ways = {how: replace(budget, experts=how).traffic(files, 512) for how in ("demand", "layers")}

@@ -27,7 +27,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.hardware import KNOWN, Hardware
 from offload.streaming.stage import Stage
-from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_first, chain
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_first, chain
 
 TREES = {"none": chain(0), "static": best_first(DEFAULT_ACCEPTANCE, 768, 24), "dynamic": DynamicShape(768, 32),
          "large": DynamicShape(2048, 32)}  # fmt: skip

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from offload.calibration.drafts import Drafting, compare_drafts
 from offload.checkpoint.sizes import model_shape
-from offload.model.headers import describe
+from offload.model.meta import describe
 from offload.planning.cost_model import VERIFY_S, Traffic, costs_on, draft_widths
 from offload.planning.hardware import Hardware, read_hardware
 from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
-from offload.planning.room import Room
+from offload.planning.room import MemoryBudget
+from offload.reports.drafts import DraftCandidate, compare_drafts
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",
          "max_position_embeddings": 8192, "tie_word_embeddings": False}  # fmt: skip
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return paths[0], paths[1]
 
 
-def played(models: tuple[str, str], one: Drafting, machine: Hardware) -> float:
+def played(models: tuple[str, str], one: DraftCandidate, machine: Hardware) -> float:
     """Seconds per token when every layer crosses the link and is computed in its turn.
 
     The link fills slots ahead of what computes, also while the draft works; each is free when its layer was computed.
@@ -52,7 +52,7 @@ def played(models: tuple[str, str], one: Drafting, machine: Hardware) -> float:
     headers = [describe(str(name)) for name in models_to_read(models[0], one.draft)]
     files = files_of(headers, one.draft, one.draft_dtype)
     shapes = [model_shape(checkpoint) for checkpoint in files if checkpoint is not None]
-    room = Room(ram=machine.ram_bytes, gpu=machine.gpu_bytes, dtype="auto", context=CONTEXT, rule="match")
+    room = MemoryBudget(ram=machine.ram_bytes, gpu=machine.gpu_bytes, dtype="auto", context=CONTEXT, rule="match")
     assert one.prediction is not None
     plan = room.plan(files, one.prediction.shape.num_nodes)
     costs = costs_on(machine, shapes[0], shapes[1] if len(shapes) > 1 else None, plan.context // 2)

@@ -12,23 +12,23 @@ import pytest
 from test_device_planner import CONFIGS, GIB
 
 from offload.bench.latency import prediction
-from offload.calibration import estimate as estimating
 from offload.calibration.startup import RunSettings, trees_of
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling
-from offload.memory.planner import Files
-from offload.model.headers import describe
-from offload.planning import tree_policy
+from offload.memory.planner import ModelFiles
+from offload.model.meta import describe
+from offload.planning import selector as tree_policy
+from offload.planning.acceptance import PRODUCT_FORM
 from offload.planning.cost_model import Costs, costs_on
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile
-from offload.planning.room import Room
-from offload.planning.traces import PRODUCT_FORM
-from offload.planning.tree_policy import TreeSelector
-from offload.tree.spec import label_of
-from offload.tree.topology import DEFAULT_ACCEPTANCE
-from offload.tuning import tune as tuning
+from offload.planning.room import MemoryBudget
+from offload.planning.selector import TreeSelector
+from offload.reports import estimate as estimating
+from offload.reports import tune as tuning
+from offload.trees.spec import label_of
+from offload.trees.topology import DEFAULT_ACCEPTANCE
+from offload.units import Sampling
 
 CONTEXT = 2048
 _CARD = KNOWN["l40"]
@@ -55,8 +55,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def files(models: list[str]) -> Files:
-    return Files(*map(describe, models))
+def files(models: list[str]) -> ModelFiles:
+    return ModelFiles(*map(describe, models))
 
 
 def profile_of(costs: Costs) -> Profile:
@@ -70,12 +70,12 @@ def profile_of(costs: Costs) -> Profile:
     )  # fmt: skip
 
 
-def named(files: Files, models: list[str], machine: Hardware, folder: Path) -> dict[str, str]:
+def named(files: ModelFiles, models: list[str], machine: Hardware, folder: Path) -> dict[str, str]:
     """By caller the tree that it chooses."""
     place = "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=CONTEXT, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
-    room = Room.of(options, place)
-    context = room.plan(Files(files.target), 1).context
+    room = MemoryBudget.of(options, place)
+    context = room.plan(ModelFiles(files.target), 1).context
     costs = costs_on(machine, *(model_shape(one) for one in files if one is not None), context // 2)
     profile = profile_of(costs)
     path, described = folder / "profile.json", folder / "machine.json"
@@ -100,12 +100,12 @@ def named(files: Files, models: list[str], machine: Hardware, folder: Path) -> d
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_caller_names_the_same_tree(name: str, models: list[str], files: Files, tmp_path: Path) -> None:
+def test_every_caller_names_the_same_tree(name: str, models: list[str], files: ModelFiles, tmp_path: Path) -> None:
     found = named(files, models, MACHINES[name], tmp_path)
     assert len(set(found.values())) == 1, found
 
 
-def test_sizes_follow_what_rows_cost(models: list[str], files: Files, tmp_path: Path) -> None:
+def test_sizes_follow_what_rows_cost(models: list[str], files: ModelFiles, tmp_path: Path) -> None:
     """Large where a slow link leaves rows free, small where computing is what takes the time."""
     sizes = {
         name: int(named(files, models, MACHINES[name], tmp_path)["plan"].split(":")[1].split("x")[0])
@@ -125,7 +125,7 @@ CAPS = {"plan": (estimating, 1024), "generate": (tree_policy, 512), "tune": (tun
 
 @pytest.mark.parametrize("caller", CAPS)
 def test_a_cap_of_one_caller_is_noticed(
-    caller: str, models: list[str], files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    caller: str, models: list[str], files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, most = CAPS[caller]
     monkeypatch.setattr(module, "TreeSelector", capped(most))

@@ -3,7 +3,7 @@
 import pytest
 
 from offload.errors import UserError
-from offload.planning.pipeline import PaperCut, PipelineOptions, free_rows, parse_pipeline
+from offload.rank_roles import PaperCut, PipelineOptions, free_rows, parse_pipeline
 
 
 @pytest.mark.parametrize(

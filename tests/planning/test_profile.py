@@ -3,17 +3,18 @@
 import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, build, save, save_pair
+from tiny import FAMILIES, save_pair
 
-from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.config import Sampling
-from offload.errors import ReadError, UserError
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import ExpertShape
+from offload.errors import UserError
+from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import (
     SCHEMA,
@@ -22,17 +23,16 @@ from offload.planning.profile import (
     Machine,
     Profile,
     find_profile,
-    fingerprint,
     format_json,
     profiles_folder,
     read_profile,
     save_profile,
     write_atomically,
 )
-from offload.planning.traces import DynamicYield
+from offload.units import Sampling
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
-IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
+IDENTITY = Identity(target="a" * 32, draft="b" * 32, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +73,11 @@ def test_what_is_saved_is_found_again(cache: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
 
 
-def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
+@pytest.mark.parametrize("schema", [1, 2, SCHEMA + 1])
+def test_a_profile_of_another_version_is_refused(schema: int) -> None:
     path = save_profile(profile())
-    values = json.loads(path.read_text())
-    del values["grown"]
-    path.write_text(json.dumps({**values, "schema": 1}))
-    assert read_profile(path, IDENTITY) == profile(dynamic_yields=())
-    path.write_text(json.dumps({**values, "schema": SCHEMA}))
-    with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
+    with pytest.raises(UserError, match=f"has schema {schema}, this version reads {SCHEMA}: run offload tune again"):
         read_profile(path, IDENTITY)
 
 
@@ -118,7 +115,7 @@ def test_keys_of_the_file_stay() -> None:
     values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
     assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
     assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
-    assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 2
+    assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 3
     found, _ = find_profile(IDENTITY)
     assert found is not None and found.costs.overlap_penalty == 0.2 and found.dynamic_yields
 
@@ -126,8 +123,8 @@ def test_keys_of_the_file_stay() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"target": "c" * 64}, "target weights"),
-        ({"draft": "c" * 64}, "draft weights"),
+        ({"target": "c" * 32}, "target model aaaaaaaaaaaa, not cccccccccccc"),
+        ({"draft": "c" * 32}, "draft model bbbbbbbbbbbb, not cccccccccccc"),
         ({"rule": "sequoia"}, "rule match, not sequoia"),
         ({"temperature": 0.0}, "temperature 0.6, not 0.0"),
         ({"top_p": 1.0}, "top_p 0.9, not 1.0"),
@@ -260,37 +257,35 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
-    target, _ = save_pair(FAMILIES["llama"](), tmp_path)
-    before = fingerprint(open_checkpoint(target))
-    moved = target.rename(tmp_path / "elsewhere")
-    assert fingerprint(open_checkpoint(moved)) == before, "the place does not matter"
-    (moved / "README.md").write_text("words")
-    assert fingerprint(open_checkpoint(moved)) == before, "neither do files that are not the model"
-    config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
-    assert fingerprint(open_checkpoint(moved)) != before
+def test_a_copy_whose_weights_nobody_has_compared_has_no_profile(tmp_path: Path) -> None:
+    """It may differ where no sample lies; with a sum of all weights on both sides it is the same."""
+    pair = save_pair(FAMILIES["llama"](), tmp_path / "one")
+    for folder in pair:
+        shutil.copytree(folder, tmp_path / "two" / folder.name)
+    mine, copy = (
+        Identity.of(*(open_checkpoint(tmp_path / name / one.name) for one in pair), Sampling(), "match", MACHINE)
+        for name in ("one", "two")
+    )
+    path = save_profile(profile(identity=mine))
+    assert find_profile(mine) == (profile(identity=mine), str(path))
+    found, why = find_profile(copy)
+    assert found is None and "target weights that look the same and are not proved to be" in why
+    proofs = {part: {**own, "sum": "a"} for part, own in mine.proofs.items()}
+    save_profile(profile(identity=replace(mine, proofs=proofs)))
+    copied = {part: {**own, "sum": "a"} for part, own in copy.proofs.items()}
+    assert find_profile(replace(copy, proofs=copied))[0] is not None
+    copied["target"]["sum"] = "b"
+    assert find_profile(replace(copy, proofs=copied))[0] is None
 
 
-@pytest.mark.parametrize("name", ["config.json", "model-00001"])
-def test_a_file_that_has_gone_or_fails_ends_a_fingerprint_in_one_line(name: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[0])
-    (path,) = checkpoint.directory.glob(f"{name}*")
-    path.unlink()
-    with pytest.raises(ReadError, match=rf"reading .*{path.name} failed: No such file"):
-        fingerprint(checkpoint)
-    path.mkdir()
-    with pytest.raises(ReadError, match=rf"reading .*{path.name} failed: "):
-        fingerprint(checkpoint)
-
-
-def test_fine_tune_of_the_same_shape_has_another_fingerprint(tmp_path: Path) -> None:
-    """Its headers and its config are the same; only weights differ."""
-
-    def saved(seed: int) -> Checkpoint:
-        return open_checkpoint(save(build(FAMILIES["llama"](), seed), tmp_path / str(seed)))
-
-    assert fingerprint(saved(0)) != fingerprint(saved(1))
+@pytest.mark.parametrize("proofs", [{"target": 5}, {"target": {"sum": 5}}, [], 7])
+def test_proofs_of_strangers_are_checked(proofs: Any) -> None:
+    path = save_profile(profile())
+    values = json.loads(path.read_text())
+    values["identity"]["proofs"] = proofs
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"malformed|not proved"):
+        read_profile(path, IDENTITY)
 
 
 def test_greedy_settings_are_one_identity(tmp_path: Path) -> None:

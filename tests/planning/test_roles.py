@@ -7,8 +7,14 @@ import pytest
 
 from offload.errors import UserError
 from offload.planning.options import LoadOptions, check_models
-from offload.planning.place import Place, find_place, own_value
-from offload.planning.roles import Roles, parse_roles, require_exact_rule
+from offload.rank_roles import (
+    RankInfo,
+    Roles,
+    find_place,
+    own_value,
+    parse_roles,
+    require_exact_rule,
+)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +149,14 @@ def test_stages_guess_where_there_is_a_draft_and_a_tree_is_not_ruled_out() -> No
 def test_an_environment_that_cannot_be_is_refused(
     name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_place() == Place(1, 2, 0, 1, 2, "here", 29500)
+    assert find_place() == RankInfo(1, 2, 0, 1, 2, "here", 29500)
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
         find_place()
 
 
 def test_of_a_list_each_rank_has_its_own() -> None:
-    place = Place(1, 2, 0, 1, 2, "here", 29500)
+    place = RankInfo(1, 2, 0, 1, 2, "here", 29500)
     assert own_value("8GiB,16GiB", "--ram", place) == "16GiB"
     assert own_value("8GiB", "--ram", place) == "8GiB"
     assert own_value("8GiB,16GiB", "--ram", None) == "8GiB,16GiB", "refused as a size"

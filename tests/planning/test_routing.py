@@ -8,7 +8,7 @@ to read for a token, and what the same sums say with the shares that were counte
 import numpy as np
 import pytest
 
-from offload.planning.routing import Routing
+from offload.planning.expert_traffic import ExpertRouting
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN = 48, 128, 6
 UNIONS = {2: 1.76, 4: 2.90, 8: 4.43, 16: 6.15, 32: 7.7}  # in units of k
@@ -17,23 +17,23 @@ MISSES = {1: {0.03: 4.2, 0.05: 3.6, 0.10: 2.5, 0.20: 1.2}, 4: {0.03: 4.8, 0.05: 
 YIELDS = {1: 1.0, 2: 1.8, 4: 2.95, 8: 4.16, 16: 5.0, 32: 5.85, 64: 6.7, 128: 7.6}  # tokens of a sweep, by its nodes
 
 
-def shares(ranks: np.ndarray, num_chosen: int, num_layers: int = NUM_LAYERS) -> Routing:
+def shares(ranks: np.ndarray, num_chosen: int, num_layers: int = NUM_LAYERS) -> ExpertRouting:
     """The same in every layer, in proportion to `ranks`; what is above 1 goes to the others."""
     low, high = 0.0, 1e6
     for _ in range(100):
         scale = (low + high) / 2
         low, high = (scale, high) if np.minimum(1, scale * ranks).sum() < num_chosen else (low, scale)
-    return Routing(np.tile(np.minimum(1, low * ranks), (num_layers, 1)))
+    return ExpertRouting(np.tile(np.minimum(1, low * ranks), (num_layers, 1)))
 
 
 @pytest.fixture(scope="module")
-def text() -> Routing:
+def text() -> ExpertRouting:
     """Shares as of that text: 52 experts of a layer in use, falling with the power 0.75 of their rank."""
     rank = np.arange(1, NUM_EXPERTS + 1)
     return shares(np.where(rank <= 52, rank**-0.75, 0.0), NUM_CHOSEN)
 
 
-def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: Routing) -> None:
+def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: ExpertRouting) -> None:
     per_layer = NUM_LAYERS * NUM_CHOSEN
     assert text.distinct(1) == pytest.approx(per_layer) and text.num_experts == NUM_LAYERS * NUM_EXPERTS
     for num_rows, wanted in UNIONS.items():
@@ -41,7 +41,7 @@ def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: Routing) 
 
 
 @pytest.mark.parametrize("num_rows", MISSES)
-def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int, text: Routing) -> None:
+def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int, text: ExpertRouting) -> None:
     """Layers differ more than these do, so a little less is read there."""
     for room, wanted in MISSES[num_rows].items():
         kept = round(room * text.num_experts)
@@ -77,7 +77,7 @@ def test_experts_per_token_of_an_empty_cache(num_experts: int, num_chosen: int, 
     ("num_experts", "num_chosen"), [(128, 8), (128, 4), (256, 8), (64, 8), (32, 4), (8, 2), (4, 4)]
 )
 def test_what_is_usual_lies_between_the_traces_and_independence(num_experts: int, num_chosen: int) -> None:
-    usual, alike = Routing.usual(3, num_experts, num_chosen), shares(np.ones(num_experts), num_chosen, 3)
+    usual, alike = ExpertRouting.usual(3, num_experts, num_chosen), shares(np.ones(num_experts), num_chosen, 3)
     assert usual.q_LE.shape == (3, num_experts) and np.allclose(usual.q_LE.sum(1), num_chosen)
     for num_rows in (2, 4, 8):
         ratio = usual.distinct(num_rows) / 3 / num_chosen
@@ -88,7 +88,7 @@ def test_what_is_usual_lies_between_the_traces_and_independence(num_experts: int
 
 
 def test_misses_fall_with_room_and_needs_rise_with_rows() -> None:
-    usual = Routing.usual(48, 128, 8)
+    usual = ExpertRouting.usual(48, 128, 8)
     for num_rows in (1, 4, 64, 512):
         misses = [usual.misses(num_rows, kept) for kept in (0, 7, 300, 1200, 3000, 6144)]
         assert misses == sorted(misses, reverse=True) and misses[-1] == 0 and misses[0] == usual.distinct(num_rows)
@@ -102,10 +102,10 @@ def test_counts_take_over_from_what_is_usual() -> None:
     truth = np.stack([generator.permutation(np.arange(1, 33.0) ** -1.2) for _ in range(5)])
     truth *= 4 / truth.sum(1, keepdims=True)
     truth = np.minimum(truth, 0.95)
-    usual, exact = Routing.usual(5, 32, 4), Routing(truth)
+    usual, exact = ExpertRouting.usual(5, 32, 4), ExpertRouting(truth)
 
-    def counted(num_tokens: int) -> Routing:
-        return Routing.counted(generator.binomial(num_tokens, truth), num_tokens)
+    def counted(num_tokens: int) -> ExpertRouting:
+        return ExpertRouting.counted(generator.binomial(num_tokens, truth), num_tokens)
 
     few, many = counted(20), counted(5000)
     assert np.abs(many.q_LE - truth).max() < 0.03
@@ -113,5 +113,5 @@ def test_counts_take_over_from_what_is_usual() -> None:
         wanted = exact.misses(num_rows, kept)
         assert many.misses(num_rows, kept) == pytest.approx(wanted, rel=0.03)
         assert abs(few.misses(num_rows, kept) - wanted) < max(0.3 * wanted, abs(usual.misses(num_rows, kept) - wanted))
-    nothing = Routing.counted(np.zeros((5, 32)), 0)
+    nothing = ExpertRouting.counted(np.zeros((5, 32)), 0)
     assert nothing.distinct(1) == pytest.approx(5, rel=0.01), "without a count one expert a layer is all that is known"

@@ -9,22 +9,21 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.studies import choice as bench
-from offload.calibration.estimate import estimate
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
-from offload.memory.planner import Files
+from offload.memory.planner import ModelFiles
+from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
 from offload.planning.cost_model import Costs, Curve
-from offload.planning.measured_pairs import range_for
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
-from offload.planning.room import Room
-from offload.planning.traces import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
-from offload.planning.tree_policy import TreeChoice, TreeSelector
-from offload.planning.tree_search import Forest
-from offload.tree.spec import label_of, parse_tree
-from offload.tree.topology import (
+from offload.planning.room import MemoryBudget
+from offload.planning.search import TreeSearch, range_for
+from offload.planning.selector import TreeChoice, TreeSelector
+from offload.reports.estimate import estimate
+from offload.reports.tune import choice_from
+from offload.trees.spec import label_of, parse_tree
+from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     DynamicShape,
     Topology,
@@ -33,7 +32,7 @@ from offload.tree.topology import (
     expected_tokens,
     isotonic,
 )
-from offload.tuning.tune import choice_from
+from offload.units import Sampling
 
 CONTEXT, RAM = 128, 2 << 30
 NAMED = ("none", "64x16", "24x6", "8x3", "40x2", "dynamic:24x6", "grown:64x16", "chain:4", "sequences:3x5")
@@ -53,7 +52,7 @@ def runs_of_luck(num_traces: int) -> list[list[int]]:
     return traces
 
 
-def profile_of(files: Files, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
+def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
     assert files.draft is not None
     traces = runs_of_luck(12)
     p_K, error_K = acceptance(traces)
@@ -84,8 +83,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def files(pair: tuple[Path, Path]) -> Files:
-    return Files(*map(open_checkpoint, pair))
+def files(pair: tuple[Path, Path]) -> ModelFiles:
+    return ModelFiles(*map(open_checkpoint, pair))
 
 
 @pytest.fixture(autouse=True)
@@ -113,9 +112,9 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
 
 
 @pytest.mark.parametrize("known", KNOWN)
-def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: Files) -> None:
+def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: ModelFiles) -> None:
     profile = profile_of(files, *KNOWN[known])
-    path, room = save_profile(profile), Room.of(LoadOptions(ram=RAM, context=CONTEXT))
+    path, room = save_profile(profile), MemoryBudget.of(LoadOptions(ram=RAM, context=CONTEXT))
     choice = decoded(pair, "auto")
     assert choice == choice_from(profile, files, room) and choice.candidates and choice.is_dynamic
     assert is_predicted(pair, "auto", choice) and choice.shape.num_nodes > 16, "the choice must not be trivial"
@@ -148,7 +147,7 @@ def assert_none_is_known(decoder: Decoder) -> None:
 DEFAULT = [*DEFAULT_ACCEPTANCE, *[0.0] * 32]
 
 
-def test_a_named_tree_follows_the_traces_where_they_know_more(files: Files) -> None:
+def test_a_named_tree_follows_the_traces_where_they_know_more(files: ModelFiles) -> None:
     """The defect that began this: 64x16 was built from the vector and predicted from the traces."""
     learnt, product = (profile_of(files, smoothing) for smoothing in (4.0, PRODUCT_FORM))
     trees = [TreeSelector("match", one).choose(parse_tree("64x16")) for one in (learnt, product)]
@@ -162,7 +161,7 @@ def test_a_named_tree_follows_the_traces_where_they_know_more(files: Files) -> N
     assert yields[0] > yields[1] and trees[0].tokens_per_sweep > trees[1].tokens_per_sweep
 
 
-def test_yields_of_other_shapes_are_counted_on_the_traces(files: Files) -> None:
+def test_yields_of_other_shapes_are_counted_on_the_traces(files: ModelFiles) -> None:
     profile = profile_of(files, 4.0)
     choice = TreeSelector("match", profile).choose(parse_tree("chain:6"))
     assert choice.shape == chain(6) and choice.tokens_per_sweep == tokens_per_sweep(chain(6), profile.traces)
@@ -171,7 +170,7 @@ def test_yields_of_other_shapes_are_counted_on_the_traces(files: Files) -> None:
     assert TreeSelector("match", short).choose(parse_tree("chain:6")).tokens_per_sweep == pytest.approx(product)
 
 
-def test_dynamic_trees_yield_what_was_counted(files: Files) -> None:
+def test_dynamic_trees_yield_what_was_counted(files: ModelFiles) -> None:
     counted = TreeSelector("match", profile_of(files, 4.0, COUNTED)).choose(parse_tree("dynamic:16x8"))
     assert counted.shape == DynamicShape(16, 8) and counted.tokens_per_sweep == pytest.approx(5.0)
     with pytest.raises(UserError, match="rule sequoia is exact only without that"):
@@ -179,19 +178,21 @@ def test_dynamic_trees_yield_what_was_counted(files: Files) -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 4), (40, 1), (64, 2), (300, 40), (7, 99)])
-def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: Files) -> None:
+def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: ModelFiles) -> None:
     choice = TreeSelector("match", profile_of(files, 4.0)).choose(parse_tree("{}x{}".format(*size)))
     assert choice.shape.num_nodes == min(size[0], 33 if size[1] == 1 else size[0]) and choice.shape.depth <= size[1]
 
 
-def test_a_smaller_forest_has_the_same_trees(files: Files) -> None:
+def test_a_smaller_forest_has_the_same_trees(files: ModelFiles) -> None:
     profile = profile_of(files, 16.0)
     p_K = isotonic(profile.acceptance)
-    large, small = Forest(p_K, profile.traces, 16.0, 512), Forest(p_K, profile.traces, 16.0, 64, 16)
+    large, small = TreeSearch(p_K, profile.traces, 16.0, 512), TreeSearch(p_K, profile.traces, 16.0, 64, 16)
     assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
 
 
-def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(pair: tuple[Path, Path], files: Files) -> None:
+def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(
+    pair: tuple[Path, Path], files: ModelFiles
+) -> None:
     path = save_profile(profile_of(files, 4.0))
     assert find_profile(profile_of(files, 4.0).identity)[0] is not None
     other = Sampling(temperature=0.5)

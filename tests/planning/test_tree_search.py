@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from offload import timer
-from offload.calibration import quick as probe
-from offload.config import RULES, Sampling
+from offload.calibration import startup as probe
 from offload.errors import UserError
+from offload.planning.acceptance import PRODUCT_FORM, RankTrie, acceptance, bursts, tokens_per_sweep
 from offload.planning.cost_model import (
     Costs,
     Curve,
@@ -22,20 +22,19 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.profile import Profile
-from offload.planning.traces import (
-    PRODUCT_FORM,
-    RankTrie,
-    acceptance,
-    bursts,
-    cut_order,
-    tokens_per_sweep,
+from offload.planning.search import (
+    DEPTHS,
+    TreeOrder,
+    TreeSearch,
+    best_smoothing,
+    rank_trees,
+    search,
 )
-from offload.planning.tree_policy import Trees
-from offload.planning.tree_search import DEPTHS, Forest, best_smoothing, rank_trees, search
-from offload.tree.sizes import SIZES
-from offload.tree.spec import parse_tree
-from offload.tree.topology import (
+from offload.planning.selector import Trees
+from offload.trees.spec import parse_tree
+from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
+    SIZES,
     DynamicShape,
     Topology,
     best_first,
@@ -46,6 +45,7 @@ from offload.tree.topology import (
     sequences,
     tree_of,
 )
+from offload.units import RULES, Sampling
 
 RULE = "match"
 P_K = check_acceptance(DEFAULT_ACCEPTANCE)
@@ -57,8 +57,8 @@ def costs(*, row_s: float = 0.0, draft_s: float = 0.0, link: float = 1e9) -> Cos
     return Costs(compute_s=compute, draft_step_s=Curve((1,), (draft_s,)), verify_s=0.0, link_bytes_per_s=link)
 
 
-def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Prediction:
-    return rank_trees(forest or Forest(P_K, max_nodes=512), what, lambda _: traffic)[0]
+def best(what: Costs, traffic: Traffic, forest: TreeSearch | None = None) -> Prediction:
+    return rank_trees(forest or TreeSearch(P_K, max_nodes=512), what, lambda _: traffic)[0]
 
 
 def independent_traces(p: Sequence[float], num_windows: int, seed: int = 0) -> list[list[int]]:
@@ -154,7 +154,7 @@ def test_costly_draft_makes_the_tree_flat_unless_it_is_hidden() -> None:
 
 def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
     what, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
-    ranked = rank_trees(Forest(P_K, max_nodes=64), what, lambda _: traffic)
+    ranked = rank_trees(TreeSearch(P_K, max_nodes=64), what, lambda _: traffic)
     assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
     for candidate in ranked:
         tree = candidate.shape
@@ -168,13 +168,13 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
 
 
 def test_what_memory_cannot_hold_is_no_candidate() -> None:
-    ranked = rank_trees(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
+    ranked = rank_trees(TreeSearch(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
     assert max(candidate.shape.num_nodes for candidate in ranked) == 32
-    assert rank_trees(Forest(P_K), costs(), lambda _: None) == []
+    assert rank_trees(TreeSearch(P_K), costs(), lambda _: None) == []
 
 
 def test_depth_is_bounded() -> None:
-    ranked = rank_trees(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
+    ranked = rank_trees(TreeSearch(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
     assert max(candidate.shape.depth for candidate in ranked) == 5
 
 
@@ -225,10 +225,13 @@ def test_order_without_traces_is_best_first(num_nodes: int) -> None:
     for depth in (1, 4, 16):
         follow = RankTrie((), depth, P_K).follow
         assert tree_of(grow_order(num_nodes, depth, follow, 0)) == best_first(P_K, num_nodes, depth)
-        order = cut_order(grow_order(4 * num_nodes, 16, follow, 0), num_nodes, depth)
-        assert max(node.depth for node in order) <= depth
-        if len(order) == num_nodes:
-            assert sum(node.score for node in order) == pytest.approx(expected_tokens(tree_of(order), P_K))
+        order = TreeOrder(grow_order(4 * num_nodes, 16, follow, 0))
+        tree = order.tree(num_nodes, depth)
+        assert tree.depth <= depth
+        if tree.num_nodes == num_nodes:
+            assert tree == best_first(P_K, num_nodes, depth)
+            assert order.expected(num_nodes, depth) == pytest.approx(expected_tokens(tree, P_K))
+            assert order.outline(num_nodes, depth) == (num_nodes, tree.depth, draft_widths(tree))
 
 
 def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
@@ -260,7 +263,7 @@ def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
     fresh = independent_traces(p, 400, seed=99)
     for seed in range(8):
         traces = independent_traces(p, 4, seed)
-        forest = Forest(acceptance(traces)[0], traces, 0.5, 128)
+        forest = TreeSearch(acceptance(traces)[0], traces, 0.5, 128)
         tree = forest.tree(128, 12)
         truth = tokens_per_sweep(tree, fresh)
         fitted.append(tokens_per_sweep(tree, traces) / truth)
@@ -334,14 +337,14 @@ def test_large_trees_are_left_out_where_they_cannot_be_better(row_s: float, num_
     """They are ordered only where they might be, and what is chosen is what all of them would have shown."""
     what, traffic, asked = costs(row_s=row_s, draft_s=5e-3), Traffic(3 * 10**8, 10**8), list[int]()
 
-    def forest_of(max_nodes: int) -> Forest:
+    def forest_of(max_nodes: int) -> TreeSearch:
         asked.append(max_nodes)
-        return Forest(P_K, max_nodes=max_nodes)
+        return TreeSearch(P_K, max_nodes=max_nodes)
 
     for is_dynamic in (False, True):
         how = {"is_dynamic": is_dynamic, "num_texts": num_texts}
         _, found = search(forest_of, SIZES[-1], what, lambda _: traffic, **how)
-        assert found[0] == rank_trees(Forest(P_K), what, lambda _: traffic, **how)[0]
+        assert found[0] == rank_trees(TreeSearch(P_K), what, lambda _: traffic, **how)[0]
         if row_s in (0.0, 1e-2):
             assert asked == ([512] if row_s else [512, SIZES[-1]]), "most of the time goes into ordering"
         asked.clear()

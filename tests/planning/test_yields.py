@@ -2,10 +2,10 @@
 
 import pytest
 
+from offload.planning.acceptance import DynamicYield, bounds_to_count, gains, yields_of
 from offload.planning.cost_model import Costs, Curve, Traffic
-from offload.planning.traces import DynamicYield, bounds_to_count, gains, yields_of
-from offload.planning.tree_search import Forest, rank_trees
-from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, check_acceptance
+from offload.planning.search import TreeSearch, rank_trees
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, check_acceptance
 
 P_K = check_acceptance(DEFAULT_ACCEPTANCE)
 
@@ -52,9 +52,11 @@ def test_the_gain_enters_the_choice() -> None:
     costs = Costs(
         compute_s=Curve((1, 256), (0.1, 0.5)), draft_step_s=Curve((1,), (0.0,)), verify_s=0.0, link_bytes_per_s=1e9
     )
-    plain = Forest(P_K, max_nodes=256)
+    plain = TreeSearch(P_K, max_nodes=256)
     sizes = [(64, 16, 1.0), (256, 24, 2.5)]
-    better = Forest(P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes])
+    better = TreeSearch(
+        P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes]
+    )
     fixed, dynamic = (
         rank_trees(better, costs, lambda _: Traffic(0, 0), is_dynamic=is_dynamic)[0] for is_dynamic in (False, True)
     )
@@ -68,5 +70,5 @@ def test_the_gain_enters_the_choice() -> None:
 
 def test_a_small_budget_does_not_shrink_what_a_gain_is_relative_to() -> None:
     one = [counted(256, 24, 9.0)]
-    gains = [Forest(P_K, max_nodes=size, counted=one)._gain(256, 24) for size in (16, 256)]
+    gains = [TreeSearch(P_K, max_nodes=size, counted=one)._gain(256, 24) for size in (16, 256)]
     assert gains[0] == pytest.approx(gains[1])

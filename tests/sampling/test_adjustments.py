@@ -6,12 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
-from offload.config import Sampling
 from offload.errors import UserError
 from offload.sampling.adjustments import Penalties, Send, stay
 from offload.sampling.sampler import Sampler
+from offload.units import Sampling
 
 SIZE = 40
 PROMPT, NEW, PATHS = [3, 3, 7, 11], [5, 7, 5], [[], [5], [5, 5], [9], [9, 3], [9, 9]]

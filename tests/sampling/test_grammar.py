@@ -10,9 +10,8 @@ import pytest
 from tiny import VOCAB_SIZE, save_tokenizer
 
 from offload.errors import UserError
-from offload.sampling import grammars as module
-from offload.sampling.grammar import Grammar, find_grammar
-from offload.sampling.grammars import Grammars
+from offload.sampling import grammar as module
+from offload.sampling.grammar import Grammar, Grammars, find_grammar
 
 END = 2  # of the tokenizer of tiny models
 
@@ -155,7 +154,7 @@ def test_without_a_tokenizer_a_line_says_so() -> None:
 def test_it_is_imported_when_it_is_asked_for() -> None:
     """And the description needs nothing heavy at all."""
     code = "import sys, offload.sampling.grammar; print('torch' in sys.modules, 'llguidance' in sys.modules)"
-    code += "; import offload.sampling.grammars; print('llguidance' in sys.modules)"
+    code += "; import offload.sampling.grammar; print('llguidance' in sys.modules)"
     root = Path(__file__).parents[2]
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert told.stdout.split() == ["False"] * 3

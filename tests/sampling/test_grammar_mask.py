@@ -9,13 +9,11 @@ import torch
 from tiny import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
 
-from offload.config import Drafting, Sampling
-from offload.drafting.children import draw_children
+from offload.drafting.static import draw_children
 from offload.errors import UserError
-from offload.sampling.grammar import Grammar
-from offload.sampling.grammar_mask import GrammarMask
-from offload.sampling.grammars import Grammars
+from offload.sampling.grammar import Grammar, GrammarMask, Grammars
 from offload.sampling.sampler import Sampler
+from offload.units import ChildSampling, Sampling
 
 END = 2
 
@@ -134,12 +132,12 @@ def knowing_none(mask: GrammarMask) -> Tensor:
 
 def test_a_draft_that_knows_nothing_of_what_is_allowed_takes_any_of_it(grammars: Grammars, ids: Any) -> None:
     row_TV, wanted = knowing_none(grammars.mask(Grammar("regex", "[xyz]"))), {*ids("xyz")}
-    for drafting in Drafting:
+    for drafting in ChildSampling:
         for temperature in (0.0, 1.0):
             sampler = Sampler(Sampling(temperature=temperature), VOCAB_SIZE, drafting)
             children = draw_children(row_TV, 3, sampler, 5)
             drawn = {*children.token_WK[0].tolist()}
-            if drafting is Drafting.WITH_REPLACEMENT or temperature == 0:
+            if drafting is ChildSampling.WITH_REPLACEMENT or temperature == 0:
                 assert drawn & wanted
             else:
                 assert drawn == wanted

@@ -16,26 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 import offload
-from offload.calibration.kernel_selection import KernelChoice
+from offload.calibration.kernels import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling
 from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
 from offload.memory.planner import MAX_LOGITS_ROWS, MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.planning import room
-from offload.sampling.logits import Logits, chunk_with
-from offload.sampling.sampler import Sampler
-from offload.tree.proposals import Draw, Offer
-from offload.tree.token_tree import TokenTree, ancestors
-from offload.tree.topology import best_first, chain
-from offload.verification.match import match
-from offload.verification.rules import Verify
-from offload.verification.walk import Acceptance, Trial, walk
+from offload.sampling.sampler import Logits, Sampler, chunk_with
+from offload.trees.token_tree import Draw, Offer, TokenTree, ancestors
+from offload.trees.topology import best_first, chain
+from offload.trees.verification import Acceptance, Trial, Verify, match, walk
+from offload.units import Sampling
 
 NUM_NODES, MAX_ROWS = 45, 7
 TREE = best_first((0.5, 0.3, 0.1), NUM_NODES, 6)

@@ -10,13 +10,13 @@ from rounding import LOGARITHMS
 from scipy import stats
 from torch import Tensor
 
-from offload.config import LEAST_TEMPERATURE, Sampling
 from offload.errors import UserError
 from offload.kernels import keyed_gumbel as noise
 from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import noise_bytes
 from offload.sampling.sampler import Sampler
+from offload.units import LEAST_TEMPERATURE, Sampling
 
 MASK = (1 << 64) - 1
 P_MIN = 1e-3  # everything here is deterministic: a p-value is met once and for all
@@ -75,9 +75,8 @@ def test_no_more_noise_is_kept_than_was_planned() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_noise_is_the_same_on_every_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     torch.testing.assert_close(keyed_gumbel(1, 2, 4096, "cuda").cpu(), keyed_gumbel(1, 2, 4096), **LOGARITHMS)
 
 

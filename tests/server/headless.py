@@ -1,7 +1,7 @@
-"""A headless Chromium for tests: one of this machine, or one that is fetched into `build/` and needs no rights.
+"""A headless Chromium for tests: one of this machine, or one that is fetched once for all clones and needs no rights.
 
 Why several ways: Playwright's own comes from a host that not every network reaches; Debian's comes from the mirror that
-apt has been given. Invariant: where none can be had, it says why, and nothing outside of `build/` has changed.
+apt has been given. Invariant: where none can be had, it says why, and nothing outside of `FOLDER` has changed.
 """
 
 import fcntl
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "build" / "chromium"
+# Read where this is imported: tests have caches of their own.
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload-tests" / "chromium"
 PACKAGE = "chromium-headless-shell"
 FETCH_S, LEAST_S = 180, 20  # waiting for a mirror; for a host that may not be reached at all
 
@@ -105,14 +106,14 @@ def _unpack(root: Path) -> str | None:
     part = FOLDER / "part"
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     part.mkdir()
-    wanted = subprocess.run(
-        ["apt-get", "install", "--simulate", "--no-install-recommends", PACKAGE], capture_output=True, text=True
-    )
-    names = [line.split()[1] for line in wanted.stdout.splitlines() if line.startswith("Inst ")]
     try:
+        apt_get, names = ["apt-get"], _packages(["apt-get"])
+        if not names:  # an image may have no lists, or old ones
+            apt_get = _with_own_lists()
+            names = _packages(apt_get)
         if not names:
             return f"apt-get knows no {PACKAGE}"
-        reason = _run(["apt-get", "download", *names], part, FETCH_S)
+        reason = _run([*apt_get, "download", *names], part, FETCH_S)
         for package in part.glob("*.deb"):
             reason = reason or _run(["dpkg", "-x", str(package), str(part / "root")], part, FETCH_S)
         if reason is None:
@@ -120,6 +121,22 @@ def _unpack(root: Path) -> str | None:
         return None if reason is None else f"apt-get {reason}"
     finally:
         shutil.rmtree(part)
+
+
+def _packages(apt_get: list[str]) -> list[str]:
+    command = [*apt_get, "install", "--simulate", "--no-install-recommends", PACKAGE]
+    told = subprocess.run(command, capture_output=True, text=True).stdout
+    return [line.split()[1] for line in told.splitlines() if line.startswith("Inst ")]
+
+
+def _with_own_lists() -> list[str]:
+    """Return an apt-get whose lists are of today and lie beside the browser, for which no rights are needed."""
+    for name in ("lists/partial", "archives/partial"):
+        (FOLDER / "apt" / name).mkdir(parents=True, exist_ok=True)
+    options = {"Dir::State::lists": FOLDER / "apt" / "lists", "Dir::Cache": FOLDER / "apt"}
+    apt_get = ["apt-get", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+    _run([*apt_get, "update"], FOLDER, FETCH_S)
+    return apt_get
 
 
 def _run(command: list[str], folder: Path, limit_s: float, environment: dict[str, str] | None = None) -> str | None:

@@ -1,5 +1,6 @@
 """A real server over a real socket for tests, in a thread, and the tokens that its models know."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,11 +13,11 @@ import torch
 from reciting import open_decoder
 
 from offload.engine.decoder import Decoder
-from offload.engine.forest import Forest
-from offload.engine.service import Engine
+from offload.engine.scheduler import Engine
+from offload.engine.step import SpeculationStep
 from offload.server.app import create_app
-from offload.server.listening import Listening, bind
-from offload.server.settings import Settings
+from offload.server.network import Listening, bind
+from offload.server.protocol import ServerSettings
 
 MODEL_ID, PATIENCE_S = "reciter", 60.0
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -45,7 +46,7 @@ class Served(NamedTuple):
 def serving(model: Path | Decoder, *, max_waiting: int = 8, **settings: Any) -> Iterator[Served]:
     said, opened = list[str](), open_decoder(model) if isinstance(model, Path) else model
     with opened as decoder, Engine(decoder, max_waiting=max_waiting) as engine:
-        app = create_app(engine, Settings(model_id=MODEL_ID, **settings))
+        app = create_app(engine, ServerSettings(model_id=MODEL_ID, **settings))
         with Listening(app, bind("127.0.0.1", 0), said.append) as server, ExitStack() as clients:
             yield Served(server.address, server.bound.getsockname()[1], engine, decoder, clients)
             engine.close()
@@ -55,22 +56,40 @@ def serving(model: Path | Decoder, *, max_waiting: int = 8, **settings: Any) -> 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the one for all tests: servers of modules read while others begin."""
-    monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
+    monkeypatch.setattr("offload.machine.num_cores", lambda: 1)
     torch.set_num_threads(1)
 
 
 @contextmanager
 def slow_passes(seconds: float) -> Iterator[None]:
     """Every pass takes so much longer."""
-    original = Forest.step
+    original = SpeculationStep.step
 
-    def step(self: Forest, *arguments: Any) -> Any:
+    def step(self: SpeculationStep, *arguments: Any) -> Any:
         time.sleep(seconds)
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forest, "step", step)
+        patch.setattr(SpeculationStep, "step", step)
         yield
+
+
+@contextmanager
+def held_passes() -> Iterator[threading.Event]:
+    """No pass ends before this does; gives an event that is set once one has begun."""
+    original, begun, let_go = SpeculationStep.step, threading.Event(), threading.Event()
+
+    def step(self: SpeculationStep, *arguments: Any) -> Any:
+        begun.set()
+        let_go.wait()
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculationStep, "step", step)
+        try:
+            yield begun
+        finally:
+            let_go.set()
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -6,8 +6,8 @@ import httpx
 import pytest
 from served import GREEDY, MODEL_ID, _afresh, serving  # noqa: F401
 
-from offload.engine.service import EngineFigures
-from offload.server.metrics import metrics_text
+from offload.engine.scheduler import EngineFigures
+from offload.server.app import metrics_text
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
 

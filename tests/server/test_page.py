@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-import pytest
 from acts import ask, notice, press, problem, send
+from matrix import matrix
 from stub_server import Stub
 
 pytest_plugins = ["browsing"]
@@ -192,8 +192,8 @@ def test_a_key_is_asked_for_and_sent(page: Any, stub: Stub) -> None:
     assert "a-key" not in json.dumps(page.evaluate("({...localStorage})"))
 
 
-@pytest.mark.parametrize(
-    ("order", "line"),
+@matrix(
+    "order, line",
     [
         ("busy", "64 requests wait already: try later (try again in 7 s)"),
         ("refuse", "`temperature` must be 0 or more, got -1: 0 is greedy"),
@@ -201,6 +201,7 @@ def test_a_key_is_asked_for_and_sent(page: Any, stub: Stub) -> None:
         ("fail at last", "the disk failed: see whether it is there"),
         ("break off here", "The server ended before the answer did: try again"),
     ],
+    daily=2,
 )
 def test_errors_are_one_line(page: Any, order: str, line: str) -> None:
     assert problem(page, order) == line

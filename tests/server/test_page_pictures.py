@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from acts import ask
+from matrix import matrix
 from stub_server import a_pass
 
 pytest_plugins = ["browsing"]
@@ -61,6 +62,7 @@ def test_trees_are_laid_out_without_crossings(page: Any) -> None:
         assert num_nodes < 3 or not is_tidy(parents, found[0], [0.0] * num_nodes)
 
 
+@pytest.mark.full
 def test_a_tree_of_500_nodes_is_drawn_in_10_ms(page: Any) -> None:
     """With the pixels, for a canvas draws no sooner than one is read. The quickest of some counts."""
     ask(page, "large " + "word " * 30)
@@ -81,8 +83,8 @@ def test_a_pass_that_makes_no_sense_is_not_drawn(page: Any) -> None:
     assert found == [True] + [False] * len(bad)
 
 
-@pytest.mark.parametrize("width", [320, 390, 800, 1300])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@matrix("width", [320, 390, 800, 1300], always=[320, 1300])
+@matrix("scheme", ["light", "dark"], daily=1)
 def test_nothing_sticks_out_at_any_width(page: Any, width: int, scheme: str) -> None:
     page.set_viewport_size({"width": width, "height": 700})
     page.emulate_media(color_scheme=scheme)
@@ -98,7 +100,7 @@ def test_nothing_sticks_out_at_any_width(page: Any, width: int, scheme: str) -> 
         assert page.evaluate("name => $(name).scrollWidth <= $(name).clientWidth", name)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@matrix("scheme", ["light", "dark"], daily=1)
 def test_texts_stand_out_from_their_ground(page: Any, scheme: str) -> None:
     """Contrast as WCAG 2 has it: 4.5 for texts, 3 for what is drawn."""
     page.emulate_media(color_scheme=scheme)

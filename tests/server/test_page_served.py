@@ -11,10 +11,10 @@ from reciting import PIECES, SAID, TEMPLATE, open_decoder
 from served import serving, slow_passes, until
 from tiny import save_reciter
 
-from offload.engine.service import Engine
+from offload.engine.scheduler import Engine
 from offload.server.app import create_app
-from offload.server.listening import Listening, bind
-from offload.server.settings import Settings
+from offload.server.network import Listening, bind
+from offload.server.protocol import ServerSettings
 
 pytest_plugins = ["browsing"]
 
@@ -39,7 +39,7 @@ def send(page: Any, text: str) -> None:
 
 def be_greedy(page: Any) -> None:
     """Else the end of a text may be drawn at any place."""
-    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="ServerSettings").click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Keep").click()
 
@@ -84,7 +84,7 @@ def test_a_key_and_a_refusal(chromium: Any, talker: Path) -> None:
 
 
 def test_the_page_is_there_while_a_model_loads(chromium: Any, talker: Path) -> None:
-    app = create_app(None, Settings(model_id="reciter"))
+    app = create_app(None, ServerSettings(model_id="reciter"))
     with Listening(app, bind("127.0.0.1", 0)) as server, opened(chromium, server.address) as page:
         send(page, "Now?")
         page.locator("#notice-text", has_text="the model is loading").wait_for()
@@ -96,7 +96,7 @@ def test_the_page_is_there_while_a_model_loads(chromium: Any, talker: Path) -> N
 
 
 def test_headers_of_the_page(talker: Path) -> None:
-    with Listening(create_app(None, Settings(model_id="reciter")), bind("127.0.0.1", 0)) as server:
+    with Listening(create_app(None, ServerSettings(model_id="reciter")), bind("127.0.0.1", 0)) as server:
         answer = httpx.get(server.address)
         head = httpx.head(server.address)
     policy = answer.headers["content-security-policy"]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import offload.server.page
-from offload.server.page import read_page
+import offload.server.app
+from offload.server.app import read_page
 
-FILE = Path(offload.server.page.__file__).with_name("page.html")
+FILE = Path(offload.server.app.__file__).with_name("page.html")
 MARKUP = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|new Function|srcdoc"
 
 

@@ -16,9 +16,8 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passe
 
 from offload.engine.text import TextStream
 from offload.server.app import create_app
-from offload.server.listening import Listening, bind
-from offload.server.refusal import Refusal
-from offload.server.settings import Settings
+from offload.server.network import Listening, bind
+from offload.server.protocol import Refusal, ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KEY = "sesame"
@@ -156,7 +155,7 @@ def test_what_is_quoted_need_not_be_text() -> None:
 def test_a_query_need_not_be_text() -> None:
     headers = [(b"host", b"localhost")]
     scope = {"type": "http", "method": "POST", "path": "/metrics", "headers": headers, "query_string": b"\xe9"}
-    app = create_app(None, Settings(model_id=MODEL_ID))
+    app = create_app(None, ServerSettings(model_id=MODEL_ID))
     sent = list[dict[str, Any]]()
 
     async def receive() -> dict[str, Any]:
@@ -275,7 +274,7 @@ def test_a_fault_of_ours_tells_nothing_to_strangers(
 
 
 def test_while_the_model_loads_and_while_the_server_closes(talker: Path) -> None:
-    app = create_app(None, Settings(model_id=MODEL_ID))
+    app = create_app(None, ServerSettings(model_id=MODEL_ID))
     with Listening(app, bind("127.0.0.1", 0)) as loading:
         response = httpx.get(f"{loading.address}/health")
         assert (response.status_code, response.json()) == (503, {"status": "loading"})

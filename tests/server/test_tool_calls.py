@@ -9,7 +9,7 @@ from reciting import TEMPLATE
 from served import GREEDY, HELLO, MODEL_ID, _afresh, serving  # noqa: F401
 from tiny import save_reciter
 
-from offload.server.tool_calls import ToolCalls
+from offload.server.answer import ToolCalls
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 NO_CALL = '<tool_call>{"name": 1, "arguments": []}</tool_call>'

@@ -12,14 +12,14 @@ from test_device_path import BUDGETS, TIERS, base, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
-from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
-from offload.engine import turn
+from offload.engine import sequence as turn
 from offload.engine.request import Request
-from offload.engine.service import Engine
+from offload.engine.scheduler import Engine
 from offload.engine.stages import _Services
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
+from offload.units import Sampling
 
 __all__ = ["base"]  # a fixture
 COMPUTES = ((StreamedModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))
@@ -96,11 +96,11 @@ def test_every_pass_is_computed_there(watch: Watch, base: Path) -> None:
 
 def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def elsewhere(self: turn.Turn) -> Iterator[None]:
+    def elsewhere(self: turn.DecoderLock) -> Iterator[None]:
         with self._lock:
             yield
 
-    monkeypatch.setattr(turn.Turn, "held", elsewhere)
+    monkeypatch.setattr(turn.DecoderLock, "held", elsewhere)
     use(watch, base)
     assert {"offload-engine", "MainThread"} <= {thread for _, thread in watch.astray()}
 

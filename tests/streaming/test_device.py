@@ -14,10 +14,9 @@ import torch
 
 from offload.errors import UserError
 from offload.streaming import device
-from offload.streaming.device import CudaDevice, computing_on, open_device
+from offload.streaming.device import CudaDevice, StagingRing, computing_on, open_device
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import HostBuffer
-from offload.streaming.staging import StagingRing
 
 GIB = 1 << 30
 

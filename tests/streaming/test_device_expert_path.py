@@ -25,18 +25,18 @@ from test_tiny import prompts
 from tiny import save
 
 import offload
-from offload.calibration import device_link as card_link
+from offload.calibration import link as card_link
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.errors import ReadError
-from offload.memory.plan import MemoryPlan, Tier
-from offload.model.weights import StreamedModel
+from offload.memory.plan import LayerTier, MemoryPlan
+from offload.model.streamed import StreamedModel
 from offload.planning import room
 from offload.planning.cost_model import NEVER
-from offload.streaming.device_expert_carrier import DeviceExpertCarrier
+from offload.streaming.carriers import DeviceExpertCarrier
 from offload.streaming.disk import DiskReader
-from offload.streaming.expert_pool import ExpertPool, open_pool
+from offload.streaming.experts import ExpertPool, open_pool
 
 __all__ = ["base", "device"]  # fixtures
 LOAD: dict[str, Any] = {"context": 128, "threads": 1, "experts": "demand", **BUDGETS}
@@ -52,11 +52,11 @@ def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slot
         plan = plan_memory(*args, **settings)
         if not plan.has_experts:
             return plan
-        placed = tuple(Tier[tiers[layer % len(tiers)]] for layer in range(len(plan.tier_L)))
-        streams = any(tier is not Tier.RESIDENT for tier in placed)
+        placed = tuple(LayerTier[tiers[layer % len(tiers)]] for layer in range(len(plan.tier_L)))
+        streams = any(tier is not LayerTier.RESIDENT for tier in placed)
         sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2} if streams else {}
         experts = {"num_expert_slots": num_slots, "num_host_expert_slots": num_host_slots}
-        return replace(plan, tier_L=placed, num_host_slots=2 if Tier.DISK in placed else 0, **sizes, **experts)
+        return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes, **experts)
 
     monkeypatch.setattr(room, "plan_memory", planned)
 

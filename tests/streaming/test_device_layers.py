@@ -19,16 +19,16 @@ from fake_device import FakeDevice, fake_arena
 
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
-from offload.memory.plan import Tier
+from offload.memory.plan import LayerTier
 from offload.streaming import bounces
-from offload.streaming.device_carrier import DeviceCarrier
+from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import Layers
 
 NUM_LAYERS, LEAD_BYTES = 7, 24
 LAYOUTS = [
     SlabLayout((), {"w": Placed("F32", (4,), LEAD_BYTES)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)
 ]
-R, H, D = Tier.RESIDENT, Tier.HOST, Tier.DISK
+R, H, D = LayerTier.RESIDENT, LayerTier.HOST, LayerTier.DISK
 TIERS = {
     "host": [H] * 7,
     "disk": [D] * 7,
@@ -70,7 +70,7 @@ class ThreadStore:
 
 
 def layers_over(
-    store: Any, tiers: list[Tier], num_slots: int, device: FakeDevice, limit_bytes: float = float("inf")
+    store: Any, tiers: list[LayerTier], num_slots: int, device: FakeDevice, limit_bytes: float = float("inf")
 ) -> Layers:
     how: dict[str, Any] = {"device": device, "pinned": fake_arena(limit_bytes), "num_host_slots": 2}
     return Layers(DeviceCarrier(store, LAYOUTS, tiers, **how), num_slots)
@@ -78,7 +78,7 @@ def layers_over(
 
 @contextmanager
 def streaming(
-    tiers: list[Tier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
+    tiers: list[LayerTier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
 ) -> Iterator[tuple[Layers, FakeDevice, ThreadStore]]:
     device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
     stream = layers_over(store, tiers, num_slots, device, limit_bytes)

@@ -12,22 +12,23 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from matrix import matrix
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
 from offload.bench.harness.steps import record_steps
-from offload.calibration import device_link as card_link
+from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.config import Sampling
 from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.errors import UserError
-from offload.memory.planner import MemoryPlan, Tier
-from offload.model.weights import StreamedModel
+from offload.memory.planner import LayerTier, MemoryPlan
+from offload.model.streamed import StreamedModel
 from offload.planning import room
-from offload.streaming.device_carrier import DeviceCarrier
+from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import Layers
+from offload.units import Sampling
 
 TREES = ("none", "8x3", "64x16")
 NUM_NEW = 48
@@ -76,10 +77,10 @@ def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
-        placed = tuple(Tier[name] for name in tiers)
-        streams = any(tier is not Tier.RESIDENT for tier in placed)
+        placed = tuple(LayerTier[name] for name in tiers)
+        streams = any(tier is not LayerTier.RESIDENT for tier in placed)
         sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2 if streams else 0}
-        return replace(plan, tier_L=placed, num_host_slots=2 if Tier.DISK in placed else 0, **sizes)
+        return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes)
 
     monkeypatch.setattr(room, "plan_memory", planned)
 
@@ -92,8 +93,8 @@ TIERS = {
 }
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])
+@matrix("tiers", TIERS, always=["all three"], daily=1)
+@matrix("family", ["llama", "llama-tied", "qwen3"], always=["llama"], daily=1)
 def test_greedy_ids_equal_transformers(
     family: str, tiers: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matrix import matrix
 from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes
 
-from offload.checkpoint.layout import BLOCK_BYTES, Part, Piece, SlabLayout, slab_layout
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, slab_layout
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import ReadError
 from offload.streaming import disk as host_store
@@ -24,7 +25,7 @@ SHM = Path("/dev/shm")
 def layer_layout(checkpoint: Checkpoint, layer: int) -> SlabLayout:
     own = f"model.layers.{layer}."
     rows = {name: entry for name, entry in checkpoint.tensors.items() if name.startswith(own)}
-    return slab_layout({name: (entry.shape, [Part(entry)]) for name, entry in rows.items()})
+    return slab_layout({name: (entry.shape, [TensorPart(entry)]) for name, entry in rows.items()})
 
 
 def read(store: DiskReader, layout: SlabLayout) -> np.ndarray:
@@ -51,7 +52,7 @@ def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("remainder", [0, 1])
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=[0], daily=2)
 def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, is_direct: bool, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
     assert any(shard.stat().st_size % BLOCK_BYTES for shard in checkpoint.shards), "an end inside a block"
@@ -143,7 +144,7 @@ def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pyt
 def one_piece(path: Path) -> SlabLayout:
     """A whole file as one run."""
     num_bytes = path.stat().st_size
-    return SlabLayout((Piece(0, 0, num_bytes, 0),), {}, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES, is_direct=True)
+    return SlabLayout((SlabRead(0, 0, num_bytes, 0),), {}, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES, is_direct=True)
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import torch
 from random_files import Planned, write_file
 from reciting import failing_reads
 
-from offload.checkpoint.layout import BLOCK_BYTES, Part, Placed, SlabLayout, slab_layout
+from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout, TensorPart, slab_layout
 from offload.checkpoint.safetensors import read_header
 from offload.errors import ReadError
+from offload.streaming.carriers import HostCarrier
+from offload.streaming.device import HostDevice
 from offload.streaming.disk import DiskReader
-from offload.streaming.host_carrier import HostCarrier
-from offload.streaming.host_device import HostDevice
 from offload.streaming.layers import Layers
 from offload.streaming.stage import Stage
 
@@ -236,7 +236,7 @@ def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     """Five layers of 64 KiB, one tensor each."""
     path = tmp_path / "model.safetensors"
     write_file(path, [Planned(f"layers.{n}.w", "F32", (1 << 14,)) for n in range(NUM_LAYERS)], np.random.default_rng(0))
-    return path, [slab_layout({"w": (e.shape, [Part(e)])}) for e in read_header(path)[0].values()]
+    return path, [slab_layout({"w": (e.shape, [TensorPart(e)])}) for e in read_header(path)[0].values()]
 
 
 def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:

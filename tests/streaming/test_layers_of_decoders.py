@@ -16,8 +16,8 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import UserError
 from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
-from offload.streaming.source import ByteSource, finish
+from offload.model.streamed import StreamedModel
+from offload.streaming.disk import ByteSource, finish
 
 
 def tiny_target(directory: Path) -> tuple[Path, int]:

@@ -21,14 +21,19 @@ from offload.bench.harness.synthetic import TINY, TINY_DRAFT
 from offload.bench.latency.exact import gates
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR, PROMPT
-from offload.config import Sampling
 from offload.engine import build
 from offload.kernels.registry import KERNELS
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
+from offload.reports.trace_acceptance import given_trace
 from offload.streaming.device import CudaDevice
-from offload.streaming.pinned import PinnedAllocator, RefusedError, RegisterWay, forget_cuda_error
-from offload.tuning.trace_acceptance import given_trace
+from offload.streaming.pinned import (
+    PinnedAllocator,
+    RefusedError,
+    RegisteredPinning,
+    forget_cuda_error,
+)
+from offload.units import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -86,7 +91,7 @@ def test_experts_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:
     """The same pages twice: the driver refuses the second time."""
-    way = RegisterWay(torch.cuda.cudart(), forget_cuda_error)
+    way = RegisteredPinning(torch.cuda.cudart(), forget_cuda_error)
     array = way.allocate(1 << 20)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(array.ctypes.data, len(array), 0))
@@ -95,7 +100,7 @@ def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:
     assert float(torch.ones(1000, device=PLACE).sum()) == 1000
     way.free(array)
     with pytest.raises(RefusedError, match="cudaHostRegister returned"):
-        RegisterWay(Refusing(), forget_cuda_error).allocate(1 << 20)
+        RegisteredPinning(Refusing(), forget_cuda_error).allocate(1 << 20)
     assert float(torch.ones(1000, device=PLACE).sum()) == 1000
 
 

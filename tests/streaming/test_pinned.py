@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from offload.streaming.disk import allocate
-from offload.streaming.numa import cpus_near, stay_on
 from offload.streaming.pinned import (
-    CupyWay,
+    CupyPinning,
     PinnedAllocator,
     RefusedError,
-    RegisterWay,
+    RegisteredPinning,
+    cpus_near,
     forget_cuda_error,
     sees_registered,
+    stay_on,
     touch_pages,
 )
 
@@ -76,7 +77,7 @@ def no_cupy() -> Any:
 
 def test_cupy_gives_exactly_what_is_asked() -> None:
     cupy = PaperCupy()
-    arena = PinnedAllocator([CupyWay(1, lambda: cupy, "12.8")])
+    arena = PinnedAllocator([CupyPinning(1, lambda: cupy, "12.8")])
     buffer = arena.allocate(ODD_BYTES)
     assert buffer.is_pinned and buffer.array.shape == (ODD_BYTES,) and buffer.array.dtype == np.uint8
     assert cupy.asked == [(ODD_BYTES, 1)] and cupy.devices == [1], "no rounding, and on the card in use"
@@ -88,8 +89,8 @@ def test_cupy_gives_exactly_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("build", "why"),
     [
-        (lambda: CupyWay(0, no_cupy, "12.8"), "No module named 'cupy'"),
-        (lambda: CupyWay(0, lambda: PaperCupy(13000), "12.8"), "CUDA 13, torch for 12: install cupy-cuda12x"),
+        (lambda: CupyPinning(0, no_cupy, "12.8"), "No module named 'cupy'"),
+        (lambda: CupyPinning(0, lambda: PaperCupy(13000), "12.8"), "CUDA 13, torch for 12: install cupy-cuda12x"),
     ],
     ids=["missing", "wrong CUDA"],
 )  # fmt: skip
@@ -101,7 +102,7 @@ def test_cupy_that_cannot_be_used_says_why(build: Any, why: str) -> None:
 def test_a_refusing_cupy_gives_way_to_registered_pages() -> None:
     runtime = PaperRuntime()
     cupy = PaperCupy(error=RuntimeError("cudaErrorMemoryAllocation: out of memory"))
-    arena = PinnedAllocator([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
+    arena = PinnedAllocator([CupyPinning(0, lambda: cupy, None), RegisteredPinning(runtime, runtime.forget)])
     buffers = [arena.allocate(ODD_BYTES) for _ in range(2)]
     assert all(buffer.is_pinned for buffer in buffers) and arena.note is None
     assert sorted(runtime.registered.values()) == [ODD_BYTES] * 2
@@ -114,7 +115,7 @@ def test_memory_that_does_not_begin_with_a_page_is_not_read_into() -> None:
     """O_DIRECT would refuse it, at the first layer from disk."""
     runtime, cupy = PaperRuntime(), PaperCupy()
     cupy.shift = 512
-    arena = PinnedAllocator([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
+    arena = PinnedAllocator([CupyPinning(0, lambda: cupy, None), RegisteredPinning(runtime, runtime.forget)])
     buffer = arena.allocate(ODD_BYTES)
     assert buffer.is_pinned and buffer.array.ctypes.data % 4096 == 0 and runtime.registered
     arena.close()
@@ -122,7 +123,7 @@ def test_memory_that_does_not_begin_with_a_page_is_not_read_into() -> None:
 
 def test_a_refused_registration_leaves_no_error_behind() -> None:
     runtime = PaperRuntime(code=2)  # cudaErrorMemoryAllocation
-    arena = PinnedAllocator([RegisterWay(runtime, runtime.forget)], ["cupy: missing"])
+    arena = PinnedAllocator([RegisteredPinning(runtime, runtime.forget)], ["cupy: missing"])
     buffer = arena.allocate(ODD_BYTES)
     assert not buffer.is_pinned and len(buffer.array) == ODD_BYTES
     assert runtime.pending_error == 0, "torch would blame the next kernel for it"
@@ -156,7 +157,7 @@ def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
 def test_pages_are_touched_before_they_are_registered() -> None:
     order: list[str] = []
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: order.append("register") or 0)
-    RegisterWay(runtime, lambda: None, lambda array: order.append("touch")).allocate(4096)
+    RegisteredPinning(runtime, lambda: None, lambda array: order.append("touch")).allocate(4096)
     assert order == ["touch", "register"]
 
 
@@ -192,11 +193,11 @@ def test_the_device_says_whether_its_kernels_see_registered_memory(answer: tuple
 def test_a_buffer_says_whether_kernels_see_it() -> None:
     runtime = PaperRuntime()
     for is_seen in (True, False):
-        arena = PinnedAllocator([RegisterWay(runtime, runtime.forget, is_seen=is_seen)])
+        arena = PinnedAllocator([RegisteredPinning(runtime, runtime.forget, is_seen=is_seen)])
         buffer = arena.allocate(ODD_BYTES)
         assert buffer.is_pinned and buffer.is_seen == is_seen
         arena.close()
-    cupy = PinnedAllocator([CupyWay(0, PaperCupy, None)]).allocate(ODD_BYTES)
+    cupy = PinnedAllocator([CupyPinning(0, PaperCupy, None)]).allocate(ODD_BYTES)
     assert cupy.is_seen, "what the driver has allocated has one address for both"
     plain = PinnedAllocator([]).allocate(ODD_BYTES)
     assert not plain.is_pinned and not plain.is_seen

@@ -35,11 +35,13 @@ from offload.model import cuda_graphs
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
 from offload.planning.cost_model import NEVER
-from offload.streaming import bounces, device_expert_carrier, staging
-from offload.streaming.device_carrier import DeviceCarrier
-from offload.streaming.expert_pool import open_pool
+from offload.streaming import bounces
+from offload.streaming import carriers as device_expert_carrier
+from offload.streaming import device as staging
+from offload.streaming.carriers import DeviceCarrier
+from offload.streaming.device import StagingRing
+from offload.streaming.experts import open_pool
 from offload.streaming.layers import Layers
-from offload.streaming.staging import StagingRing
 
 __all__ = ["base"]  # a fixture
 Run = Callable[[ClockDevice], None]

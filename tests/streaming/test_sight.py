@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import MODELS, write_gguf
+from matrix import matrix
 from quantised import save_quantised
 from safetensors.torch import load_file, save_file
 from shell import shell
@@ -19,11 +20,11 @@ from transformers import GPTNeoXConfig
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.whole import open_whole
-from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
+from offload.engine.team import Hooks
+from offload.integrity import verify
 from offload.planning.options import LoadOptions
-from offload.streaming import sight as sights
-from offload.streaming.verify import verify
+from offload.streaming import scan as sights
 
 CONTEXT, PROMPT = 64, [5, 9, 2]
 LAYER, EMBEDDING = "model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -65,8 +66,8 @@ def damage_of(model: Path, **how: object) -> str:
         return "\n".join(note for note in decoder.notes if "not finite" in note)
 
 
-@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
-@pytest.mark.parametrize("name", [LAYER, EMBEDDING, "model.norm.weight", "lm_head.weight"])
+@matrix("number", [torch.nan, -torch.inf], daily=1)
+@matrix("name", [LAYER, EMBEDDING, "model.norm.weight", "lm_head.weight"], always=[LAYER], daily=1)
 @pytest.mark.parametrize("how", ["streamed", "resident"])
 def test_numbers_that_are_not_finite_are_told_by_name(
     how: str, name: str, number: float, plain: Path, tmp_path: Path
@@ -154,7 +155,7 @@ def test_odd_weights_are_told_after_the_first_sweep(how: str, plain: Path, tmp_p
     assert heard == after
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@matrix("family", FAMILIES, always=["llama"], daily=3)
 def test_sound_models_of_every_family_are_not_remarked_on(family: str, tmp_path: Path) -> None:
     model = save(build(FAMILIES[family]()), tmp_path / family)
     assert notes_of(model)[1] == []
@@ -195,7 +196,7 @@ def test_what_is_read_twice_is_not_seen_for_the_whole(plain: Path) -> None:
     checkpoint, stored = open_checkpoint(plain), np.zeros(1 << 20, np.uint8)
     entry = checkpoint.tensors[LAYER]
     half = entry.num_bytes // 2
-    sight = sights.Sight(checkpoint, lambda line: None)
+    sight = sights.WeightScan(checkpoint, lambda line: None)
     for size in (half, half - 64, half + 64):
         sight.look(entry.shard, entry.lo, stored[:size])
     assert not sight.notes, "its second half may hold anything"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.streaming import staging
-from offload.streaming.staging import StagingRing
+from offload.streaming import device as staging
+from offload.streaming.device import StagingRing
 
 
 class Late:

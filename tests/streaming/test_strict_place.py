@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from matrix import matrix
 from strict_place import OnCard, StrictDevice, attend_on_card, place
 from test_cuda_graphs import passes
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
@@ -19,18 +20,18 @@ from tiny import FAMILIES, build, save
 from torch import Tensor
 
 import offload
-from offload.calibration import device_link as card_link
+from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.config import RULES, Sampling, drafting_of
 from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.sampling import sampler as sampling
 from offload.streaming.disk import DiskReader
-from offload.tree.topology import DynamicShape
+from offload.trees.topology import DynamicShape
+from offload.units import RULES, Sampling, drafting_of
 
 __all__ = ["base", "device"]  # fixtures
 LOAD = {"context": 128, "threads": 1, **BUDGETS}
@@ -131,7 +132,7 @@ def placed_model(family: str, base: Path) -> StreamedModel:
     return model
 
 
-@pytest.mark.parametrize("family", [*PER_LAYER, "gemma3", "olmoe", "deepseek_v3", "gpt_oss"])
+@matrix("family", [*PER_LAYER, "gemma3", "olmoe", "deepseek_v3", "gpt_oss"], daily=2)
 def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
     save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
     wanted = logits_of_two_trees(resident_model(open_checkpoint(tmp_path / family), "float32"))

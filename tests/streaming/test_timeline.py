@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 from test_device_layers import NUM_LAYERS, TIERS, streaming, wait_for
 
 from offload.bench.harness.timeline import Event
-from offload.memory.plan import Tier
+from offload.memory.plan import LayerTier
 from offload.streaming.layers import Layers
 
 KERNEL_S = 3.0
@@ -55,7 +55,7 @@ def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")
 @pytest.mark.parametrize("kind", TIERS)
 def test_every_layer_is_told_in_the_order_of_its_use(kind: str) -> None:
     spans = spans_of(kind)
-    streamed = [layer for layer, tier in enumerate(TIERS[kind]) if tier is not Tier.RESIDENT]
+    streamed = [layer for layer, tier in enumerate(TIERS[kind]) if tier is not LayerTier.RESIDENT]
     assert [event.layer for event in spans["compute"]] == [*range(NUM_LAYERS)] * 2
     assert [event.layer for event in spans["wait"]] == streamed * 2
     copies = spans["copy"]

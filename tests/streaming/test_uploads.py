@@ -18,12 +18,12 @@ from test_tiny import prompts
 from torch import Tensor
 
 import offload
-from offload.config import Sampling
 from offload.drafting import model as drafting
 from offload.engine.request import Request
 from offload.model.kv_cache import KVCache
 from offload.sampling import sampler
 from offload.sampling.adjustments import Penalties
+from offload.units import Sampling
 
 __all__ = ["base", "device"]  # fixtures
 WARM = Sampling(temperature=0.8, seed=4)

@@ -22,13 +22,12 @@ from safetensors.torch import load_file, save_file
 from small_llama import inflate, save_small
 from tiny import FAMILIES, build, save
 
+from offload import integrity as measuring
 from offload.checkpoint import safetensors
-from offload.checkpoint.manifest import read_manifest
-from offload.checkpoint.pack import pack
-from offload.checkpoint.whole import Damage, open_whole
+from offload.checkpoint.whole import Damage, default_manifest, open_whole, read_manifest
 from offload.errors import UserError
-from offload.streaming import measuring
-from offload.streaming.verify import Report, default_manifest, verify
+from offload.integrity import Report, verify
+from offload.packing.pack import pack
 
 NUM_FLIPS = 12
 
@@ -127,7 +126,7 @@ def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_pat
     assert [one.tensor for one in report.damage] == names
     assert report.num_decoded == report.num_files - len({one.file for one in report.damage})
     assert report.damage[0].what == "does not decode to what was packed"
-    assert not default_manifest(open_whole(str(model))).exists()
+    assert not default_manifest(model).exists()
 
 
 def gguf_of_a_kind(folder: Path, number: int) -> Path:
@@ -211,7 +210,7 @@ def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tm
     folder, name = shards_of(tmp_path / "model"), "model.layers.2.mlp.down_proj.weight"
     path = change(folder, name, lambda tensor: tensor[7].fill_(number))
     assert ask(folder).damage == [Damage(path.name, name, "has numbers that are not finite")]
-    assert not default_manifest(open_whole(str(folder))).exists(), "nobody should compare with these"
+    assert not default_manifest(folder).exists(), "nobody should compare with these"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -319,7 +318,7 @@ def test_a_file_that_is_written_to_meanwhile_is_no_damage(
         monkeypatch.setattr(measuring, "finish", lambda reads: (os.utime(path, ns=(0, 0)), [r.result() for r in reads]))
     with pytest.raises(UserError, match=f"{path.name} .*changed"):
         verify(whole, None, progress=silent)
-    assert not default_manifest(whole).exists()
+    assert not default_manifest(whole.path).exists()
 
 
 def test_a_disk_that_fails_is_damage_of_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +426,7 @@ def test_an_older_manifest_that_no_one_may_write_is_said_to_stay(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("offload.streaming.verify.write_manifest", refuse)
+    monkeypatch.setattr("offload.integrity.write_manifest", refuse)
     report = ask(folder)
     assert report.num_as_before == 1 and "it stays as it was" in report.notes[0]
 
@@ -519,7 +518,7 @@ def test_the_hubs_cache_is_read_and_left_alone(tmp_path: Path, monkeypatch: pyte
     assert not report.damage and report.num_as_hub == 1 and sorted(cache.rglob("*")) == before
     assert report.manifest == tmp_path / "own" / "offload" / "sums" / "models--org--name-0123456789ab.json"
     monkeypatch.chdir(snapshot)
-    assert default_manifest(open_whole(".")) == report.manifest and not ask(Path(".")).is_written
+    assert default_manifest(Path(".")) == report.manifest and not ask(Path(".")).is_written
     path = snapshot / "model.safetensors"
     flip(path.resolve(), extents(path)["model.norm.weight"][0])
     assert [one.tensor for one in ask(snapshot).damage] == ["model.norm.weight"]

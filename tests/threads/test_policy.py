@@ -13,8 +13,9 @@ import torch
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.threads import cores, fastest
-from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
+from offload import machine as cores
+from offload import threads as fastest
+from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 NUM_STEPS, NUM_FIRST, NUM_ROWS = 110, 10, 64  # in the first steps a wrong start is left behind
 COUNT_CORES = cores.num_cores  # in tests there is one
@@ -67,8 +68,8 @@ def best_s(cost: Cost, num_cores: int) -> float:
     return min(sum(cost(count, step, is_asleep) for step in steps) for count, is_asleep in modes)
 
 
-def both(count: int) -> Modes:
-    return Modes(Mode(count, is_asleep=True), Mode(count, is_asleep=True))
+def both(count: int) -> StepModes:
+    return StepModes(Mode(count, is_asleep=True), Mode(count, is_asleep=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -115,9 +116,9 @@ def test_a_wrong_start_is_left_behind(start: int) -> None:
     assert sum(simulate(cost, 4, start)[40:80]) <= 1.05 * 40 * best
 
 
-def usual_modes(policy: ThreadPolicy, num_rows: int) -> Modes:
+def usual_modes(policy: ThreadPolicy, num_rows: int) -> StepModes:
     """Those of most of the next steps, which all take a second: now and then one is tried with others."""
-    seen = Counter[Modes]()
+    seen = Counter[StepModes]()
     for _ in range(40):
         policy.took(num_rows, draft_s=1.0, sweep_s=1.0)
         seen[policy.modes(num_rows)] += 1
@@ -204,11 +205,13 @@ class Alternating(ThreadPolicy):
 
     def __init__(self) -> None:
         super().__init__([1, 2], both(1))
-        self.told: list[tuple[int, Modes]] = []
+        self.told: list[tuple[int, StepModes]] = []
 
-    def modes(self, num_rows: int) -> Modes:
+    def modes(self, num_rows: int) -> StepModes:
         one, asleep, looking = Mode(1), Mode(2, is_asleep=True), Mode(2)
-        return [Modes(one, asleep), Modes(looking, one), Modes(asleep, looking), both(1)][len(self.told) % 4]
+        return [StepModes(one, asleep), StepModes(looking, one), StepModes(asleep, looking), both(1)][
+            len(self.told) % 4
+        ]
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
         self.told.append((num_rows, self.modes(num_rows)))
@@ -276,7 +279,7 @@ def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
 
 IDLE = """
 import time
-from offload.threads.waiting import ThreadWaiting
+from offload.threads import ThreadWaiting
 import torch
 def idle_s():
     torch.set_num_threads(2)

@@ -15,10 +15,10 @@ from damage import BYTES, STRINGS, json_value, only, other, text
 from model_files import TEMPLATE, save_files
 
 import offload
-from offload.engine.service import Engine
+from offload.engine.scheduler import Engine
 from offload.errors import UserError
 from offload.server.app import create_app
-from offload.server.settings import Settings
+from offload.server.protocol import ServerSettings
 
 _CHAT: dict[str, Any] = {"model": "model", "messages": [{"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Count"}]}], "max_tokens": 2, "temperature": 0.5,
@@ -50,7 +50,7 @@ def _ask(folder: Path) -> str:
         offload.load(folder / "model", ram="512MiB", context=64, threads=1, tree="none", profile="none") as decoder,
         Engine(decoder, max_waiting=4) as engine,
     ):
-        app = create_app(engine, Settings(model_id="model", api_keys=("key",), body_s=2.0))
+        app = create_app(engine, ServerSettings(model_id="model", api_keys=("key",), body_s=2.0))
         status, kind, answer = asyncio.run(asyncio.wait_for(_answered(app, head, body), _WAIT_S))
         figures = engine.figures()
     assert (figures.num_active, figures.num_waiting) == (0, 0), "a request is left behind"

@@ -9,7 +9,15 @@ from pathlib import Path
 from case import Target
 from damage import BYTES, JSON, only, other, special, text
 from model_files import TEMPLATE, generate, save_files
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 _KEYS = ("tokenizer_class", "auto_map", "model_max_length", "chat_template", "added_tokens_decoder", "eos_token",

@@ -1,0 +1,451 @@
+"""The comparisons of a run: each kernel against what runs without it, at the sizes of the run's own
+models.
+
+Triton compiles a kernel anew for every width, path length and temperature that is a constant of
+its; all are compared, and so compiled, before the first step. Invariant: the bench times the
+functions that the start of a run compares; only the sizes differ. The rival is the reference, but
+for `match`, which draws on the few rows that a walk visits.
+
+How the coded weights of a model are expanded: by numba's functions or Triton's, or where these fail
+by plain torch.
+
+Each kind of words that the checkpoint has is tried on words of its own, where they are expanded
+later. Invariant: a function is used only where it has given the bits of the reference for every
+coding of its kind.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, used
+from offload.checkpoint.layout import SlabLayout
+from offload.checkpoint.sizes import config_sizes, head_dim
+from offload.encoding.base import Coding
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
+from offload.kernels.jit import is_for_kernels
+from offload.kernels.kv_commit import MAX_ROWS
+from offload.kernels.match_rows import match_rows_reference
+from offload.kernels.path_attention import PathRows, ScoreTerms, Window
+from offload.kernels.registry import KERNELS, REFERENCES, KernelSet
+from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
+from offload.memory.plan import MemoryPlan
+from offload.model.expanded import CodedWeight
+from offload.model.norms import find_norms
+from offload.model.path_attention import path_attention, path_rows
+from offload.model.streamed import StreamedModel
+from offload.streaming.device import Device
+from offload.trees.token_tree import ancestors
+from offload.trees.topology import k_ary
+from offload.units import Sampling
+
+# of attention: no other size is other code
+_COMPARED_NODES = 40
+_COMPARED_PREFIX = 100
+_NUM_SLOTS = 64  # a commit of a path touches no more of them
+VISITED = 7  # rows that a walk looks at in a step that yields seven tokens
+# rows that commits are rounded up to
+_PATHS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
+
+
+class Heads(NamedTuple):
+    """The attention of one model, and its cache, as far as they are a kernel's code."""
+
+    num_heads: int = 64
+    num_groups: int = 8
+    width: int = 128
+    value_width: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    windows: tuple[Window, ...] = (None,)
+    cap: float | None = None
+    has_sinks: bool = False
+
+
+class Norm(NamedTuple):
+    """A kind of norm that a model has."""
+
+    width: int
+    form: NormForm = FORMS[0]
+    dtype: torch.dtype = torch.bfloat16
+    has_weight: bool = True
+
+
+class Shapes(NamedTuple):
+    """What is compared; the defaults are a 70B model's."""
+
+    heads: tuple[Heads, ...] = (Heads(),)  # of both models, the target's first
+    num_layers: int = 80
+    num_slots: int = 2048
+    num_nodes: tuple[int, ...] = (1, 64, 768)
+    num_scored: tuple[int, ...] = (1, 16, 64, 128)  # rows whose logits are there at once
+    num_prefix: tuple[int, ...] = (128, 1024)
+    vocab_sizes: tuple[int, ...] = (32_000, 128_256)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    level_sizes: tuple[int, ...] = (1, 32)  # nodes whose children are drawn together
+    path_lengths: tuple[int, ...] = (2, 6, 20)
+    norms: tuple[Norm, ...] = (Norm(8192),)  # of both models
+
+
+def shapes_of(
+    model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft: StreamedModel | None = None
+) -> Shapes:
+    """Those of these models, and of the logits that memory was planned for."""
+    models = [one for one in (model, draft) if one is not None]
+    return Shapes(
+        heads=tuple(dict.fromkeys(map(_heads_of, models))),
+        num_layers=model.num_layers,
+        num_slots=_NUM_SLOTS,
+        num_nodes=(_COMPARED_NODES,),
+        num_scored=(plan.num_logits_rows,),
+        num_prefix=(_COMPARED_PREFIX,),
+        vocab_sizes=(model.vocab_size,),
+        temperatures=(sampling.temperature,),
+        level_sizes=(min(32, plan.num_nodes),),
+        path_lengths=(VISITED,),
+        norms=tuple(dict.fromkeys(norm for one in models for norm in _norms_of(one))),
+    )
+
+
+def _heads_of(model: StreamedModel) -> Heads:
+    sizes = config_sizes(model.checkpoint)
+    config = model.meta_model.config
+    num_heads = sizes.get("num_attention_heads", 1)
+    width = head_dim(sizes)
+    # latent attention: queries have a part that turns and one that does not
+    if "v_head_dim" in sizes:
+        width = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0) or width
+    return Heads(
+        num_heads,
+        num_heads if "v_head_dim" in sizes else sizes.get("num_key_value_heads", num_heads),
+        width,
+        sizes.get("v_head_dim", width),
+        model.dtype,
+        tuple(model.windows),
+        getattr(config, "attn_logit_softcapping", None),
+        any(name.endswith("sinks") for name, _ in model.meta_model.named_parameters()),
+    )
+
+
+def _norms_of(model: StreamedModel) -> Iterator[Norm]:
+    for module, form in find_norms(model.meta_model):
+        weight = getattr(module, "weight", None)  # without one they are of queries and keys
+        width = _heads_of(model).width if weight is None else weight.shape[0]
+        yield Norm(width, form, model.dtype, weight is not None)
+
+
+class KernelChoice(NamedTuple):
+    """What a run takes, and why."""
+
+    kernels: KernelSet
+    comparisons: tuple[ComparisonOutcome, ...]  # none on a CPU, where no kernel runs
+
+
+NO_KERNELS = KernelChoice(REFERENCES, ())
+
+
+def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice:
+    """Compare each kernel at each shape; those that agree take the place of what runs without them."""
+    outcomes = [
+        compare(comparison, device) for comparison in comparisons(shapes, str(device.place))
+    ]
+    agreeing = {
+        kernel: getattr(KERNELS, kernel) for kernel, is_used in used(outcomes).items() if is_used
+    }
+    return KernelChoice(REFERENCES._replace(**agreeing), tuple(outcomes))
+
+
+def comparisons(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    """All of them, in the order of a step."""
+    yield from _draws(shapes, device)
+    yield from _norms(shapes, device)
+    yield from _attention(shapes, device)
+    yield from _matches(shapes, device)
+    yield from _commits(shapes, device)
+
+
+def _random(device: str, *shape: int) -> Tensor:
+    """From a generator of its own: a run leaves the caller's as it is."""
+    return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(0))
+
+
+def _draws(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    for vocab_size in shapes.vocab_sizes:
+        noise = (3, 1000, vocab_size, device)
+        yield _equal(
+            "keyed_gumbel", f"V {vocab_size}", KERNELS.keyed_gumbel, REFERENCES.keyed_gumbel, noise
+        )
+        for num_rows in shapes.level_sizes:
+            probs_WV = _random(device, num_rows, vocab_size).mul_(3).softmax(1)
+            shape = f"W {num_rows}, V {vocab_size}, 16 draws"
+            what = (probs_WV, 16, 3, 0)
+            kernel = KERNELS.draw_without_replacement
+            reference = REFERENCES.draw_without_replacement
+            yield _equal("draw_without_replacement", shape, kernel, reference, what)
+
+
+def _equal(
+    name: str,
+    shape: str,
+    kernel: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    what: Any,
+) -> KernelComparison:
+    def agrees() -> bool:
+        got = kernel(*what)
+        wanted = reference(*what)
+        exact = got.dtype == torch.int64  # logarithms of one device may differ in the last place
+        return (
+            torch.equal(got, wanted)
+            if exact
+            else torch.allclose(got, wanted, rtol=1e-13, atol=1e-13)
+        )
+
+    return KernelComparison(name, shape, lambda: kernel(*what), lambda: reference(*what), agrees)
+
+
+def _norms(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    kernel = KERNELS.rms_norm
+    assert kernel is not None, "there is a kernel to compare"
+    for (width, form, dtype, has_weight), num_rows in product(shapes.norms, shapes.num_nodes):
+        weight_D = _random(device, width).to(dtype) if has_weight else None
+        what = (_random(device, num_rows, width).to(dtype), weight_D, 1e-6, form)
+        # one number in a few hundred is rounded the other way
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        agrees = partial(_norms_agree, kernel, what, tolerance)
+        shape = f"N {num_rows}, D {width}"
+        yield KernelComparison(
+            "rms_norm", shape, partial(kernel, *what), partial(rms_norm_reference, *what), agrees
+        )
+
+
+def _norms_agree(kernel: Callable[..., Tensor], what: tuple[Any, ...], tolerance: float) -> bool:
+    together = kernel(*what)
+    alone = kernel(what[0][-1:], *what[1:])
+    is_close = torch.allclose(together, rms_norm_reference(*what), rtol=tolerance, atol=tolerance)
+    return is_close and torch.equal(alone, together[-1:])
+
+
+def _attention(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    for heads, num_nodes, num_prefix in product(shapes.heads, shapes.num_nodes, shapes.num_prefix):
+        rows = path_rows(
+            num_prefix, ancestors(k_ary(2, num_nodes)), path_attention, lambda walk: walk.to(device)
+        )
+        for window in heads.windows:
+            yield _one_attention(
+                heads, PathRows(rows.walk_TL, window, path_attention), num_prefix, device
+            )
+
+
+def _one_attention(heads: Heads, rows: PathRows, num_prefix: int, device: str) -> KernelComparison:
+    num_rows = len(rows.walk_TL)
+    kernel = KERNELS.path_attention
+    assert kernel is not None, "there is a kernel to compare"
+    query_HTK = (
+        _random(device, num_rows, heads.num_heads, heads.width).to(heads.dtype).transpose(0, 1)
+    )
+    key_GSK, value_GSK = (
+        _random(device, heads.num_groups, num_prefix + num_rows, width).to(heads.dtype)
+        for width in (heads.width, heads.value_width)
+    )
+    sink_H = _random(device, heads.num_heads).to(heads.dtype) if heads.has_sinks else None
+    what = (query_HTK, key_GSK, value_GSK, rows, ScoreTerms(heads.width**-0.5, heads.cap, sink_H))
+    tolerance = 1e-3 if heads.dtype == torch.float32 else 2e-2
+
+    def agrees() -> bool:
+        alone = (query_HTK[:, -1:], *what[1:])  # a row's bits are its own
+        together = kernel(*what)
+        is_close = torch.allclose(together, path_attention(*what), atol=tolerance)
+        return is_close and torch.equal(kernel(*alone), together[-1:])
+
+    shape = f"N {num_rows}, P {num_prefix}, {heads.num_heads}/{heads.num_groups} x {heads.width}"
+    shape += f", window {rows.window}" if rows.window else ""
+    return KernelComparison(
+        "path_attention", shape, lambda: kernel(*what), lambda: path_attention(*what), agrees
+    )
+
+
+def _matches(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    for vocab_size in shapes.vocab_sizes:
+        for num_rows, temperature in product(shapes.num_scored, shapes.temperatures):
+            logits_CV = _random(device, num_rows, vocab_size).mul_(3).to(shapes.heads[0].dtype)
+            yield _one_match(logits_CV, temperature)
+
+
+def _one_match(logits_CV: Tensor, temperature: float) -> KernelComparison:
+    num_rows, vocab_size = logits_CV.shape
+    position_C = torch.arange(num_rows, device=logits_CV.device) // 3 + 500
+
+    def draw(
+        which: Callable[..., Tensor], num_drawn: int = num_rows, at: float = temperature
+    ) -> Tensor:
+        return which(logits_CV[:num_drawn], position_C[:num_drawn], 5, temperature=at)
+
+    kernel = KERNELS.match_rows
+    assert kernel is not None, "there is a kernel to compare"
+
+    def rival() -> list[int]:
+        return [int(draw(match_rows_reference, 1)) for _ in range(min(VISITED, num_rows))]
+
+    def agrees() -> bool:
+        with_and_without_noise = (temperature or 1.0, 0.0)
+        got, wanted = (
+            [draw(one, at=at) for at in with_and_without_noise]
+            for one in (kernel, match_rows_reference)
+        )
+        return all(map(torch.equal, got, wanted))
+
+    shape = f"N {num_rows}, V {vocab_size}, T {temperature}"
+    return KernelComparison("match_rows", shape, lambda: draw(kernel).tolist(), rival, agrees)
+
+
+def _commits(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    first = shapes.heads[0]
+    size = (1, first.num_groups, shapes.num_slots, first.width)
+    buffers = [_random(device, *size).to(first.dtype) for _ in range(2 * shapes.num_layers)]
+    agree = cache(partial(_commits_agree, shapes, device))
+    for num_rows in shapes.path_lengths:
+        row_A = torch.arange(num_rows, device=device) * 2
+        length = shapes.num_slots // 2
+
+        def run(
+            commit: Callable[..., None], length: int = length, row_A: Tensor = row_A
+        ) -> Callable[[], None]:
+            return lambda: commit(buffers, length, row_A)
+
+        yield KernelComparison(
+            "kv_commit", f"A {num_rows}", run(KERNELS.kv_commit), run(REFERENCES.kv_commit), agree
+        )
+
+
+def _commits_agree(shapes: Shapes, device: str) -> bool:
+    """Paths of all lengths that are code of their own, in the caches of both models; each moves by
+    one row.
+    """
+    agree = list[bool]()
+    for heads, num_rows in product(shapes.heads, _PATHS):
+        wanted = [
+            *_random(device, 4, 1, heads.num_groups, MAX_ROWS + 8, heads.width).to(heads.dtype)
+        ]
+        got = [buffer.clone() for buffer in wanted]
+        row_A = torch.arange(num_rows, device=device) + 1
+        REFERENCES.kv_commit(wanted, 1, row_A)
+        KERNELS.kv_commit(got, 1, row_A)
+        agree += map(torch.equal, got, wanted)
+    return all(agree)
+
+
+# By kind: docs/quantised.md, bench/studies/expansion.py.
+WITHOUT_NUMBA = (
+    "weights are expanded with torch: pip install 'offload[fast]' makes that 2 to 25 times faster"
+)
+# numbers: with less a thread's share may lack the cases that code has, more takes long
+_ENOUGH = 1 << 18
+
+
+class ExpansionChoice(NamedTuple):
+    """What a model takes, and why."""
+
+    expansion: Expansion = REFERENCE
+    comparisons: tuple[ComparisonOutcome, ...] = ()  # one for each kind and coding
+    notes: tuple[str, ...] = ()  # for the user
+
+
+def choose_expansion(
+    model: StreamedModel,
+    fetch: Callable[[SlabLayout], np.ndarray],
+    device: Device | None,
+) -> ExpansionChoice:
+    """Compare on words of the model's own layers, which are not bound yet; nothing is read where
+    none are coded.
+
+    Args:
+        fetch: reads the slab of a layer.
+        device: that the model computes on; None is the CPU, with as many threads as torch has now.
+    """
+    codings = _layer_of_codings(model)
+    rivals = _rivals(model.place)
+    if not codings or rivals is None:
+        missed = bool(codings) and model.place.type == "cpu"
+        return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
+    outcomes = list[ComparisonOutcome]()
+    for words in _examples(model, fetch, codings):
+        outcomes += [compare(one, device) for one in _comparisons(words, rivals)]
+    agreeing = {kind: getattr(rivals, kind) for kind, is_used in used(outcomes).items() if is_used}
+    return ExpansionChoice(REFERENCE._replace(**agreeing), tuple(outcomes), tuple(_notes(outcomes)))
+
+
+def _rivals(place: torch.device) -> Expansion | None:
+    """Of the reference there; None where there are none."""
+    if place.type == "cpu":
+        return COMPILED if HAS_NUMBA else None
+    return EXPANSION_KERNELS if is_for_kernels(place) else None
+
+
+def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
+    """All that layers have, with the first layer of each."""
+    found = dict[Coding, int]()
+    for layer in range(model.num_layers):
+        found = dict.fromkeys(model.codings_of(layer), layer) | found
+    return found
+
+
+def _examples(
+    model: StreamedModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
+) -> Iterator[CodedWeight]:
+    """Words of each coding, of the smallest weight that is large enough or else of the largest."""
+    for layer in sorted(set(codings.values())):
+        words = model.coded_words(layer, fetch)
+        for coding in [coding for coding, first in codings.items() if first == layer]:
+            own = sorted(
+                (one for one in words if one.coding == coding), key=lambda one: one.num_weights
+            )
+            yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])
+
+
+def _comparisons(words: CodedWeight, rivals: Expansion) -> Iterator[KernelComparison]:
+    """One for each function that the coding calls."""
+    out, wanted = (
+        torch.empty(words.shape, dtype=words.dtype, device=words.stored_B.device) for _ in range(2)
+    )
+    for kind in _kinds(words, out):
+        rival = REFERENCE._replace(**{kind: getattr(rivals, kind)})
+        run, run_reference = (
+            partial(words.expand, into, how) for into, how in ((out, rival), (wanted, REFERENCE))
+        )
+        shape = f"{words.coding.name}, {' x '.join(map(str, words.shape))}"
+        yield KernelComparison(
+            kind, shape, run, run_reference, partial(_agree, run, run_reference, out, wanted)
+        )
+
+
+def _kinds(words: CodedWeight, out: Tensor) -> list[str]:
+    called = dict[str, None]()
+
+    def note(kind: str, *_: Any, **__: Any) -> None:
+        called[kind] = None
+
+    words.expand(out, Expansion(*(partial(note, kind) for kind in Expansion._fields)))
+    return list(called)
+
+
+def _agree(
+    run: Callable[[], Any], run_reference: Callable[[], Any], out: Tensor, wanted: Tensor
+) -> bool:
+    """To the bit; NaN has many."""
+    run()
+    run_reference()
+    bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
+    got, expected = (one.masked_fill(one.isnan(), 0).view(bits) for one in (out, wanted))
+    return torch.equal(got, expected) and torch.equal(out.isnan(), wanted.isnan())
+
+
+def _notes(outcomes: list[ComparisonOutcome]) -> Iterator[str]:
+    """Of what does not work, once for each kind."""
+    for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
+        yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"

@@ -1,0 +1,67 @@
+"""One kernel against what runs without it: it is used where both agree, once, at the sizes of the
+run.
+
+How fast both are is a question for the bench (`bench/gpu/duels.py`), since a kernel is written to
+be faster. Invariant: a kernel that was wrong or refused at one shape is not used at any.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # a console line does without torch
+    from offload.streaming.device import Device
+
+
+class KernelComparison(NamedTuple):
+    """One kernel at one shape."""
+
+    kernel: str
+    shape: str
+    challenger: Callable[[], Any]
+    rival: Callable[[], Any]  # the best that runs without it
+    agrees: Callable[[], bool]
+
+
+class ComparisonOutcome(NamedTuple):
+    """How a comparison has ended."""
+
+    kernel: str
+    shape: str
+    reason: str = ""  # why the kernel is not used
+
+
+def compare(comparison: KernelComparison, device: "Device | None" = None) -> ComparisonOutcome:
+    """Whether both sides agree; after a failure the device, if it is one that computes, is waited
+    for.
+
+    Raises:
+        RuntimeError: the kernel has left the device unusable, and every error from here on would be
+        blamed on others.
+    """
+    kernel = comparison.kernel
+    shape = comparison.shape
+    try:
+        return ComparisonOutcome(kernel, shape, "" if comparison.agrees() else "its results differ")
+    except Exception as error:  # compilers and drivers refuse with exceptions of every kind
+        first_line = (str(error).splitlines() or [""])[0]
+        said = f"{type(error).__name__}: {first_line[:120]}"
+    try:
+        if device is not None:
+            device.synchronize(device.record(device.compute))
+    except Exception as lost:
+        raise RuntimeError(f"{kernel} at {shape} has left the device unusable ({said})") from lost
+    return ComparisonOutcome(kernel, shape, said)
+
+
+def used(outcomes: Iterable[ComparisonOutcome]) -> dict[str, bool]:
+    """By kernel whether it agreed wherever it was tried, in the order of the outcomes."""
+    found: dict[str, bool] = {}
+    for outcome in outcomes:
+        found[outcome.kernel] = found.get(outcome.kernel, True) and not outcome.reason
+    return found
+
+
+def rows_of(outcomes: Sequence[ComparisonOutcome]) -> list[dict[str, object]]:
+    """Each with whether its kernel is used, by the names that `--json` and benches use."""
+    is_used = used(outcomes)
+    return [{**one._asdict(), "is_used": is_used[one.kernel]} for one in outcomes]

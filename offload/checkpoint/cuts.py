@@ -1,0 +1,121 @@
+"""A checkpoint cut to some rows of its layers' matrices: what one of several ranks has of them.
+
+Rows of a matrix lie one behind the other in its file, so a part is as quick to read as the whole.
+Invariant: entries of a cut checkpoint lie within those of the whole one, and its layers cover
+exactly the rows that are asked for.
+
+Consecutive layers of a decoder, with or without what stands before and behind them: what one of
+several ranks has.
+
+The files are the same for every rank. Invariant: sections that follow one another have each layer
+once, and of what lies around the layers nothing that they do not use.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from offload.checkpoint.layout import group_by_layer
+from offload.checkpoint.remembered import remembered
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
+from offload.checkpoint.tensors import TensorEntry
+
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
+
+
+class MatrixRows(NamedTuple):
+    """Rows [lo, hi) of a matrix."""
+
+    lo: int
+    hi: int
+
+    @property
+    def num(self) -> int:
+        return self.hi - self.lo
+
+
+def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
+    """The shapes of what decoder layers hold, by name within a layer, such as
+    `self_attn.q_proj.weight`.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for name, entry in checkpoint.tensors.items():
+        if found := _IN_LAYER.search(name):
+            shapes.setdefault(f"{found[1]}.{found[2]}", set()).add(entry.shape)
+    return shapes
+
+
+def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Checkpoint:
+    """Only these rows of matrices, and of their biases, by name within a layer, such as
+    `mlp.up_proj`.
+    """
+    return _map_layers(
+        checkpoint, lambda stem, entry: _cut(entry, rows_of[stem]) if stem in rows_of else entry
+    )
+
+
+def _map_layers(
+    checkpoint: Checkpoint, change: Callable[[str, TensorEntry], TensorEntry]
+) -> Checkpoint:
+    tensors = dict(checkpoint.tensors)
+    for name, entry in tensors.items():
+        if found := _IN_LAYER.search(name):
+            tensors[name] = change(found[1], entry)
+    return replace(checkpoint, tensors=tensors)
+
+
+def _cut(entry: TensorEntry, rows: MatrixRows) -> TensorEntry:
+    num_rows = entry.shape[0]
+    row_bytes = (entry.hi - entry.lo) // entry.shape[0]
+    assert 0 <= rows.lo <= rows.hi <= num_rows, f"rows {rows.lo} to {rows.hi} of {num_rows}"
+    lo = entry.lo + rows.lo * row_bytes
+    hi = entry.lo + rows.hi * row_bytes
+    return entry._replace(shape=(rows.num, *entry.shape[1:]), lo=lo, hi=hi)
+
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class Section(NamedTuple):
+    """Layers [first, last) of a decoder."""
+
+    first: int
+    last: int
+    has_table: bool  # takes in ids; others get hidden states
+    has_head: bool  # with the norm before it: gives logits; others give hidden states
+
+
+@remembered
+def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
+    """The headers of a section as if it were a model, for planning: its layers are numbered from 0
+    on.
+    """
+    sizes = config_sizes(whole)
+    layers, rest = group_by_layer(whole, sizes["num_hidden_layers"])
+    assert 0 <= section.first < section.last <= len(layers), f"{section} of {len(layers)} layers"
+    table, head = table_and_head(whole, rest, sizes.get("vocab_size", 0))
+    kept = {entry for entries in layers[section.first : section.last] for entry in entries}
+    kept |= {*(table if section.has_table else ()), *(head if section.has_head else ())}
+    tensors = {name: entry for name, entry in whole.tensors.items() if entry in kept}
+    if not section.has_table:  # a head that is the table of the whole is a head alone here
+        tensors = {
+            "lm_head.weight" if entry in table else name: entry for name, entry in tensors.items()
+        }
+    tensors = {
+        _LAYER.sub(lambda m: f"layers.{int(m[1]) - section.first}.", name): e
+        for name, e in tensors.items()
+    }
+    own = {
+        "num_hidden_layers": section.last - section.first,
+        "dtype": compute_dtype_name(whole, "auto"),
+    }
+    own |= {} if section.has_head else {"vocab_size": None}  # no row is scored, and nothing drawn
+    is_inside = text_config(whole) is whole.config.get("text_config")
+    config = {
+        **whole.config,
+        **({"text_config": {**text_config(whole), **own}} if is_inside else {}),
+        **own,
+    }
+    return replace(whole, config=config, tensors=tensors)

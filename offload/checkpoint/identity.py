@@ -1,0 +1,376 @@
+"""Which model files hold: what results, sessions, ranks and profiles are kept and compared under.
+
+At start every tensor is looked at in a few places, and whatever else a text depends on is read as a
+whole. That tells most models apart in milliseconds, but not one that differs between those places,
+so beside it stand proofs that the
+weights are the same to the last byte: files that nobody has touched, sums that the hub or `offload
+verify` has noted, or a sum of all bytes. Invariant: two models are taken for one only where such a
+proof agrees and none contradicts.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.files import cache_folder, open_regular, replacing
+from offload.checkpoint.generation_config import generation_settings
+from offload.checkpoint.hub import READ_BY_LIBRARIES
+from offload.checkpoint.safetensors import Checkpoint, Stamp, read_json
+from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.whole import default_manifest, read_manifest
+from offload.errors import ReadError, UserError
+from offload.integrity import hub_sum, is_sha256
+
+PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
+FILES = "files"
+HUB = "hub"
+MANIFEST = "manifest"
+SUM = "sum"
+# two of these that differ are of two models; files and manifests may be of the same one
+_DECISIVE = (SUM, HUB)
+# of a tensor
+_NUM_SAMPLES = 2
+_SAMPLE_BYTES = 2048
+_MOST_READS = 2048  # of all tensors together: a mixture has tens of thousands
+_NUM_READERS = 8
+_EXPERT = ".experts."
+_DIGEST_CHARS = 32
+_SUM_TEXT = re.compile(r"[0-9a-f]{32}")
+_VERSION = 1  # raise it when a sum or a digest is made of other things
+_NAMES_OF_CONFIG = (  # and of a tokenizer's
+    "_name_or_path", "name_or_path", "transformers_version", "tokenizer_file", "special_tokens_map_file",
+)  # fmt: skip
+# what else is heeded is part of a request
+_ENDS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+_TEMPLATE = "chat_template"
+_MORE_TEMPLATES = "additional_chat_templates"
+
+
+class ModelIdentity(NamedTuple):
+    """A model's name by its content."""
+
+    parts: Mapping[str, str]  # digests by the names of `PARTS`
+    proofs: Mapping[str, str]  # of the weights to the last byte, by their kinds
+
+    def as_dict(self) -> dict[str, Any]:
+        """For files."""
+        return {**self.parts, "proofs": dict(self.proofs)}
+
+    @classmethod
+    def parse(cls, told: Any) -> "ModelIdentity | None":
+        """One that a file tells; None for anything else."""
+        if not isinstance(told, dict) or not isinstance(proofs := told.get("proofs"), dict):
+            return None
+        parts = {name: value for name, value in told.items() if name != "proofs"}
+        are_texts = all(isinstance(value, str) for value in (*parts.values(), *proofs.values()))
+        return cls(parts, proofs) if are_texts and parts.keys() >= set(PARTS) else None
+
+    def difference(self, other: "ModelIdentity") -> str:
+        """What is another in the other one, as far as samples show, in words; empty where that is
+        nothing.
+        """
+        names = [
+            name
+            for name in {**self.parts, **other.parts}
+            if self.parts.get(name) != other.parts.get(name)
+        ]
+        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+    def has_weights_of(self, other: "ModelIdentity") -> bool | None:
+        """Whether the weights are the same to the last byte; None where nothing proves either."""
+        if self.parts["weights"] != other.parts["weights"]:
+            return False
+        return proved(self.proofs, other.proofs)
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether reading all weights of another model would tell whether they are these."""
+        return SUM in self.proofs
+
+    def drafted_by(self, draft: "ModelIdentity | None") -> "ModelIdentity":
+        """That of a text which depends on the draft as well."""
+        return self if draft is None else self._replace(parts={**self.parts, "draft": draft.digest})
+
+    def with_sum(self, total: str) -> "ModelIdentity":
+        """The same, once all bytes have been read."""
+        return self._replace(proofs={**self.proofs, SUM: total})
+
+    @property
+    def digest(self) -> str:
+        """One name for all parts."""
+        return _digest(json.dumps(self.parts, sort_keys=True).encode())
+
+
+def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
+    """The identity of a model whose files are here, by samples and by what is known of it.
+
+    Raises `ReadError`, also where a file is not the one any more that was opened, and `UserError`
+    for small files that make no sense.
+    """
+    parts = {
+        "weights": _sampled(checkpoint),
+        "config": _config(checkpoint),
+        "generation config": _json_digest(
+            {name: generation_settings(checkpoint).get(name) for name in _ENDS}
+        ),
+        **_text_files(checkpoint.tokenizer_path),
+    }
+    if checkpoint.held is not None:
+        parts["bits"] = _digest(repr(checkpoint.held).encode())
+    return ModelIdentity(parts, _proofs(checkpoint, parts["weights"]))
+
+
+def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
+    """Whether proofs are of the same weights; None where they prove neither."""
+    shared = told.keys() & mine.keys()
+    if any(told[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
+        return False
+    return any(told[kind] == mine[kind] for kind in shared) or (True if told == mine else None)
+
+
+def keep_sum(identity: ModelIdentity, total: str) -> None:
+    """Have the sum of all bytes for the next time, as long as nobody touches the files.
+
+    Where nothing can be written it is taken again the next time.
+    """
+    try:
+        path = _kept_path(identity.parts["weights"], identity.proofs[FILES])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as scratch:
+            scratch.write_text(total, encoding="ascii")
+    except (OSError, UserError):
+        return
+
+
+def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:
+    """Why these are two models, in words; empty where they are one. Nothing is read."""
+    if what := told.difference(mine):
+        return f"{what} {'differ' if ' and ' in what or what == 'weights' else 'differs'}"
+    has_same = told.has_weights_of(mine)
+    if has_same is None:
+        return "nothing proves that the weights are the same"
+    return "" if has_same else "weights differ"
+
+
+def stored_entries(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorEntry]]:
+    """All tensors that a text needs as they lie in files, companions of coded weights included,
+    with their names.
+    """
+    for name, entry in checkpoint.tensors.items():
+        yield name, entry
+        if entry.coded is not None:
+            yield from ((f"{name} {suffix}", one) for suffix, one in entry.coded.companions)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGEST_CHARS]
+
+
+def _json_digest(value: object) -> str:
+    return _digest(json.dumps(value, sort_keys=True, default=repr).encode())
+
+
+def _sampled(checkpoint: Checkpoint) -> str:
+    """Names, types, shapes, places and a few bytes of the tensors."""
+    stored = stored_entries(checkpoint)
+    entries = sorted(
+        (one.shard, one.lo, one.hi, name, one.dtype, one.shape) for name, one in stored
+    )
+    codings = {
+        repr(one.coded.coding) for one in checkpoint.tensors.values() if one.coded is not None
+    }
+    digest = hashlib.sha256(json.dumps([sorted(codings), entries]).encode())
+    places = _places([(name, shard, lo, hi) for shard, lo, hi, name, *_ in entries])
+    with ExitStack() as opened:
+        files = [_opened(checkpoint, shard, opened) for shard in range(len(checkpoint.shards))]
+        size = max(1, -(-len(places) // _NUM_READERS))
+        batches = [places[at : at + size] for at in range(0, len(places), size)]
+        pool = opened.enter_context(
+            ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="offload-identity")
+        )
+        for content in pool.map(lambda batch: _read(checkpoint, files, batch), batches):
+            digest.update(content)
+    return digest.hexdigest()[:_DIGEST_CHARS]
+
+
+def _places(spans: Sequence[tuple[str, int, int, int]]) -> list[tuple[int, int, int]]:
+    """Shard, first byte and number of bytes of what is read: all tensors, but of very many experts
+    some.
+
+    `spans` are names with their shards and [lo, hi).
+    """
+    if len(spans) > _MOST_READS:
+        others = [one for one in spans if _EXPERT not in one[0]][:_MOST_READS]
+        experts = [one for one in spans if _EXPERT in one[0]]
+        step = -(-len(experts) // max(1, _MOST_READS - len(others)))
+        spans = [*others, *experts[:: max(1, step)]]
+    num_samples = max(1, min(_NUM_SAMPLES, _MOST_READS // max(1, len(spans))))
+    places = list[tuple[int, int, int]]()
+    for _, shard, lo, hi in spans:
+        if hi - lo <= num_samples * _SAMPLE_BYTES:
+            places.append((shard, lo, hi - lo))
+            continue
+        step = (hi - lo - _SAMPLE_BYTES) // num_samples
+        places += [
+            (shard, lo + step // 2 + part * step, _SAMPLE_BYTES) for part in range(num_samples)
+        ]
+    return places
+
+
+def _opened(checkpoint: Checkpoint, shard: int, opened: ExitStack) -> int:
+    """A descriptor of a file of weights that is read here and there."""
+    path = checkpoint.shards[shard]
+    try:
+        file = opened.enter_context(open_regular(path)).fileno()
+        found = Stamp.of(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+    except OSError as error:
+        raise ReadError(f"reading {path} failed: {error.strerror}") from error
+    if checkpoint.stamps and found != checkpoint.stamps[shard]:
+        raise _changed(path)
+    return file
+
+
+def _changed(path: Path) -> ReadError:
+    return ReadError(f"{path.name} changed since the model was opened: load the model again")
+
+
+def _read(
+    checkpoint: Checkpoint, files: Sequence[int], places: Sequence[tuple[int, int, int]]
+) -> bytes:
+    content = list[bytes]()
+    for shard, lo, num_bytes in places:
+        try:
+            content.append(os.pread(files[shard], num_bytes, lo))
+        except OSError as error:
+            raise ReadError(
+                f"reading {checkpoint.shards[shard]} failed: {error.strerror}"
+            ) from error
+        if len(content[-1]) != num_bytes:
+            raise ReadError(
+                f"{checkpoint.shards[shard].name} ends before byte {lo + num_bytes}: it was cut short"
+            )
+    return b"".join(content)
+
+
+def _config(checkpoint: Checkpoint) -> str:
+    """All of a config but names, as it was read with the headers: what is computed is computed with
+    that one.
+    """
+    path = checkpoint.small_files / "config.json"
+    stamp = checkpoint.config_stamp
+    try:
+        found = None if stamp is None else Stamp.of(path)
+    except OSError as error:
+        raise ReadError(f"reading {path} failed: {error.strerror}") from error
+    if found != stamp:
+        raise _changed(path)
+    return _json_digest(_without_names(checkpoint.config))
+
+
+def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in _NAMES_OF_CONFIG}
+
+
+def _text_files(where: Path) -> dict[str, str]:
+    """Digests of what makes tokens of text, and of what makes a text of a conversation."""
+    tokenizer = hashlib.sha256()
+    template = hashlib.sha256()
+    if os.path.isfile(where):  # of a GGUF file, whose header has both
+        from offload.checkpoint.gguf_header import read_gguf_header
+
+        header = read_gguf_header(where)
+        end = min((entry.lo for entry in header.tensors.values()), default=header.stamp.num_bytes)
+        tokenizer.update(_small(where, end))
+        template.update(tokenizer.digest())
+    else:
+        for path in _text_paths(where):
+            digest = (
+                template
+                if path.suffix == ".jinja" or path.name == f"{_TEMPLATE}.json"
+                else tokenizer
+            )
+            digest.update(path.name.encode())
+            if path.name == "tokenizer_config.json":
+                told = _without_names(read_json(path))
+                template.update(json.dumps(told.pop(_TEMPLATE, None), sort_keys=True).encode())
+                digest.update(json.dumps(told, sort_keys=True).encode())
+            else:
+                digest.update(_small(path))
+    found = {"tokenizer": tokenizer, "chat template": template}
+    return {name: own.hexdigest()[:_DIGEST_CHARS] for name, own in found.items()}
+
+
+def _text_paths(folder: Path) -> list[Path]:
+    """Files of a tokenizer and its templates, in the order of their names."""
+    more = folder / _MORE_TEMPLATES
+    try:
+        own = [folder / name for name in sorted(os.listdir(folder)) if _is_of_tokenizer(name)]
+        beside = [more / name for name in sorted(os.listdir(more))] if os.path.isdir(more) else []
+    except OSError as error:
+        raise ReadError(f"reading {folder} failed: {error.strerror}") from error
+    return [path for path in (*own, *beside) if os.path.isfile(path)]
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    is_other = name.endswith("config.json") and name != "tokenizer_config.json"
+    return READ_BY_LIBRARIES.fullmatch(name) is not None and not is_other
+
+
+def _small(path: Path, num_bytes: int = -1) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(num_bytes)
+    except OSError as error:
+        raise ReadError(f"reading {path} failed: {error.strerror}") from error
+
+
+def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
+    """What is known of the weights as a whole without reading them."""
+    stamps = checkpoint.stamps or tuple(map(Stamp.of, checkpoint.shards))
+    places = [str(path.resolve()) for path in checkpoint.shards]
+    own = [(one.inode, one.num_bytes, one.written_ns) for one in stamps]
+    proofs = {FILES: _json_digest([places, own])}
+    hub = [hub_sum(path) for path in checkpoint.shards]
+    if hub and all(map(is_sha256, hub)):
+        proofs[HUB] = _json_digest(hub)
+    noted = _in_manifest(checkpoint, stamps)
+    if noted:
+        proofs[MANIFEST] = _json_digest(noted)
+    try:
+        kept = _kept_path(weights, proofs[FILES]).read_text(encoding="ascii")
+    except (OSError, UserError, ValueError):
+        return proofs
+    return {**proofs, SUM: kept} if _SUM_TEXT.fullmatch(kept) else proofs
+
+
+def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
+    """What `offload verify` has noted of these very files; nothing where one was written to since."""
+    try:
+        path = (
+            checkpoint.shards[0] if checkpoint.shards[0].suffix == ".gguf" else checkpoint.directory
+        )
+        known = read_manifest(default_manifest(path))
+    except UserError:  # it is damaged itself: verify tells of that
+        return []
+    sums = [known.get(path.name) for path in checkpoint.shards]
+    are_these = all(
+        one is not None and (one.num_bytes, one.written_ns) == (stamp.num_bytes, stamp.written_ns)
+        for one, stamp in zip(sums, stamps, strict=True)
+    )
+    return (
+        [(one.header, sorted(one.tensors.items())) for one in sums if one is not None]
+        if are_these
+        else []
+    )
+
+
+def _kept_path(weights: str, files: str) -> Path:
+    """Where the sum of files with these stamps is kept. Raises `UserError` where there is no cache."""
+    return cache_folder() / "weights" / f"{_VERSION}-{_digest(f'{weights} {files}'.encode())}"

@@ -1,0 +1,366 @@
+"""Where in a corpus that stands which a text ends with, and what follows there.
+
+Shapes: M matches, C tokens of a continuation.
+
+Invariant: nothing outside of a chunk is read, whatever positions and tokens its files hold.
+
+A chunk of a corpus: the tokens of its documents in reversed order, and the sorted suffixes of that
+text.
+
+Why reversed: what a context ends with is then what a suffix begins with, so one search finds the
+longest match. Tokens are big-endian, so that bytes compare as tokens do and one comparison is one
+call into C.
+
+Invariant: a separator, which is no token, stands before, between and after the documents. Positions
+are sorted by what
+begins there, and there is exactly one for every token of the corpus: that which follows it in the
+reversed text, hence stands before it in the document. So every match has a continuation, and
+neither runs across two documents.
+
+The prefixes that continuations share, with how many share them: REST's choice of what to guess
+(2311.08252, Alg. 2).
+
+Shapes: M continuations, C their tokens, R nodes.
+"""
+
+import mmap
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import ReadError, UserError
+from offload.units import require
+
+MAX_TEXT_BYTES = 2**31 - 1  # positions, also those between tokens that are sorted along, are int32
+_BLOCK = 1 << 16  # positions that are looked at together
+
+
+class TokenWidth(NamedTuple):
+    """How one token is stored."""
+
+    num_bytes: int
+    dtype: np.dtype[np.unsignedinteger]
+    separator: int  # the highest value
+
+    @classmethod
+    def of(cls, vocab_size: int) -> "TokenWidth":
+        """Two bytes where they hold every token beside the separator, else four. Raises
+        `UserError`.
+        """
+        is_possible = 0 < vocab_size < 2**32
+        require(
+            is_possible,
+            "`vocab_size` must lie in [1, 2^32)",
+            vocab_size,
+            "take that of the tokenizer",
+        )
+        num_bytes = 2 if vocab_size < 2**16 else 4
+        return cls(num_bytes, np.dtype(f">u{num_bytes}"), 256**num_bytes - 1)
+
+
+class CorpusChunk(NamedTuple):
+    """In memory or mapped from a file."""
+
+    text: bytes | mmap.mmap  # sliced and compared by searches
+    tokens_B: NDArray[np.unsignedinteger]  # the same bytes as numbers
+    position_M: NDArray[np.int32]  # one for every token of the documents
+    files: tuple[mmap.mmap, ...] = ()  # what it is mapped from
+
+    def require_whole(self) -> None:
+        """Raises `ReadError` where a file was cut since it was mapped: whoever touches what is gone
+        is killed.
+        """
+        if any(file.size() < len(file) for file in self.files):
+            raise ReadError("a file of the datastore was cut short while in use: build it again")
+
+    @classmethod
+    def of(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "CorpusChunk":
+        """Raises `UserError` for tokens outside of the vocabulary, or more of them than one chunk
+        can hold.
+        """
+        given = [np.asarray(one, np.int64) for one in documents]
+        text = ReversedText(vocab_size, sum(len(one) + 1 for one in given))
+        for one in given:
+            text.add(one)
+        raw = text.tokens_B.tobytes()
+        return cls(raw, np.frombuffer(raw, text.width.dtype), sorted_positions(text.tokens_B))
+
+
+class ReversedText:
+    """Documents as they come, each written before the last into memory that is taken once.
+
+    Args:
+        room: how many tokens there may be, with a separator for every document.
+    """
+
+    def __init__(self, vocab_size: int, room: int) -> None:
+        self.width = TokenWidth.of(vocab_size)
+        self._vocab_size = vocab_size
+        num_bytes = (room + 1) * self.width.num_bytes
+        remedy = "take fewer tokens"
+        require(
+            num_bytes <= MAX_TEXT_BYTES,
+            f"a chunk must have at most {MAX_TEXT_BYTES} bytes",
+            num_bytes,
+            remedy,
+        )
+        self._buffer = np.empty(room + 1, self.width.dtype)
+        self._buffer[room] = self.width.separator
+        self.room = room  # what is left of it
+        self.num_tokens = self.num_documents = 0
+
+    def add(self, document: Sequence[int] | NDArray[np.int64]) -> None:
+        """Another document; one without tokens is none. Raises `UserError` for tokens outside of
+        the vocabulary.
+        """
+        tokens = np.asarray(document, np.int64)
+        if not len(tokens):
+            return
+        assert len(tokens) < self.room
+        wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        if len(wrong):
+            raise UserError(
+                f"tokens must lie in [0, {self._vocab_size}), got {wrong[0]}: take the tokenizer of this vocabulary"
+            )
+        end = self.room
+        self.room -= len(tokens) + 1
+        self._buffer[self.room] = self.width.separator
+        self._buffer[self.room + 1 : end] = tokens[::-1]
+        self.num_tokens += len(tokens)
+        self.num_documents += 1
+
+    @property
+    def tokens_B(self) -> NDArray[np.unsignedinteger]:
+        """The text so far."""
+        return self._buffer[self.room :]
+
+
+def sorted_positions(tokens_B: NDArray[np.unsignedinteger]) -> NDArray[np.int32]:
+    """Positions of a reversed text, sorted by what begins there; those of which nothing stands
+    before are left out.
+
+    Sorted as bytes, for which there is a library; what begins within a token is dropped, in place:
+    4 bytes for every byte of the text is all that it takes.
+    """
+    import pydivsufsort
+
+    separator = 256**tokens_B.itemsize - 1
+    width = tokens_B.itemsize
+    order = pydivsufsort.divsufsort(tokens_B.view(np.uint8))
+    num_kept = 0
+    for lo in range(0, len(order), _BLOCK):
+        at = order[lo : lo + _BLOCK]
+        at = at[at % width == 0] // width
+        at = at[tokens_B[at - 1] != separator]  # of the first position, that is the last separator
+        order[num_kept : num_kept + len(at)] = at
+        num_kept += len(at)
+    # ctypes' own type says the same, but memoryviews do not know it
+    return order[:num_kept].view(np.int32)
+
+
+class MatchRange(NamedTuple):
+    """Matches in one chunk: a slice of its sorted positions."""
+
+    chunk: int
+    lo: int
+    hi: int
+
+
+class Matches(NamedTuple):
+    """All places where the same tokens stand."""
+
+    length: int  # tokens of the context's end that were found; 0: none of them
+    ranges: tuple[MatchRange, ...]  # none of them empty
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """In all chunks."""
+        return sum(one.hi - one.lo for one in self.ranges)
+
+
+_NOWHERE = Matches(0, ())
+
+
+class SuffixIndex:
+    """A corpus in one or several chunks, in memory or mapped from files."""
+
+    def __init__(
+        self, chunks: Sequence[CorpusChunk], vocab_size: int, most_ids: int = sys.maxsize
+    ) -> None:
+        self.vocab_size, self._width, self._chunks = (
+            min(vocab_size, most_ids),
+            TokenWidth.of(vocab_size),
+            tuple(chunks),
+        )
+        # Items of a memoryview are numbers of Python, three times as quick to get and to slice with
+        # as those of numpy.
+        self._views = [chunk.position_M.data for chunk in chunks]
+        self.num_tokens = sum(map(len, self._views))
+
+    @classmethod
+    def in_memory(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "SuffixIndex":
+        """Of token ids, document by document. Raises `UserError` for ids outside of the vocabulary."""
+        chunk = CorpusChunk.of(documents, vocab_size)
+        return cls([chunk] if len(chunk.position_M) else [], vocab_size)
+
+    def longest(self, context: Sequence[int], most: int = 16, least: int = 2) -> Matches:
+        """The places with the longest end of `context`, of at most `most` tokens; none where fewer
+        than `least` match.
+
+        Every match has a token that follows it. With `least` 0 and no match, all places of the
+        corpus are found. Raises `ReadError` where a file was cut.
+        """
+        for chunk in self._chunks:
+            chunk.require_whole()
+        wanted = self._reversed(context, most)
+        if len(wanted) < least * self._width.num_bytes:
+            return _NOWHERE
+        places = [self._place(index, wanted) for index in range(len(self._chunks))]
+        length = max((length for length, _ in places), default=0)
+        if length < least:
+            return _NOWHERE
+        wanted = wanted[: length * self._width.num_bytes]
+        ranges = [
+            self._range(index, wanted, at)
+            for index, (own, at) in enumerate(places)
+            if own == length
+        ]
+        return Matches(length, tuple(one for one in ranges if one.lo < one.hi))
+
+    def continuations(
+        self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
+    ) -> NDArray[np.int64]:
+        """What follows the matches, (M, length), -1 behind a document's end.
+
+        Where there are more matches than `most`, so many are drawn, each set of them as likely as
+        any other, and the same ones for the same seed.
+        """
+        drawn_M = _drawn(matches, most, seed)
+        bounds = np.cumsum([0, *(one.hi - one.lo for one in matches.ranges)])
+        cuts = np.searchsorted(drawn_M, bounds)
+        parts = [
+            self._following(one.chunk, drawn_M[cuts[i] : cuts[i + 1]] - bounds[i] + one.lo, length)
+            for i, one in enumerate(matches.ranges)
+        ]
+        return np.concatenate(parts) if parts else np.empty((0, length), np.int64)
+
+    def _reversed(self, context: Sequence[int], most: int) -> bytes:
+        """The context's end as it stands in the text, no further than tokens that no corpus can
+        have.
+        """
+        ids = [int(token) for token in reversed(context[max(0, len(context) - most) :])]
+        known = next(
+            (i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size), len(ids)
+        )
+        return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in ids[:known])
+
+    def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
+        """How many tokens a chunk has of what is wanted, and where in its order they would stand."""
+        text = self._chunks[index].text
+        view = self._views[index]
+        size = len(wanted)
+        width = self._width.num_bytes
+        at = bisect_left(
+            view, wanted, key=lambda position: text[width * position : width * position + size]
+        )
+        beside = (width * view[one] for one in (at - 1, at) if 0 <= one < len(view))
+        return max(
+            (_common_bytes(wanted, text[lo : lo + size]) for lo in beside), default=0
+        ) // width, at
+
+    def _range(self, index: int, wanted: bytes, at: int) -> MatchRange:
+        """All places of a chunk where `wanted` stands; `at` is one of them, or next to one."""
+        text = self._chunks[index].text
+        view = self._views[index]
+        size = len(wanted)
+        width = self._width.num_bytes
+
+        def found(position: int) -> bytes:
+            return text[width * position : width * position + size]
+
+        return MatchRange(
+            index,
+            bisect_left(view, wanted, 0, at, key=found),
+            bisect_right(view, wanted, at, key=found),
+        )
+
+    def _following(self, index: int, order_M: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        chunk = self._chunks[index]
+        at_MC = chunk.position_M[order_M].astype(np.int64)[:, None] - np.arange(1, length + 1)
+        # within the text, wherever that may be
+        tokens_MC = chunk.tokens_B.take(at_MC, mode="clip").astype(np.int64)
+        # separators, and what is no token
+        is_over_MC = np.logical_or.accumulate(tokens_MC >= self.vocab_size, axis=1)
+        tokens_MC[is_over_MC] = -1
+        return tokens_MC
+
+
+def _common_bytes(wanted: bytes, found: bytes) -> int:
+    """How many bytes both begin with."""
+    size = len(wanted)
+    difference = int.from_bytes(wanted, "big") ^ int.from_bytes(found.ljust(size, b"\0"), "big")
+    return min(size - (difference.bit_length() + 7) // 8, len(found))
+
+
+def _drawn(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
+    """Which of the matches are looked at, counted through all ranges, in rising order."""
+    if matches.count <= most:
+        return np.arange(matches.count)
+    key = [seed, matches.length, *(number for one in matches.ranges for number in one)]
+    drawn = np.random.default_rng(key).choice(matches.count, most, replace=False, shuffle=False)
+    return np.sort(drawn)
+
+
+Ints = NDArray[np.int64]
+
+
+class Trie(NamedTuple):
+    """Nodes in falling order of their counts; a parent stands before its children."""
+
+    parent_R: Ints  # index of the parent among the nodes, -1 below the root
+    token_R: Ints
+    count_R: Ints  # continuations that pass through the node
+    num_continuations: int
+
+
+def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
+    """The nodes that most continuations pass through, with all their ancestors; a row ends where it
+    is negative.
+
+    Of nodes with the same count the less deep comes first, then the one whose path has the lower
+    tokens, wherever the two paths part. So the choice does not depend on the order of the rows.
+    """
+    num_rows, depth = continuations_MC.shape
+    if not num_rows or not depth:
+        none_R = np.empty(0, np.int64)
+        return Trie(none_R, none_R, none_R, num_rows)
+    is_over_MC = np.logical_or.accumulate(continuations_MC < 0, axis=1)
+    sorted_CM = _sorted_rows(np.where(is_over_MC, -1, continuations_MC)).T
+    # A run of rows with the same first tokens is a node; runs of one depth lie side by side, those
+    # below them behind.
+    is_first_CM = np.ones((depth, num_rows), bool)
+    np.logical_or.accumulate(sorted_CM[:, 1:] != sorted_CM[:, :-1], axis=0, out=is_first_CM[:, 1:])
+    first = np.flatnonzero(is_first_CM)
+    count = np.diff(first, append=num_rows * depth)
+    run_CM = np.cumsum(is_first_CM) - 1
+    token = sorted_CM.ravel()[first]
+    kept = np.argsort(np.where(token < 0, 0, -count), kind="stable")[
+        : min(num_nodes, np.count_nonzero(token >= 0))
+    ]
+    parent = np.where(first < num_rows, -1, run_CM[first - num_rows])
+    rank = np.full(len(first) + 1, -1)  # the last entry is the root's
+    rank[kept] = np.arange(len(kept))
+    return Trie(rank[parent[kept]], token[kept], count[kept], num_rows)
+
+
+def _sorted_rows(rows_MC: Ints) -> Ints:
+    """By the first token, then the second and so on: big-endian bytes compare in that order, and in
+    one go.
+    """
+    keys_MC = np.ascontiguousarray(rows_MC + 1, dtype=">u4")
+    order_M = np.argsort(keys_MC.view(f"S{4 * rows_MC.shape[1]}").ravel(), kind="stable")
+    return rows_MC[order_M]

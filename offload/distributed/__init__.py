@@ -1,0 +1,1 @@
+"""Many processes that run one target: transport, joining, shards, pipeline stages."""

@@ -1,0 +1,370 @@
+"""The service of the draft rank: it guesses ahead all the time, and answers the head from what it
+has.
+
+    DRAFT    RESET, GROW, ACCEPT from the head; GROW is answered once, soon: with fewer nodes if
+    more would take long RESULT   TREE, where a head waits for stages, too; ERROR
+
+Invariant: every GROW gets one TREE, and what is told is the tree's best, in their order
+(`draft_tree.py`); how far the tree was run ahead changes how soon.
+
+The draft rank's tree of one text: it lives from step to step, and hands out its best nodes one
+after the other.
+
+Every node that was run has children with the chances p = softmax(beta u), as in
+`drafting/dynamic.py`; f is the product of p below the root. When tokens are accepted the root moves
+down, the rows of what hangs below stay in the cache, and what does not is forgotten. A node is
+certain to be the next best once every node with a larger f has been run, for f never rises along a
+path; only such nodes are handed out. Invariant: so which nodes are told, and in which order, does
+not depend on how much was run ahead, and parents come before their children.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.distributed.orders import error_message, sampling_of, text_of
+from offload.distributed.transport import Channel, Kind, Message, RankError, Transport
+from offload.drafting.base import ByKind
+from offload.drafting.draft_model import Draft
+from offload.drafting.dynamic import DraftCalibration
+from offload.drafting.static import point_mass_scores
+from offload.kernels.registry import REFERENCES, KernelSet
+from offload.model.streamed import StreamedModel
+from offload.sampling.sampler import Sampler
+from offload.units import Sampling
+
+_NUM_CHILDREN = 32  # that a node may have
+_ROWS_PER_PASS = 8  # at most
+
+
+@dataclass(slots=True, eq=False)
+class DraftNode:
+    """A token after a path.
+
+    Attributes:
+        number: by which the head knows it; None was not told yet.
+        row: among the uncommitted rows; None was not run, or is committed.
+        children: of falling chance; None was not run.
+        score_V: what they are ranked by.
+    """
+
+    token: int
+    position: int
+    parent: "DraftNode | None" = None
+    p: float = 1.0  # its own chance
+    log_f: float = 0.0  # of its path below the first root of the text
+    number: int | None = None
+    row: int | None = None
+    children: "list[DraftNode] | None" = None
+    score_V: Tensor | None = None
+
+
+class BestNodes(NamedTuple):
+    """The best nodes, as far as they are known."""
+
+    nodes: list[DraftNode]  # not told yet, certain, best first
+    to_run: list[DraftNode]  # that have to be run to know more; best first
+
+
+class DraftNodeUpdate(NamedTuple):
+    """A node as the head hears of it."""
+
+    number: int
+    parent: int
+    token: int
+    f: float  # chance of its path below the root
+    p: float
+
+
+class DraftTree:
+    """A resident draft model, its cache of one text, and the tree below the last accepted token.
+
+    Args:
+        vocab_size: of the target.
+        num_rows: rows of the tree that the cache has room for, beside `context` committed tokens.
+
+    Attributes:
+        root: the newest committed token; its path begins every other.
+        capacity: `num_rows`.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        vocab_size: int,
+        context: int,
+        num_rows: int,
+        kernels: KernelSet = REFERENCES,
+    ) -> None:
+        self._cache = model.new_cache(context + num_rows, kernels.kv_commit)
+        self._draft = Draft(model, vocab_size, self._cache)
+        self._context = context
+        self.capacity = num_rows
+        self._tokens = list[int]()
+
+    @property
+    def num_rows(self) -> int:
+        """U: rows that were run below the root."""
+        return len(self._rows)
+
+    def begin(self, tokens: Sequence[int], sampler: Sampler, sharpness: DraftCalibration) -> None:
+        """A text begins with these committed tokens, at least one; what it shares with the last one
+        is not run again.
+
+        `sharpness` learns from the tokens that follow.
+        """
+        agreed = takewhile(
+            lambda pair: pair[0] == pair[1], zip(self._tokens, tokens[:-1], strict=False)
+        )
+        self._cache.clear(sum(1 for _ in agreed))
+        self._tokens = list(tokens)
+        self._sampler = sampler
+        self._sharpness = sharpness
+        self.root, self._rows = DraftNode(tokens[-1], len(tokens) - 1, number=0), list[DraftNode]()
+        self._numbers, self._news = count(1), list[tuple[DraftNode, int]]()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The root moves down to the last of these; those that nobody guessed are new nodes."""
+        path = list[DraftNode]()
+        for token in tokens:
+            self._learn(token)
+            path.append(self._child(token))
+            path[-1].parent, self.root = None, path[-1]
+        self._tokens += tokens
+        kept = [node for node in self._rows if self._is_below_root(node)]
+        self._cache.commit(
+            [node.row for node in path if node.row is not None],
+            [self._row_of(node) for node in kept],
+        )
+        self.root.row = None
+        self._rows = kept
+        for row, node in enumerate(kept):
+            node.row = row
+
+    def best(self, num_nodes: int, least_f: float, least_p: float) -> BestNodes:
+        """The best nodes not told yet that meet the cut-offs, on paths that meet them; at most so
+        many.
+        """
+        nodes = list[DraftNode]()
+        to_run = list[DraftNode]()
+        num_seen = 0
+        most_to_run = min(_ROWS_PER_PASS, self.capacity - len(self._rows))
+        for node in self._in_order(least_f, least_p):
+            if node.number is None:
+                num_seen += 1
+                nodes += [] if to_run else [node]
+            if num_seen == num_nodes:  # a child of the last one would be no better
+                break
+            if node.children is None and (
+                node is self.root or (most_to_run > 0 and node.position < self._context)
+            ):
+                to_run.append(node)
+                if len(to_run) >= most_to_run:
+                    break
+        return BestNodes(nodes, to_run)
+
+    def _in_order(self, least_f: float, least_p: float) -> Iterator[DraftNode]:
+        """The root, then all known nodes by falling f; of siblings the next one is looked at when
+        one has been.
+        """
+        least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
+        serial = count(1)
+        heap = [(-self.root.log_f, 0, [self.root], 0)]
+        while heap:
+            _, _, siblings, index = heapq.heappop(heap)
+            yield siblings[index]
+            for others, at in ((siblings, index + 1), (siblings[index].children or [], 0)):
+                if at < len(others) and others[at].p >= least_p and others[at].log_f >= least_log_f:
+                    heapq.heappush(heap, (-others[at].log_f, next(serial), others, at))
+
+    def run(self, nodes: Sequence[DraftNode]) -> None:
+        """Score nodes whose parents were run, in one pass; the root comes alone, behind all that is
+        committed.
+        """
+        is_root = nodes[0] is self.root
+        logits_WV = self._draft.catch_up(self._tokens) if is_root else self._run_rows(nodes)
+        score_WV = point_mass_scores(
+            logits_WV, self._sampler, [node.position + 1 for node in nodes]
+        ).float()
+        log_p_WV = (self._sharpness.exponent * score_WV).log_softmax(1)
+        best_WK = log_p_WV.topk(min(_NUM_CHILDREN, log_p_WV.shape[1]))
+        for row, (log_p_K, token_K) in enumerate(
+            zip(best_WK.values.tolist(), best_WK.indices.tolist(), strict=True)
+        ):
+            node = nodes[row]
+            node.score_V = score_WV[row].clone()  # a view would keep those of all the pass
+            node.children = [
+                DraftNode(token, node.position + 1, node, math.exp(log_p), node.log_f + log_p)
+                for log_p, token in zip(log_p_K, token_K, strict=True)
+                if log_p > -math.inf
+            ]
+
+    def tell(self, nodes: Sequence[DraftNode]) -> list[DraftNodeUpdate]:
+        """What the head has to hear: of tokens that were accepted and never told, then of these,
+        which get numbers.
+        """
+        news = self._news
+        self._news = []
+        for node in nodes:
+            assert node.parent is not None and node.parent.number is not None, (
+                "a parent is told before its children"
+            )
+            node.number = next(self._numbers)
+            news.append((node, node.parent.number))
+        return [
+            DraftNodeUpdate(
+                self._number_of(node),
+                parent,
+                node.token,
+                min(1.0, math.exp(node.log_f - self.root.log_f)),
+                node.p,
+            )
+            for node, parent in news
+        ]
+
+    def _run_rows(self, nodes: Sequence[DraftNode]) -> Tensor:
+        first = len(self._rows)
+        self._rows += nodes
+        sees_WU = torch.zeros(len(nodes), len(self._rows), dtype=torch.bool)
+        for sees_U, (row, node) in zip(sees_WU, enumerate(nodes, first), strict=True):
+            node.row = row
+            above = node
+            while above is not self.root:
+                sees_U[self._row_of(above)] = True
+                assert above.parent is not None, "it hangs below the root"
+                above = above.parent
+        position_U = torch.tensor([node.position for node in self._rows])
+        return self._draft.run(torch.tensor([node.token for node in nodes]), position_U, sees_WU)
+
+    def _learn(self, token: int) -> None:
+        if self.root.score_V is not None:
+            self._sharpness.learn(self.root.score_V[None], torch.tensor([token]))
+
+    def _child(self, token: int) -> DraftNode:
+        """Of the root; told, or among the news."""
+        child = next((node for node in self.root.children or () if node.token == token), None)
+        child = child or DraftNode(token, self.root.position + 1, log_f=self.root.log_f)
+        if child.number is None:
+            child.number = next(self._numbers)
+            self._news.append((child, self._number_of(self.root)))
+        return child
+
+    def _is_below_root(self, node: DraftNode) -> bool:
+        above = node.parent
+        while above is not None and above is not self.root:
+            above = above.parent
+        return above is not None
+
+    @staticmethod
+    def _row_of(node: DraftNode) -> int:
+        assert node.row is not None, "it was run, and is not committed"
+        return node.row
+
+    @staticmethod
+    def _number_of(node: DraftNode) -> int:
+        assert node.number is not None, "it was told, or is among the news"
+        return node.number
+
+
+_MOST_PASSES = 4  # for one answer, if it has a node at all
+_ANSWER = 8  # nodes that are made ready while nobody asks
+_AHEAD = 2  # one of so many rows may be run while nobody asks; the others are kept for answers
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A GROW that was not answered yet."""
+
+    num_nodes: int
+    least_f: float
+    least_p: float
+    num_passes: int = 0
+
+
+def serve_draft(transport: Transport, tree: DraftTree, vocab_size: int, head: int = 0) -> None:
+    """Draft until the head says STOP; `vocab_size` is the target's.
+
+    Raises `RankError` where the head is lost; any other error is told to it, and raised.
+    """
+    service = _Service(transport, tree, vocab_size, head)
+    is_idle = True
+    try:
+        while True:
+            # Whoever has nothing to run sleeps; else what has arrived comes first: it may change
+            # what is worth running.
+            message = (transport.receive if is_idle else transport.poll)(head, Channel.DRAFT)
+            if message is None:
+                is_idle = not service.step()
+            elif message.kind in (Kind.STOP, Kind.ERROR):
+                return
+            else:
+                service.take(message)
+                is_idle = False
+    except RankError:
+        raise
+    except Exception as error:
+        transport.send(head, Channel.RESULT, error_message(error))
+        raise
+
+
+class _Service:
+    """One tree, and what the head has asked for."""
+
+    def __init__(self, transport: Transport, tree: DraftTree, vocab_size: int, head: int) -> None:
+        self._transport = transport
+        self._tree = tree
+        self._vocab_size = vocab_size
+        self._head = head
+        self._sharpness = ByKind[Sampling, DraftCalibration](DraftCalibration)
+        self._asked: _Asked | None = None
+
+    def take(self, message: Message) -> None:
+        """Note what the head says."""
+        if message.kind == Kind.RESET:
+            self._begin(message)
+        elif message.kind == Kind.ACCEPT:
+            self._tree.accept(message.numbers)
+        elif message.kind == Kind.GROW and message.payload is not None:
+            assert self._asked is None, "one question at a time"
+            self._asked = _Asked(message.numbers[0], *message.payload.tolist())
+        else:
+            raise ValueError(f"a draft was told to {message.kind.name}")
+
+    def step(self) -> bool:
+        """Answer, or run one pass; False where there is nothing to do."""
+        asked = self._asked
+        tree = self._tree
+        if asked is None:
+            room = tree.capacity // _AHEAD - tree.num_rows
+            to_run = tree.best(_ANSWER, 1 / tree.capacity, 0.0).to_run[: max(0, room)]
+        else:
+            nodes, to_run = tree.best(asked.num_nodes, asked.least_f, asked.least_p)
+            is_late = asked.num_passes >= _MOST_PASSES and bool(nodes)
+            if len(nodes) == asked.num_nodes or not to_run or is_late:
+                self._answer(tree.tell(nodes))
+                return True
+            asked.num_passes += 1
+        if to_run:
+            tree.run(to_run)
+        return bool(to_run)
+
+    def _begin(self, message: Message) -> None:
+        if self._asked is not None:  # at a tree that is gone
+            self._answer([])
+        sampling = sampling_of(message)
+        sharpness = self._sharpness[replace(sampling, seed=0)]
+        self._tree.begin(text_of(message), Sampler(sampling, self._vocab_size), sharpness)
+
+    def _answer(self, told: Sequence[DraftNodeUpdate]) -> None:
+        self._asked = None
+        numbers = [number for node in told for number in (node.number, node.parent, node.token)]
+        payload = (
+            torch.tensor([(node.f, node.p) for node in told], dtype=torch.float64) if told else None
+        )
+        self._transport.send(self._head, Channel.RESULT, Message(Kind.TREE, numbers, payload))

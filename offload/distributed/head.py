@@ -1,0 +1,475 @@
+"""The head of a pipeline: it writes the text, and says what the stages compute and what the draft
+guesses.
+
+    begin     RESET, the prompt in runs of up to 512 rows, each committed at once: stages overlap
+    without any guess
+    advance   until a token is emitted: issue what may be issued, ask for guesses, sleep until
+    anything arrives, walk end       nobody needs what is on its way
+    stop      the services end
+
+Runs on their way survive between two calls of `advance`, so stages and draft work while the caller
+does something else. What runs are about is the run table's (`runs.py`); here is when. Replies come
+on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. Invariant: what is
+emitted is a walk over draws, whatever arrives when.
+
+From which chance on a guess is worth a row of a run: the paper's rule, and a price.
+
+f is the chance that the target walks through a node, so a row is worth f tokens; it costs the
+slowest stage some time. f falls along a path by itself, which is what the paper's recovery factor
+is for. Neither rule changes what is emitted.
+
+When runs were issued, stopped and back, and when tokens were emitted.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from itertools import takewhile
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from offload.distributed.orders import reset_message
+from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
+from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.errors import RankError
+from offload.interrupts import held_back
+from offload.memory.plan import PROMPT_ROWS
+from offload.rank_roles import PaperCut, PipelineOptions, Roles
+from offload.sampling.sampler import require_token
+from offload.units import Sampling, require
+
+
+class Least(NamedTuple):
+    """Bounds of guesses that are asked for."""
+
+    f: float  # of the whole path below the root
+    p: float  # of the token alone, among its siblings
+
+
+class CutOff(Protocol):
+    """A rule, which is told what has come of earlier guesses."""
+
+    def least(self, token_s: float) -> Least:
+        """What a guess needs now, where a token takes so many seconds; 0 is not known yet."""
+
+    def speculated(self) -> None:
+        """Guesses have come."""
+
+    def accepted(self) -> None:
+        """A run was accepted, in part at least."""
+
+    def failed(self) -> bool:
+        """Nothing was likely enough: whether the rule asks for less now, so that another attempt
+        makes sense.
+        """
+
+
+class Price:
+    """A row has to be worth its time: f >= (seconds of one more row at the slowest stage) /
+    (seconds of a token).
+    """
+
+    def __init__(self, row_s: float) -> None:
+        self._row_s = row_s
+
+    def least(self, token_s: float) -> Least:
+        """0 while nothing is known."""
+        return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
+
+    def speculated(self) -> None:
+        """Nothing to note."""
+
+    def accepted(self) -> None:
+        """Nothing to note."""
+
+    def failed(self) -> bool:
+        """The price stays."""
+        return False
+
+
+class RisingCut:
+    """PipeInfer's (2407.11798, section IV): what is guessed on top of unproved guesses has to be
+    surer.
+
+    cut = start + recovery x (batches since a run was accepted) - decay x (attempts that found
+    nothing since then)
+    """
+
+    def __init__(self, rule: PaperCut) -> None:
+        self._rule = rule
+        self._num_batches = 0
+        self._num_fails = 0
+
+    @property
+    def _cut(self) -> float:
+        return (
+            self._rule.start
+            + self._num_batches * self._rule.recovery
+            - self._num_fails * self._rule.decay
+        )
+
+    def least(self, token_s: float) -> Least:
+        """By the token's own chance; time does not matter."""
+        return Least(0.0, max(0.0, self._cut))
+
+    def speculated(self) -> None:
+        """The next batch has to be surer."""
+        self._num_batches += 1
+
+    def accepted(self) -> None:
+        """Back to the start."""
+        self._num_batches = self._num_fails = 0
+
+    def failed(self) -> bool:
+        """The next attempt may be less sure, down to anything at all."""
+        can_fall = self._rule.decay > 0 and self._cut > 0
+        self._num_fails += can_fall
+        return can_fall
+
+
+_KEPT = 0.9  # of the time of a token so far, from one step to the next
+# times that time: a longer one is no token's, but that of a process that was stopped or has slept
+_MOST_RISE = 10.0
+
+# dead: back, without draws
+What = Literal["begun", "issued", "cancelled", "drawn", "dead", "emitted"]
+
+
+class RunEvent(NamedTuple):
+    """One moment of a text."""
+
+    time_s: float  # of the head's clock
+    what: What
+    run: int  # -1 where none is meant
+    num: int = 0  # rows of a run, tokens that were emitted
+
+
+Listener = Callable[[RunEvent], None]
+
+
+class TokenTime:
+    """Seconds of a token, lately; `token_s` is 0 while nothing is known."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        self._last_s: float | None = None
+
+    def begin(self) -> None:
+        """A text begins, and its first tokens take as long as the prompt; what was known before
+        still holds.
+        """
+        self._last_s = None
+
+    def emitted(self, num: int, now_s: float) -> None:
+        """So many tokens have come at once."""
+        if self._last_s is not None:
+            token_s = (now_s - self._last_s) / num
+            counted_s = min(token_s, _MOST_RISE * self.token_s)
+            self.token_s = (
+                _KEPT * self.token_s + (1 - _KEPT) * counted_s if self.token_s else token_s
+            )
+        self._last_s = now_s
+
+
+class RowPrice(NamedTuple):
+    """What rows of a run cost where they cost most."""
+
+    row_s: float = 0.0  # seconds of one row more at the slowest stage
+    num_free: int = 4  # rows that take hardly longer than one
+
+
+_UNKNOWN = RowPrice()
+
+
+class _Draft(Enum):
+    """What is known of the draft's readiness."""
+
+    IDLE = "may be asked"
+    ASKED = "has not answered yet"
+    OUTDATED = "has not answered yet, and the root has moved since"
+    SHORT = "gave less than was asked for: better issued than waited for"
+    DRY = "has nothing more that is worth a row until the root moves"
+
+
+class Head:
+    """One text after the other over stages and, where guesses are made, a draft.
+
+    Methods raise `RankError`, `advance` also `UserError` for scores that are no numbers.
+
+    Args:
+        num_uncommitted: rows that every stage's cache has room for behind the committed ones.
+        price: from `calibrate`; of use to the rule of cut-off, and for the size of runs.
+        listen: is told when runs begin and end.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        roles: Roles,
+        options: PipelineOptions,
+        num_uncommitted: int,
+        *,
+        price: RowPrice = _UNKNOWN,
+        listen: Listener = lambda _: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        remedy = "name a draft rank, or `pipeline` plain"
+        require(
+            roles.draft is not None or not options.speculates,
+            "guesses need a draft",
+            "none",
+            remedy,
+        )
+        self._transport = transport
+        self._roles = roles
+        self._options = options
+        self.listen = listen
+        self._clock = clock
+        self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
+        self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
+        self._cut: CutOff = Price(price.row_s) if options.cut is None else RisingCut(options.cut)
+        self._ways, self._time, self._tokens = _ways(roles), TokenTime(), list[int]()
+        self._draft = _Draft.IDLE
+        self._num_asked = 0
+        self._num_stale = 0
+
+    def begin(
+        self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int = sys.maxsize
+    ) -> None:
+        """A text that begins with these tokens, at least one, and has at most `end`.
+
+        What agrees with the text before is not run again, up to `most_kept` tokens.
+        """
+        with held_back():
+            self._begin(tokens, sampling, end, most_kept)
+
+    def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int) -> None:
+        self.end()
+        known = self._tokens[: self._table.num_committed]
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(known, tokens[:-1], strict=False))
+        num_kept = min(sum(1 for _ in agreed), most_kept)
+        self._tokens = list(tokens)
+        self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
+        self._time.begin()
+        self._tell("begun")
+        self._reset(num_kept, sampling)
+        for lo in range(num_kept, len(tokens), PROMPT_ROWS):
+            self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
+        self._fill()
+
+    def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:
+        """The next tokens, at least one; none where the text has reached its end.
+
+        `on_arrival` is called when anything has arrived; what it raises leaves the text where it
+        is.
+        """
+        while not self._table.is_complete:
+            with held_back():  # what stages are told and what the table holds must be the same
+                self._fill()
+            self._transport.wait_any(self._ways)
+            on_arrival()
+            with held_back():
+                self._take_arrived()
+                step = self._table.walk()
+                if step is not None:
+                    self._take_step(step)
+                    self._fill()
+                    return step.tokens
+        return []
+
+    def end(self) -> None:
+        """The text is done: what is on its way is not needed, and its answers will be passed over."""
+        self._cancel(self._table.abandon())
+        self._num_stale += self._draft in (_Draft.ASKED, _Draft.OUTDATED)
+        self._draft = _Draft.IDLE
+        self._cut.accepted()
+
+    def stop(self) -> None:
+        """The services end, whatever they wait for, as far as they are there."""
+        with suppress(RankError):
+            self.end()
+        ways = [(rank, Channel.CONTROL) for rank in range(self._transport.num_ranks)]
+        ways += [(self._roles.stages[0], Channel.DATA)]
+        ways += [] if self._roles.draft is None else [(self._roles.draft, Channel.DRAFT)]
+        for way in ways:
+            with suppress(RankError):
+                self._transport.send(*way, Message(Kind.STOP))
+
+    def _reset(self, num_kept: int, sampling: Sampling) -> None:
+        message = reset_message(num_kept, sampling)
+        self._data(Kind.RESET, message.numbers, message.payload)
+        self._ask_draft(reset_message(num_kept, sampling, self._tokens))
+
+    def _issue_prompt(self, lo: int, hi: int) -> None:
+        """Positions [lo, hi) of the prompt; only the very last row is drawn."""
+        run = self._table.new_run()
+        num_rows = hi - lo
+        sees = [list(range(row + 1)) for row in range(num_rows)]
+        rows = Issue(run, self._tokens[lo:hi], list(range(lo, hi)), sees)
+        self._tell("issued", run, num_rows)
+        self._data(Kind.RUN, _run_numbers(rows, int(hi == len(self._tokens))))
+        self._table.commit_prompt(run, num_rows)
+        self._data(Kind.COMMIT, [num_rows, *range(num_rows)])
+
+    def _fill(self) -> None:
+        """Issue and ask for whatever may be issued and asked for now."""
+        if self._table.is_complete:
+            return
+        self._ask_for_guesses()
+        while self._table.has_credit and (nodes := self._next_nodes()):
+            issued = self._table.issue(nodes)
+            self._tell("issued", issued.run, len(nodes))
+            self._data(Kind.RUN, _run_numbers(issued, len(nodes)))
+            self._draft = _Draft.IDLE if self._draft == _Draft.SHORT else self._draft
+            self._ask_for_guesses()
+
+    def _next_nodes(self) -> list[RunNode]:
+        """What the next run has, the root first; nothing where waiting is better."""
+        root = self._table.root
+        mode = self._options.mode
+        if root.run is None:
+            is_early = mode == "sync" and self._draft in (_Draft.ASKED, _Draft.OUTDATED)
+            return (
+                []
+                if is_early
+                else [
+                    root,
+                    *self._guesses(self._most_rows - 1 if self._options.is_continuous else 0),
+                ]
+            )
+        if mode != "async" or (not self._options.is_continuous and self._table.speculates):
+            return []
+        nodes = self._guesses(self._num_wanted)
+        is_all = self._draft in (_Draft.SHORT, _Draft.DRY)
+        return nodes if is_all or len(nodes) == self._num_wanted else []
+
+    @property
+    def _num_wanted(self) -> int:
+        """Guesses of the next run: without continuous speculation those of all runs at once."""
+        num_runs = (
+            1 if self._options.is_continuous else self._options.num_runs(len(self._roles.stages))
+        )
+        num_roots = int(self._options.mode == "sync")  # whose run begins with it
+        return min(self._most_rows * num_runs - num_roots, self._table.room)
+
+    def _guesses(self, count: int) -> list[RunNode]:
+        return self._table.best(count, self._cut.least(self._time.token_s).f)
+
+    def _ask_for_guesses(self) -> None:
+        """As many as one run has room for and are not there, while the draft has nothing else to
+        do.
+        """
+        if self._draft == _Draft.SHORT and not self._table.has_credit:
+            self._draft = _Draft.IDLE  # nothing can be issued, so there is time for more
+        is_busy = self._options.mode == "sync" and self._table.num_on_way > 0
+        if not self._options.speculates or self._draft != _Draft.IDLE or is_busy:
+            return
+        self._num_asked = self._num_wanted - len(self._guesses(self._num_wanted))
+        if self._num_asked > 0:
+            least = torch.tensor(self._cut.least(self._time.token_s), dtype=torch.float64)
+            self._ask_draft(Message(Kind.GROW, [self._num_asked], least))
+            self._draft = _Draft.ASKED
+
+    def _take_arrived(self) -> None:
+        """Take all messages that have arrived."""
+        for source, channel in self._ways:
+            while (message := self._transport.poll(source, channel)) is not None:
+                self._take(source, message)
+
+    def _take(self, source: int, message: Message) -> None:
+        if message.kind == Kind.DRAWN and source == self._roles.stages[-1]:
+            self._take_draws(source, message.numbers)
+        elif message.kind == Kind.TREE and source == self._roles.draft:
+            self._take_tree(message)
+        elif message.kind == Kind.ERROR and message.payload is not None:
+            raise RankError(
+                f"rank {source}: {bytes(message.payload.tolist()).decode(errors='replace')}"
+            )
+        else:
+            raise RankError(f"rank {source} has sent {message.kind.name}, which ends the text")
+
+    def _take_draws(self, source: int, numbers: Sequence[int]) -> None:
+        run, is_dead, *tokens = numbers
+        try:
+            self._table.drawn(run, bool(is_dead), tokens)
+        except ValueError as error:
+            raise RankError(f"rank {source}: {error}") from None
+        self._tell("dead" if is_dead else "drawn", run, len(tokens))
+
+    def _take_tree(self, message: Message) -> None:
+        """Guesses; none says that no more are worth it, unless the draft was asked at another root."""
+        if self._num_stale:
+            self._num_stale -= 1
+            return
+        p_N = [] if message.payload is None else message.payload[:, 1].tolist()
+        numbers = iter(message.numbers)
+        nodes = zip(numbers, numbers, numbers, p_N, strict=True)
+        num_new = sum(self._table.offer(*node) is not None for node in nodes)
+        if num_new:
+            self._cut.speculated()
+        if self._draft == _Draft.OUTDATED or num_new >= self._num_asked:
+            self._draft = _Draft.IDLE
+        elif num_new:
+            self._draft = _Draft.SHORT
+        else:
+            self._draft = _Draft.IDLE if self._cut.failed() else _Draft.DRY
+
+    def _take_step(self, step: RunStep) -> None:
+        """Tell everybody what was emitted, those first who need not go on."""
+        self._cancel(step.dead)
+        self._data(Kind.COMMIT, [len(step.path), *step.path, *step.kept])
+        self._tokens += map(require_token, step.tokens)
+        self._ask_draft(Message(Kind.ACCEPT, step.tokens))
+        is_asked = self._draft in (_Draft.ASKED, _Draft.OUTDATED)
+        self._draft = _Draft.OUTDATED if is_asked else _Draft.IDLE
+        self._cut.accepted()
+        self._time.emitted(len(step.tokens), self._clock())
+        self._tell("emitted", num=len(step.tokens))
+
+    def _cancel(self, runs: Sequence[int]) -> None:
+        if not runs or not self._options.cancels:
+            return
+        for rank in sorted(set(self._roles.stages)):
+            self._transport.send(rank, Channel.CONTROL, Message(Kind.CANCEL, runs))
+        for run in runs:
+            self._tell("cancelled", run)
+
+    def _data(
+        self, kind: Kind, numbers: Sequence[int] = (), payload: torch.Tensor | None = None
+    ) -> None:
+        self._transport.send(self._roles.stages[0], Channel.DATA, Message(kind, numbers, payload))
+
+    def _ask_draft(self, message: Message) -> None:
+        if self._roles.draft is not None and self._options.speculates:
+            self._transport.send(self._roles.draft, Channel.DRAFT, message)
+
+    def _tell(self, what: What, run: int = -1, num: int = 0) -> None:
+        self.listen(RunEvent(self._clock(), what, run, num))
+
+
+def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:
+    """RUN as it travels: the last `num_drawn` rows are drawn."""
+    numbers = [rows.run, 0, len(rows.tokens), num_drawn]
+    for pair in zip(rows.tokens, rows.positions, strict=True):
+        numbers += pair
+    for seen in rows.sees:
+        numbers += [len(seen), *seen]
+    return numbers
+
+
+def _ranks(roles: Roles) -> list[int]:
+    """Everybody who serves, once."""
+    return sorted({*roles.stages, *([] if roles.draft is None else [roles.draft])})
+
+
+def _ways(roles: Roles) -> list[tuple[int, Channel]]:
+    """Where anything for the head may arrive; rank 0 hears its own orders on the other channels."""
+    ways = [(rank, Channel.RESULT) for rank in _ranks(roles)]
+    ways += [(rank, Channel.CONTROL) for rank in _ranks(roles) if rank != 0]
+    return ways + [
+        (rank, Channel.DRAFT) for rank in _ranks(roles) if rank == roles.draft and rank != 0
+    ]

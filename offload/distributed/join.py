@@ -1,0 +1,307 @@
+"""From processes that only know where to meet to ranks that talk: everybody's card is compared
+first.
+
+Cards lie in the store of torch.distributed, as JSON. Who does not come in time is named; who comes
+with another version, other files or other options is refused, on every rank alike and before
+anything is sent.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from offload.checkpoint.identity import PARTS, ModelIdentity, proved
+from offload.distributed.transport import Channel, Gloo, Groups, choose_interface
+from offload.distributed.watch import limit
+from offload.errors import TOLD, RankError, UserError, reason
+from offload.interrupts import terminated_at_once, terminated_later
+from offload.rank_roles import RankInfo
+
+# of messages and cards; another number for every change that an older rank would misread
+PROTOCOL = 2
+JOIN_LIMIT_S = 120.0
+EXCHANGE_LIMIT_S = 60.0
+_MAX_CARD_BYTES = 65536
+_KINDS = (str, list, dict, dict)  # of what a card tells
+_ASK_AGAIN_S = 0.1
+_PATIENCE = 1.2  # of who waits in an exchange, so that silence is noticed first
+# for rank 0 to print what it has heard, before torchrun ends it because another has ended
+_TELL_S = 1.0
+SAME_FILES = "give both the same files"
+_REMEDIES = {
+    "offload": "install the same version on both", "torch": "install the same version on both",
+    "protocol": "install the same version on both", "options": "start both with the same flags",
+    **dict.fromkeys(PARTS, SAME_FILES),
+}  # fmt: skip
+
+
+class RankHandshake(NamedTuple):
+    """What a rank says of itself when it joins."""
+
+    must_agree: dict[str, str]  # by the keys of `_REMEDIES`
+    proofs: dict[str, str]  # of the weights, see `ModelIdentity`
+    host: str  # a name, and what tells apart hosts of one name
+    disks: list[str]  # that weights are read from
+
+    @classmethod
+    def of_this(cls, model: ModelIdentity, options: str, shards: Sequence[Path]) -> "RankHandshake":
+        """This process's; the arguments are those of `joined`."""
+        release = ".".join(torch.__version__.split(".")[:2])
+        version = sys.modules["offload"].__version__  # above all rooms, and imported before any
+        agreed = {
+            "offload": version,
+            "torch": release,
+            "protocol": str(PROTOCOL),
+            "options": options,
+            **model.parts,
+        }
+        disks = sorted({str(path.stat().st_dev) for path in shards})
+        return cls(agreed, dict(model.proofs), f"{socket.gethostname()} {_boot_id()}", disks)
+
+    @classmethod
+    def parse(cls, content: bytes, rank: int) -> "RankHandshake":
+        """A stranger's. Raises `UserError`."""
+        try:
+            card = cls(**json.loads(content)) if len(content) <= _MAX_CARD_BYTES else None
+        except (ValueError, TypeError, RecursionError):
+            card = None
+        told = [] if card is None else [card.host, card.disks, card.must_agree, card.proofs]
+        if card is None or not all(
+            isinstance(one, kind) for one, kind in zip(told, _KINDS, strict=True)
+        ):
+            raise UserError(f"rank {rank} says of itself what is no card: {_REMEDIES['protocol']}")
+        return card
+
+
+class Joined(NamedTuple):
+    """Ranks that have found each other."""
+
+    transport: Gloo
+    cards: list[RankHandshake]  # by rank
+
+    def note(self) -> str:
+        """What the user should know of where ranks are; empty where there is nothing."""
+        users = defaultdict[tuple[str, str], list[int]](list)
+        for rank, card in enumerate(self.cards):
+            for disk in card.disks:
+                users[card.host, disk].append(rank)
+        shared = sorted({tuple(ranks) for ranks in users.values() if len(ranks) > 1})
+        return "; ".join(
+            f"ranks {_listed(ranks)} read one disk, its speed is divided" for ranks in shared
+        )
+
+
+@contextmanager
+def joined(
+    place: RankInfo,
+    model: ModelIdentity,
+    options: str,
+    shards: Sequence[Path],
+    *,
+    limit_s: float = JOIN_LIMIT_S,
+    exchange_limit_s: float = EXCHANGE_LIMIT_S,
+) -> Iterator[Joined]:
+    """Ranks that talk until this context ends; how it ends is every rank's last word to the others.
+
+    Args:
+        model: must be the same on all ranks, as far as is known yet.
+        options: what else must be the same, as a user would recognise it.
+        shards: files that weights are read from, whose disks are compared.
+        limit_s: how long to wait for a rank that does not come.
+        exchange_limit_s: how long a rank may be silent, or keep others waiting in an exchange.
+
+    Raises `UserError` where a rank does not come or does not agree.
+    """
+    with terminated_at_once():
+        store = meet(place, limit_s)
+    cards = exchange_cards(store, place, RankHandshake.of_this(model, options, shards), limit_s)
+    with _told():
+        compare(cards)
+    with terminated_at_once():
+        transport = _open(store, place, limit_s, exchange_limit_s)
+    with _told(), ended_by(transport):
+        yield Joined(transport, cards)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Mark an error of which all ranks know."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(TOLD)
+        raise
+
+
+@contextmanager
+def ended_by(transport: Gloo) -> Iterator[None]:
+    """Close it at the end, with the reason where that is an error; rank 0 hears of a loss in spite
+    of SIGTERM.
+    """
+    is_refusal = False
+    why = ""
+    try:
+        with terminated_later(transport.lost, is_head=transport.rank == 0):
+            yield
+    except (RankError, GeneratorExit):
+        raise
+    except SystemExit as leaving:  # how a rank ends that has followed the head to the end
+        why = f"exit code {leaving.code}" if leaving.code else ""
+        raise
+    except KeyboardInterrupt:
+        why = "interrupted"
+        raise
+    except BaseException as error:
+        is_refusal = isinstance(error, UserError)
+        why = reason(error)
+        raise
+    finally:
+        transport.close(why, is_refusal=is_refusal)
+
+
+def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -> bool:
+    """Why this rank does not even join, for rank 0, which waits for it; whether it has heard.
+    Raises `UserError`.
+    """
+    store = meet(place, meet_s)
+    due_s = monotonic() + heard_s
+    try:
+        store.set(f"reason/{place.rank}", line)
+        while not store.check([f"heard/{place.rank}"]):
+            if monotonic() > due_s:
+                return False
+            sleep(_ASK_AGAIN_S)
+    except RuntimeError:  # rank 0 has left, and has said why: this line, or one of its own
+        return True
+    sleep(_TELL_S)
+    return True
+
+
+def meet(place: RankInfo, limit_s: float) -> dist.Store:
+    """The store that all ranks write to. Raises `UserError` where it is not reached in time."""
+    is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(
+            place.address,
+            place.port,
+            None,
+            is_host,
+            limit(limit_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        rule = f"rank {place.rank} must reach {place.address}:{place.port} within {limit_s:g} s"
+        raise UserError(
+            f"{rule}, got {reason(error)}: is it started there, is the port open?"
+        ) from None
+    return dist.PrefixStore("offload", store)
+
+
+def exchange_cards(
+    store: dist.Store, place: RankInfo, mine: RankHandshake, limit_s: float
+) -> list[RankHandshake]:
+    """Everybody's. Raises `UserError` with who has not come in time or why one gave up, `RankError`
+    without a store.
+    """
+    try:
+        store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
+        _wait_for_cards(store, place.num_ranks, limit_s)
+        return [
+            RankHandshake.parse(store.get(f"card/{rank}"), rank) for rank in range(place.num_ranks)
+        ]
+    except RuntimeError:  # torch's, of whichever class
+        raise RankError("rank 0 is gone (it has closed the store that ranks meet at)") from None
+
+
+def _wait_for_cards(store: dist.Store, num_ranks: int, limit_s: float) -> None:
+    due_s = monotonic() + limit_s
+    missing = set(range(num_ranks))
+    while missing := {rank for rank in missing if not store.check([f"card/{rank}"])}:
+        for rank in sorted(missing):
+            if store.check([f"reason/{rank}"]):
+                store.set(f"heard/{rank}", "")
+                raise UserError(
+                    f"rank {rank}: {store.get(f'reason/{rank}')[:1024].decode(errors='replace')}"
+                )
+        if monotonic() > due_s:
+            who = f"rank{'s' if len(missing) > 1 else ''} {_listed(sorted(missing))}"
+            error = UserError(
+                f"all {num_ranks} ranks must come within {limit_s:g} s, got none of {who}: see why there"
+            )
+            if 0 not in missing:  # it says the same
+                error.add_note(TOLD)
+            raise error
+        sleep(_ASK_AGAIN_S)
+
+
+def compare(cards: Sequence[RankHandshake]) -> None:
+    """Refuse ranks that would misunderstand each other. Raises `UserError`, the same on every rank."""
+    first = cards[0]
+    for rank, card in enumerate(cards):
+        for what, remedy in _REMEDIES.items():
+            expected, got = (str(one.must_agree.get(what, "none"))[:80] for one in (first, card))
+            if expected != got:
+                rule = f"ranks must have the same {what}"
+                raise UserError(
+                    f"{rule}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}"
+                )
+    require_same_weights([card.proofs for card in cards], is_final=False)
+
+
+def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool) -> None:
+    """Refuse ranks whose weights are others, or in the end not proved to be the same. Raises
+    `UserError`.
+    """
+    for rank, own in enumerate(proofs):
+        is_same = proved(proofs[0], own)
+        if is_same is False or (is_final and not is_same):
+            rule = "ranks must have the same weights, to the last byte"
+            raise UserError(f"{rule}, got others on rank {rank} than on rank 0: {SAME_FILES}")
+
+
+def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Gloo:
+    """A transport over process groups that are made here. Raises `UserError` where ranks cannot
+    reach each other.
+    """
+    choose_interface(place.address, place.port)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.num_ranks,
+            timeout=limit(exchange_limit_s),
+        )
+        channels = {one: dist.new_group(timeout=limit(limit_s), backend="gloo") for one in Channel}
+        exchange = dist.new_group(timeout=limit(_PATIENCE * exchange_limit_s), backend="gloo")
+        dist.barrier()
+    except RuntimeError as error:
+        rule = f"rank {place.rank} must reach all others at the address by which it is known"
+        raise UserError(
+            f"{rule}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them"
+        ) from None
+    assert dist.group.WORLD is not None, "it was made above"
+    return Gloo(Groups(channels, exchange, dist.group.WORLD), exchange_limit_s)
+
+
+def _boot_id() -> str:
+    """Differs between hosts, and between containers' hosts, whatever they call themselves."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))

@@ -1,0 +1,471 @@
+"""Where a model lies on a cluster that may be nobody's: rows of every layer, or layers, and a
+memory plan of each rank.
+
+Plans are those that the ranks themselves would make, from the same headers cut in the same way. The
+first rank is the
+head: it holds the draft, and of shards embeddings and head; of stages the last one has the head. No
+    torch. Invariant: a
+layout is one that fits every rank, and a refusal names the rank.
+
+How the matrices of every layer are shared among ranks: whole rows, so that each product is made in
+one place.
+
+    q k v, gate up   a rank's own heads and features; their outputs stay where they are
+    o, down          take the outputs of all ranks, gathered; each rank has some rows of the result,
+    gathered again
+
+That is four gathers a layer. Families that cannot be cut by heads, or are to be cut among more
+ranks than they have key/value heads, have every product gathered at once, and attention on every
+rank, with small k and v whole. Either way
+each number is one row times one column on one rank: sums are never split. Invariant: every row of a
+matrix that is shared belongs to exactly one rank.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of, cut_rows, layer_tensors
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape, text_config
+from offload.checkpoint.t5 import has_encoder
+from offload.encoding.base import ENCODINGS, PLAIN_OF
+from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import ModelFiles
+from offload.planning.cluster import Cluster, Gathers, Hops
+from offload.planning.cost_model import Curve, Traffic, costs_on
+from offload.planning.hardware import Hardware
+from offload.planning.room import MemoryBudget
+from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
+from offload.units import format_bytes
+
+# rows that a share of a matrix is a multiple of, where a rank has so many times that many
+_STEP = 16
+_MANY = 4
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+# Families whose heads can be computed apart: whatever else attention does there, it does head by
+# head.
+_BY_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
+
+
+class ShardRole(Enum):
+    """What becomes of a product's rows on other ranks."""
+
+    OWN = 0  # they stay there
+    JOINED = 1  # its input is gathered, and its output
+    GATHERED = 2  # its output is gathered
+
+
+class ShardedMatrix(NamedTuple):
+    """One matrix of every layer."""
+
+    role: ShardRole
+    rows_R: tuple[MatrixRows, ...]  # of each rank
+
+
+class Sharding(NamedTuple):
+    """Who has which rows; `matrices` by name within a layer."""
+
+    matrices: dict[str, ShardedMatrix]
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether a rank computes attention, and keeps keys and values, for its own heads alone."""
+        return any(matrix.role is ShardRole.OWN for matrix in self.matrices.values())
+
+    @property
+    def percentages(self) -> str:
+        """Of all rows, what each rank has."""
+        counts = [
+            sum(rows.num for rows in one)
+            for one in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
+        ]
+        return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
+
+    def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
+        """What one rank reads of the layers."""
+        return cut_rows(
+            checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()}
+        )
+
+    def widths(self, name: str) -> list[int]:
+        """Numbers in a row of this matrix's output, rank by rank."""
+        return [rows.num for rows in self.matrices[name].rows_R]
+
+    def input_widths(self, name: str) -> list[int]:
+        """The same for the gathered input of a joined matrix: outputs of values' heads, or of
+        features.
+        """
+        return self.widths(_FEED_FORWARD[1] if name in _FEED_FORWARD else _ATTENTION[0])
+
+
+def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
+    """Shares of about these sizes, which add up to 1.
+
+    Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
+    """
+    where = checkpoint.directory.name
+    shapes = layer_tensors(checkpoint)
+    codings = [entry.coded.coding.name for entry in checkpoint.tensors.values() if entry.coded]
+    if codings:  # GGUF changes plain numbers, too: those are named where nothing else is coded
+        coded = next((name for name in codings if name not in ENCODINGS), codings[0])
+        raise UserError(
+            f"{where}: layers cannot be shared, weights are stored as {coded}: run it as stages"
+        )
+    stems = {
+        name.removesuffix(".weight"): sizes
+        for name, sizes in shapes.items()
+        if name.endswith(".weight") and "norm" not in name
+    }
+    matrices = {
+        stem: sizes for stem, sizes in stems.items() if any(len(shape) > 1 for shape in sizes)
+    }
+    odd = next(
+        (stem for stem, sizes in matrices.items() if len(sizes) > 1 or len(next(iter(sizes))) != 2),
+        None,
+    )
+    odd = odd or next(
+        (stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None
+    )
+    if has_encoder(checkpoint.config) or odd or not matrices:
+        encodes = has_encoder(checkpoint.config)
+        what, other = (
+            ("it has an encoder", "")
+            if encodes
+            else (f"{odd} cannot be cut by rows", ", or as stages")
+        )
+        raise UserError(f"{where}: layers cannot be shared, {what}: run it on one rank{other}")
+    rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
+    if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get(
+        "num_key_value_heads", 0
+    ):
+        return _by_heads(checkpoint, rows, fractions)
+    shared = [stem for stem in rows if stem not in _ATTENTION[1:3]]
+    return Sharding(
+        {
+            stem: ShardedMatrix(ShardRole.GATHERED, split_rows(rows[stem], fractions))
+            for stem in shared
+        }
+    )
+
+
+def split_rows(
+    num_rows: int, fractions: Sequence[float], step: int = _STEP
+) -> tuple[MatrixRows, ...]:
+    """Whole steps, or of small matrices rows, one at least for every rank, as near to the fractions
+    as these allow.
+
+    Raises `UserError` where there are fewer rows than ranks.
+    """
+    num_ranks = len(fractions)
+    if num_rows < num_ranks:
+        raise UserError(
+            f"a matrix of {num_rows} rows cannot be shared by {num_ranks} ranks: take fewer ranks"
+        )
+    step = step if num_rows >= _MANY * step * num_ranks else 1
+    num_steps = math.ceil(num_rows / step)
+    ends = list[int]()
+    before = 0.0
+    for rank, fraction in enumerate(fractions):
+        before += fraction
+        least = (ends[-1] if ends else 0) + 1
+        most = num_steps - (num_ranks - 1 - rank)
+        ends.append(min(max(round(before * num_steps), least), most))
+    ends[-1] = num_steps
+    return tuple(
+        MatrixRows(lo * step, min(hi * step, num_rows))
+        for lo, hi in zip([0, *ends[:-1]], ends, strict=True)
+    )
+
+
+def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
+    """Whether layers are those of Llama: heads and features can be computed apart, and norms do not
+    span them.
+    """
+    sizes = config_sizes(checkpoint)
+    num_heads = sizes.get("num_attention_heads", 0)
+    num_groups = sizes.get("num_key_value_heads")
+    width = head_dim(sizes)
+    matrices = {
+        name.removesuffix(".weight"): next(iter(found))
+        for name, found in shapes.items()
+        if name.endswith(".weight") and len(next(iter(found))) == 2
+    }
+    is_known = text_config(checkpoint).get("model_type") in _BY_HEADS
+    if not is_known or set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
+        return False
+    expected = {"q": num_heads * width, "k": num_groups * width, "v": num_groups * width}
+    of_heads = all(matrices[f"self_attn.{key}_proj"][0] == rows for key, rows in expected.items())
+    biases = {f"{stem}.bias" for stem in matrices}
+    others = [
+        shape
+        for name, found in shapes.items()
+        if name not in biases
+        for shape in found
+        if len(shape) == 1
+    ]
+    return of_heads and all(shape in ((sizes["hidden_size"],), (width,)) for shape in others)
+
+
+def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[float]) -> Sharding:
+    """Whole key/value heads with their query heads; features and results even out what these leave
+    uneven.
+    """
+    sizes = config_sizes(checkpoint)
+    groups_R = split_rows(sizes["num_key_value_heads"], fractions, 1)
+    of_group = (
+        sum(rows[stem] for stem in _ATTENTION[:3])
+        * sizes["hidden_size"]
+        / sizes["num_key_value_heads"]
+    )
+    others = (
+        rows["self_attn.o_proj"] * rows["self_attn.q_proj"]
+        + 3 * rows["mlp.up_proj"] * sizes["hidden_size"]
+    )
+    whole = others + of_group * sizes["num_key_value_heads"]
+    left = [
+        max(0.0, fraction * whole - of_group * groups.num)
+        for fraction, groups in zip(fractions, groups_R, strict=True)
+    ]
+    finer = [one / sum(left) for one in left] if sum(left) else fractions
+    matrices = {
+        stem: ShardedMatrix(ShardRole.OWN, split_rows(rows[stem], finer))
+        for stem in _FEED_FORWARD[:2]
+    }
+    for stem in _ATTENTION[:3]:
+        each = rows[stem] // sizes["num_key_value_heads"]
+        matrices[stem] = ShardedMatrix(
+            ShardRole.OWN, tuple(MatrixRows(lo * each, hi * each) for lo, hi in groups_R)
+        )
+    for stem in (_ATTENTION[3], _FEED_FORWARD[2]):
+        matrices[stem] = ShardedMatrix(ShardRole.JOINED, split_rows(rows[stem], finer))
+    return Sharding(matrices)
+
+
+_KEYS = "self_attn.k_proj"
+_FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
+
+
+class ClusterRequest(NamedTuple):
+    """What is to run on a cluster."""
+
+    files: ModelFiles
+    cluster: Cluster
+    dtype: str = "auto"
+    context: int | None = None
+    rule: str = "match"
+
+
+class RankPart(NamedTuple):
+    """What one rank has."""
+
+    machine: Hardware
+    layers: range  # its own, or those of which it has rows
+    rows: dict[str, MatrixRows]  # of each matrix of these; empty where it has all
+    shape: ModelShape  # of what it has
+    plan: MemoryPlan
+    fraction: float  # of all layers' bytes
+    num_heads: int = 0  # of keys and values, where attention is computed by those that have them
+
+    @property
+    def link_s(self) -> float:
+        """Seconds that its link, or a disk behind it, needs in every pass."""
+        return Traffic.of(self.plan, self.machine).streamed_bytes / self.machine.feed_bytes_per_s
+
+    @property
+    def compute_s(self) -> Curve | None:
+        """Seconds of its processor against rows; None where its rates are not known."""
+        if self.machine.flops_per_s is None:
+            return None
+        return costs_on(
+            self.machine, self.shape, None, int(_FILLED_SHARE * self.plan.context)
+        ).compute_s
+
+    def as_dict(self) -> dict[str, object]:
+        """What `--json` says of it."""
+        return {
+            "name": self.machine.name,
+            "fraction": self.fraction,
+            "layers": [self.layers.start, self.layers.stop],
+            "rows": {name: list(rows) for name, rows in self.rows.items()},
+            "num_key_value_heads": self.num_heads,
+            "link_bytes_per_s": self.machine.feed_bytes_per_s,
+            "bytes_per_pass": self.plan.streamed_bytes,
+            "link_s": self.link_s,
+            "plan": self.plan.as_dict(),
+        }
+
+
+class ClusterLayout(NamedTuple):
+    """All parts of one model, and what their ranks send each other."""
+
+    parts: tuple[RankPart, ...]
+    exchange: Gathers | Hops
+
+
+def lay_out_shards(wish: ClusterRequest, num_nodes: int) -> ClusterLayout:
+    """Rows of every layer on each rank. Raises `UserError` for layers that cannot be cut, and for
+    too little memory.
+    """
+    target = wish.files.target
+    machines = wish.cluster.ranks
+    even = share_layers(target, [1 / len(machines)] * len(machines))
+    whole = model_shape(target, wish.dtype)
+    capacities = list[RankCapacity]()
+    for rank, machine in enumerate(machines):
+        roomy = _plan(wish, num_nodes, machine, shard_files(wish.files, even, rank), is_roomy=True)
+        kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * roomy.cache_slots
+        capacities.append(_capacity(wish, machine, roomy, kv_bytes, num_nodes))
+    shared_kv_bytes = whole.kv_bytes_per_token * roomy.cache_slots if even.has_own_heads else 0
+    sharding = share_layers(
+        target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes))
+    )
+    parts = tuple(_shard(wish, num_nodes, sharding, rank) for rank in range(len(machines)))
+    return ClusterLayout(
+        parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(wish))
+    )
+
+
+def _shard(wish: ClusterRequest, num_nodes: int, sharding: Sharding, rank: int) -> RankPart:
+    machine = wish.cluster.ranks[rank]
+    files = shard_files(wish.files, sharding, rank)
+    rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
+    shape = model_shape(files.target, wish.dtype)
+    num_heads = 0
+    if sharding.has_own_heads:
+        num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
+    plan = _plan(wish, num_nodes, machine, files)
+    fraction = _fraction(wish, files.target)
+    return RankPart(machine, range(len(shape.layer_bytes)), rows, shape, plan, fraction, num_heads)
+
+
+def lay_out_stages(wish: ClusterRequest, num_nodes: int) -> ClusterLayout:
+    """Layers on each rank. Raises `UserError` for more ranks than layers, and for too little
+    memory.
+    """
+    target = wish.files.target
+    ranks = wish.cluster.ranks
+    if has_encoder(target.config):
+        raise UserError(
+            f"{target.directory.name}: it has an encoder, and stages have none: run it on one rank"
+        )
+    whole = model_shape(target, wish.dtype)
+    last = len(ranks) - 1
+    capacities = list[RankCapacity]()
+
+    def files_of(rank: int, first: int, end: int) -> ModelFiles:
+        section = checkpoint_of(target, Section(first, end, rank == 0, rank == last))
+        return ModelFiles(section, wish.files.draft if rank == 0 else None)
+
+    for rank, machine in enumerate(ranks):
+        roomy = _plan(
+            wish, num_nodes, machine, files_of(rank, 0, len(whole.layer_bytes)), is_roomy=True
+        )
+        capacities.append(_capacity(wish, machine, roomy, 0, num_nodes))
+    load = Load(whole.layer_bytes, whole.kv_bytes_per_token * roomy.cache_slots)
+    parts = list[RankPart]()
+    for rank, layers in enumerate(stage_layers(capacities, load)):
+        files = files_of(rank, layers.start, layers.stop)
+        shape = model_shape(files.target, wish.dtype)
+        plan = _plan(wish, num_nodes, ranks[rank], files)
+        parts.append(RankPart(ranks[rank], layers, {}, shape, plan, _fraction(wish, files.target)))
+    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(wish)))
+
+
+def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
+    """Of each gather of a layer: numbers in a row, rank by rank."""
+    widths = list[Sequence[int]]()
+    for name, matrix in sharding.matrices.items():
+        widths += [sharding.input_widths(name)] if matrix.role is ShardRole.JOINED else []
+        widths += [] if matrix.role is ShardRole.OWN else [sharding.widths(name)]
+    return widths
+
+
+def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
+    """What a rank of shards reads; embeddings, head and draft are the head's."""
+    own = sharding.checkpoint_of(rank, files.target)
+    return (
+        ModelFiles(own, files.draft)
+        if rank == 0
+        else ModelFiles(checkpoint_of(own, layers_alone(own)))
+    )
+
+
+def layers_alone(checkpoint: Checkpoint) -> Section:
+    """All of its layers, and nothing of what lies around them."""
+    return Section(
+        0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False
+    )
+
+
+def _fraction(wish: ClusterRequest, own: Checkpoint) -> float:
+    """Of all layers' bytes in the files; slabs are larger by their alignment."""
+    part, whole = (
+        checkpoint_of(one, layers_alone(one)).num_bytes for one in (own, wish.files.target)
+    )
+    return part / whole
+
+
+def _plan(
+    wish: ClusterRequest,
+    num_nodes: int,
+    machine: Hardware,
+    files: ModelFiles,
+    *,
+    is_roomy: bool = False,
+) -> MemoryPlan:
+    """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers
+    takes.
+    """
+    own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "experts": "layers"}
+    room = MemoryBudget(**own, dtype=wish.dtype, context=wish.context, rule=wish.rule)
+    try:
+        return (room.roomy() if is_roomy else room).plan(files, num_nodes)
+    except UserError as error:
+        words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
+        raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
+
+
+def _capacity(
+    wish: ClusterRequest, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, num_nodes: int
+) -> RankCapacity:
+    """What a rank has for layers, and for keys and values beyond `kv_bytes` that it keeps whatever
+    its share is.
+
+    Raises `UserError` where everything else leaves nothing.
+    """
+    compute_s = 0.0
+    target = wish.files.target
+    if all(rank.flops_per_s for rank in wish.cluster.ranks):
+        layers = model_shape(checkpoint_of(target, layers_alone(target)), wish.dtype)
+        positions = int(_FILLED_SHARE * roomy.context)
+        compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
+    capacity = RankCapacity.beside(
+        roomy,
+        kv_bytes,
+        ram_bytes=machine.ram_bytes,
+        gpu_bytes=machine.gpu_bytes,
+        name=machine.name,
+        link_bytes_per_s=machine.feed_bytes_per_s,
+        disk_bytes_per_s=machine.disk_bytes_per_s,
+        compute_s=compute_s,
+    )
+    if capacity.memory_bytes <= 0:
+        key, room_bytes = (
+            ("gpu", machine.gpu_bytes) if machine.gpu_bytes else ("ram", machine.ram_bytes)
+        )
+        held = format_bytes(room_bytes - capacity.memory_bytes)
+        room = format_bytes(room_bytes)
+        what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
+        raise UserError(f"{what}: give it more, or lower `context` from {roomy.context}")
+    return capacity
+
+
+def _row_sizes(wish: ClusterRequest) -> tuple[int, int]:
+    """D, and the bytes of a number."""
+    dtype = compute_dtype_name(wish.files.target, wish.dtype)
+    return config_sizes(wish.files.target)["hidden_size"], PLAIN_OF[dtype].align_bytes

@@ -1,0 +1,171 @@
+"""What numbers of messages say to whoever serves: runs and commits of stages, how a text is drawn,
+why a rank fails.
+
+Invariant: numbers that cannot be an order raise `ValueError`, before anything is computed.
+
+What ranks settle between joining and the first pass: everybody says something small, and everybody
+hears it all.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from offload.declaration import options_of
+from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.errors import RankError, UserError, ensure, reason
+from offload.units import Sampling
+
+
+class RunMessage(NamedTuple):
+    """A RUN as it is read: W rows behind U - W uncommitted ones."""
+
+    number: int
+    is_dead: bool
+    num_drawn: int  # of its rows, the last ones
+    token_W: Tensor
+    position_W: Tensor
+    sees_WU: Tensor  # bool; which uncommitted rows, itself included
+
+
+class Commit(NamedTuple):
+    """Uncommitted rows that become the next positions, and those that follow uncommitted, in their
+    new order.
+    """
+
+    path: Sequence[int]
+    kept: Sequence[int]
+
+
+def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
+    """A RUN behind so many uncommitted rows."""
+    number, is_dead, num_rows, num_drawn = numbers[:4]
+    rows = numbers[4 : 4 + 2 * num_rows]
+    end = 4 + 2 * num_rows
+    is_sound = num_rows > 0 and 0 <= num_drawn <= num_rows and len(rows) == 2 * num_rows
+    ensure(
+        is_sound, f"run {number} of {num_rows} rows, {num_drawn} drawn, in {len(numbers)} numbers"
+    )
+    token_W, position_W = torch.tensor(rows).view(num_rows, 2).T.contiguous()
+    sees_WU = torch.zeros(num_rows, num_uncommitted + num_rows, dtype=torch.bool)
+    for own, sees_U in enumerate(sees_WU, num_uncommitted):
+        seen = list(numbers[end + 1 : end + 1 + numbers[end]])
+        is_sound = seen[-1:] == [own] and min(seen) >= 0 and max(seen) == own
+        ensure(is_sound, f"row {own} of run {number} sees {seen[:8]}, and must see itself last")
+        sees_U[seen] = True
+        end += 1 + len(seen)
+    ensure(end == len(numbers), f"run {number} has {len(numbers)} numbers, {end} are its own")
+    return RunMessage(number, bool(is_dead), num_drawn, token_W, position_W, sees_WU)
+
+
+def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
+    """A COMMIT of so many uncommitted rows, none of them twice."""
+    num_path, *rows = numbers
+    is_sound = (
+        len({*rows}) == len(rows)
+        and {*rows} <= {*range(num_uncommitted)}
+        and 0 <= num_path <= len(rows)
+    )
+    ensure(
+        is_sound,
+        f"a commit of {num_path} and rows {rows[:16]}, of {num_uncommitted} that there are",
+    )
+    return Commit(rows[:num_path], rows[num_path:])
+
+
+# A text is drawn by numbers: whole ones, and others, each in the order of their declaration.
+_WHOLE = [name for name, one in options_of(Sampling).items() if one.kind is int]
+_REAL = [name for name, one in options_of(Sampling).items() if one.kind is float]
+
+
+def reset_message(num_kept: int, sampling: Sampling, tokens: Sequence[int] = ()) -> Message:
+    """RESET: how the tokens of a text are drawn, behind so many that are kept; to a draft with the text itself."""
+    numbers = [num_kept, *(getattr(sampling, name) for name in _WHOLE), *tokens]
+    law = torch.tensor([getattr(sampling, name) for name in _REAL], dtype=torch.float64)
+    return Message(Kind.RESET, numbers, law)
+
+
+def sampling_of(reset: Message) -> Sampling:
+    """How the tokens of a text are drawn."""
+    assert reset.payload is not None, "a text is reset with its temperature"
+    own = dict(zip(_REAL, reset.payload.tolist(), strict=True))
+    return Sampling(**own, **dict(zip(_WHOLE, reset.numbers[1:], strict=False)))  # type: ignore[arg-type]
+
+
+def text_of(reset: Message) -> Sequence[int]:
+    """Tokens of the text that a draft is told to begin."""
+    return reset.numbers[1 + len(_WHOLE) :]
+
+
+def error_message(error: Exception) -> Message:
+    """ERROR with its reason, in UTF-8."""
+    return Message(Kind.ERROR, (), torch.tensor(list(reason(error).encode()), dtype=torch.uint8))
+
+
+_HEAD = 0
+_MOST_BYTES = 1 << 20
+T = TypeVar("T")
+
+
+def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
+    """The values of all ranks, in their order; each is anything that JSON has. Returns when the
+    last has spoken.
+    """
+    ranks = range(transport.num_ranks)
+    if transport.rank != _HEAD:
+        transport.send(_HEAD, Channel.DATA, _word(value))
+        return list(_read(transport.receive(_HEAD, Channel.DATA), _HEAD))
+    values = [
+        value if rank == _HEAD else _read(transport.receive(rank, Channel.DATA), rank)
+        for rank in ranks
+    ]
+    for rank in ranks[1:]:
+        transport.send(rank, Channel.DATA, _word(values))
+    return values
+
+
+def broadcast_from_head(transport: Transport, value: Any = None) -> Any:
+    """What the head says, on every rank."""
+    return all_gather_objects(transport, value)[_HEAD]
+
+
+def agree_on(transport: Transport, refusal: str | None = None) -> None:
+    """Go on where no rank has anything against it. Raises `UserError` on all of them where one has,
+    saying which.
+    """
+    for rank, line in enumerate(all_gather_objects(transport, refusal)):
+        if line is not None:
+            raise UserError(f"rank {rank}: {line}")
+
+
+def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
+    """What this rank's attempt gives, when that of no rank is refused. Raises `UserError` as
+    `agree_on` does.
+    """
+    try:
+        found = attempt()
+    except UserError as error:
+        agree_on(transport, str(error))
+        raise
+    agree_on(transport)
+    return found
+
+
+def _word(value: Any) -> Message:
+    return Message(
+        Kind.WORD,
+        payload=torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8),
+    )
+
+
+def _read(message: Message, rank: int) -> Any:
+    payload = torch.empty(0) if message.payload is None else message.payload
+    try:
+        ensure(message.kind is Kind.WORD, f"{message.kind.name} is no word")
+        ensure(payload.dtype == torch.uint8 and payload.numel() <= _MOST_BYTES, "a word is short")
+        return json.loads(payload.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise RankError(f"rank {rank} has said what is no word: {reason(error)}") from None

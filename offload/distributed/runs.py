@@ -1,0 +1,331 @@
+"""The run table: what the head of a pipeline has asked the target for, what came back, and what
+nobody needs any more.
+
+Guesses are nodes of one tree. A run is some of them, rows that go through the stages together;
+several runs are on their way at once, and each builds on rows of runs before it. Rows that are not
+committed lie behind each other in every stage's cache, in the order in which they were issued.
+PipeInfer (2407.11798) gives every run a private range of the cache and copies; here a row's
+ancestors are its partition, and one operation keeps, drops and renumbers rows.
+
+    stage's cache     committed: 0 .. P     uncommitted: 0 .. U       run 6: "on"       run 8: "mat" "rug"
+                    [ the   cat   sat    |  on   a   mat  rug  hat ]  run 7: "a"        run 9: "hat"
+                                            0    1    2    3    4
+                                            |--> a -> mat       |     "on" is the root; "a" is drawn after it:
+                                            |     '------------>'     COMMIT path 0 1, kept 2 4
+                                            '--> rug
+                    [ the   cat   sat   on   a   |   mat  hat      ]  P grows by 2, U = 2, "a" is the root, run 8
+                                                      0    1          is needed for "mat", "rug" is forgotten
+
+The root is the newest token that was emitted; its draw is what everybody waits for. Once it has
+arrived, the child with that token is the root, and all that does not lie below is dead. A child
+that nobody guessed goes into the next run first. A run without a live row is dead: cancelled or
+not, its rows are never kept.
+
+Invariants: stages do what they are told in order, and the head renumbers when it *sends*, so at the
+same place of the sequence all caches have the same P and U, whatever is on its way. A row sees
+exactly its path. A live run is never
+among the dead ones, since what is dead stays dead: the root never moves back. f never rises along a
+path, and ties go to the node found first, so the best nodes contain their parents.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(slots=True, eq=False)
+class RunNode:
+    """A token after a path."""
+
+    token: int
+    position: int
+    parent: "RunNode | None"
+    p: float = 1.0  # its chance among its siblings, as drafted
+    f: float = 1.0  # the chance of its path below the root
+    serial: int = 0  # in the order of finding
+    run: int | None = None  # None was not issued yet
+    # among the uncommitted rows; None before it is issued and once it is committed
+    row: int | None = None
+    drawn: int | None = None  # the target's token after it
+    is_dead: bool = False
+    children: "dict[int, RunNode]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    nodes: tuple[RunNode, ...]
+    is_speculative: bool  # whether it has more than the root
+    is_dead: bool = False
+
+
+class Issue(NamedTuple):
+    """A run as stages get it: w rows behind the U that are there."""
+
+    run: int
+    tokens: list[int]
+    positions: list[int]
+    # per row the uncommitted rows that it looks at, in [0, U + w), ascending, itself the last
+    sees: list[list[int]]
+
+
+class RunStep(NamedTuple):
+    """What followed from draws: one COMMIT, and whom to stop."""
+
+    tokens: list[int]  # emitted, at least one
+    path: list[int]  # rows that are committed, by their old numbers
+    kept: list[int]  # rows that stay uncommitted, in their new order, by their old numbers
+    dead: list[int]  # runs on their way that nobody needs any more, each named once
+
+
+class RunTable:
+    """Nodes, and runs on their way, of one text after the other.
+
+    Args:
+        credits: runs on their way at most, dead ones included until they are back.
+        capacity: uncommitted rows that the stages' caches have room for; at least 1.
+
+    Attributes:
+        root: whose draw everybody waits for.
+        num_committed: P.
+    """
+
+    def __init__(self, credits: int, capacity: int) -> None:
+        self._credits = credits
+        self._capacity = capacity
+        self._next_run = 0
+        self._num_found = 0
+        self._on_way: dict[int, _Run] = {}
+        self.begin(0, 0, 0)
+
+    def begin(self, token: int, position: int, end: int, num_kept: int = 0) -> None:
+        """A text begins: `token` is the last of its prompt, of which `num_kept` positions are
+        committed already.
+
+        At position `end` there is room for no more. Runs that are still on their way are dead.
+        """
+        for run in self._on_way.values():
+            run.is_dead = True
+        self.root = RunNode(token, position, None)
+        self._end = end
+        self.num_committed = num_kept
+        self._nodes = {0: self.root}
+        self._most_nodes = 1000
+        self._open: list[RunNode] = []  # guesses that were not issued
+        self._rows: list[RunNode] = []  # uncommitted rows of live nodes, by number
+
+    def new_run(self) -> int:
+        """A number for a run, larger than all before."""
+        self._next_run += 1
+        return self._next_run - 1
+
+    def commit_prompt(self, run: int, num_rows: int) -> None:
+        """A run of the prompt was issued, and all of its rows are committed at once; the last one
+        is drawn.
+        """
+        self.num_committed += num_rows
+        if self.num_committed <= self.root.position:
+            return
+        self.root.run = run
+        self._on_way[run] = _Run((self.root,), is_speculative=False)
+
+    @property
+    def num_rows(self) -> int:
+        """U: uncommitted rows in the stages' caches, once they have done what they were told so
+        far.
+        """
+        return len(self._rows)
+
+    @property
+    def room(self) -> int:
+        """Rows that guesses may take; one is left for a root to come."""
+        return max(0, self._capacity - self.num_rows - 1)
+
+    @property
+    def num_on_way(self) -> int:
+        """Runs that are not back yet."""
+        return len(self._on_way)
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether one more run may be issued."""
+        return self.num_on_way < self._credits
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a live run on its way has guesses."""
+        return any(run.is_speculative and not run.is_dead for run in self._on_way.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text has reached its end."""
+        return self.root.position + 1 >= self._end
+
+    @property
+    def alive(self) -> list[int]:
+        """Runs on their way that are needed."""
+        return [number for number, run in self._on_way.items() if not run.is_dead]
+
+    def offer(self, number: int, parent_number: int, token: int, p: float) -> RunNode | None:
+        """`guess`, by the draft's own numbers; what hangs from a node that is unknown or dead is
+        passed over.
+        """
+        parent = self._nodes.get(parent_number)
+        if parent is None or parent.is_dead:
+            return None
+        node = self.guess(parent, token, p)
+        if (known := node or parent.children.get(token)) is not None:
+            self._nodes[number] = known
+        return node
+
+    def guess(self, parent: RunNode, token: int, p: float) -> RunNode | None:
+        """A new node with the chance p among its siblings; None where it is there, or nothing would
+        come of it.
+        """
+        if token in parent.children or not self.root.position <= parent.position < self._end - 2:
+            return None
+        # also of what is no number: f must not rise
+        node = self._found(token, parent, min(1.0, max(0.0, p)))
+        self._open.append(node)
+        return node
+
+    def best(self, count: int, least_f: float = 0.0) -> list[RunNode]:
+        """The likeliest guesses that were not issued, parents before children; no more than there
+        is room for.
+        """
+        worth = (node for node in self._open if node.f >= least_f)
+        return heapq.nsmallest(
+            min(count, self.room), worth, key=lambda node: (-node.f, node.serial)
+        )
+
+    def issue(self, nodes: Sequence[RunNode]) -> Issue:
+        """These are on their way, each after its parent, the root first where it is among them;
+        there is a credit.
+        """
+        assert self.has_credit and len(nodes) + self.num_rows <= self._capacity, "no room for a run"
+        run = self.new_run()
+        lo = self.num_rows
+        for row, node in enumerate(nodes, lo):
+            assert node.parent is None or node.parent.run is not None, "a child before its parent"
+            node.run = run
+            node.row = row
+        self._rows += nodes
+        self._open = [node for node in self._open if node.run is None]
+        self._on_way[run] = _Run(
+            tuple(nodes), is_speculative=any(node is not self.root for node in nodes)
+        )
+        sees = [sorted(self._uncommitted(node)) for node in nodes]
+        return Issue(run, [node.token for node in nodes], [node.position for node in nodes], sees)
+
+    def drawn(self, number: int, is_dead: bool, tokens: Sequence[int]) -> None:
+        """A run is back, with the target's token after each row. Raises `ValueError` for what was
+        not asked for.
+        """
+        run = self._on_way.pop(number, None)
+        if run is None:
+            if tokens:
+                raise ValueError(f"run {number} is not on its way")
+            return  # of a prompt, which draws nothing
+        if run.is_dead:
+            return
+        if is_dead or len(tokens) != len(run.nodes):
+            raise ValueError(
+                f"run {number} came back with {len(tokens)} draws of {len(run.nodes)}, and is needed"
+            )
+        for node, token in zip(run.nodes, tokens, strict=True):
+            node.drawn = token
+
+    def walk(self) -> RunStep | None:
+        """Emit draws as far as they are there; the rows are renumbered, so the caller sends the
+        COMMIT next.
+        """
+        passed = [self.root]
+        tokens = list[int]()
+        while passed[-1].drawn is not None:
+            tokens.append(passed[-1].drawn)
+            passed.append(self._descend(passed[-1], tokens[-1]))
+        if not tokens:
+            return None
+        self.root = passed[-1]
+        self.root.parent = None
+        self._renormalise()
+        self._forget()
+        path, kept = self._renumber(passed)
+        return RunStep(tokens, path, kept, self._newly_dead())
+
+    def abandon(self) -> list[int]:
+        """Nobody needs any run any more: those that were needed until now, but the root's,
+        committed maybe.
+        """
+        dead = self.alive
+        for number in dead:
+            self._on_way[number].is_dead = True
+        return [number for number in dead if number != self.root.run]
+
+    def _found(self, token: int, parent: RunNode, p: float) -> RunNode:
+        self._num_found += 1
+        node = RunNode(token, parent.position + 1, parent, p, parent.f * p, self._num_found)
+        parent.children[token] = node
+        return node
+
+    def _descend(self, root: RunNode, token: int) -> RunNode:
+        """The child that was drawn; its siblings die with all below them."""
+        child = root.children.get(token) or self._found(token, root, 1.0)
+        dying = [node for node in root.children.values() if node is not child]
+        while dying:
+            node = dying.pop()
+            node.is_dead = True
+            dying += node.children.values()
+        root.children = {token: child}  # kept, for a draft may refer to it until it has heard
+        return child
+
+    def _renormalise(self) -> None:
+        self.root.f, below = 1.0, [self.root]
+        while below:
+            node = below.pop()
+            for child in node.children.values():
+                child.f = node.f * child.p
+                below.append(child)
+
+    def _forget(self) -> None:
+        """Drop guesses that are dead; numbers of dead nodes once in a while, so that a step costs
+        nothing.
+        """
+        self._open = [node for node in self._open if not node.is_dead and node is not self.root]
+        if len(self._nodes) > self._most_nodes:
+            self._nodes = {number: node for number, node in self._nodes.items() if not node.is_dead}
+            self._most_nodes = 2 * len(self._nodes) + 1000
+
+    def _renumber(self, passed: Sequence[RunNode]) -> tuple[list[int], list[int]]:
+        """Commit the rows of these nodes, keep those of live ones: the old numbers of both."""
+        path = [node.row for node in passed if node.row is not None]
+        for node in passed:
+            node.row = None
+        stay = [node for node in self._rows if self._stays(node)]
+        kept = [node.row for node in stay if node.row is not None]
+        for row, node in enumerate(stay):
+            node.row = row
+        self._rows = stay
+        self.num_committed += len(path)
+        return path, kept
+
+    def _stays(self, node: RunNode) -> bool:
+        return node.row is not None and not node.is_dead
+
+    def _newly_dead(self) -> list[int]:
+        """A run on its way has no node above the root: what was passed has been drawn, and its run
+        is back.
+        """
+        dead = [
+            number
+            for number in self.alive
+            if all(node.is_dead for node in self._on_way[number].nodes)
+        ]
+        for number in dead:
+            self._on_way[number].is_dead = True
+        return dead
+
+    def _uncommitted(self, node: RunNode | None) -> Iterator[int]:
+        while node is not None and node.row is not None:
+            yield node.row
+            node = node.parent

@@ -1,0 +1,304 @@
+"""The service of a stage: its layers over every run, in the order in which the head issues them.
+
+    DATA     RESET, RUN, COMMIT: done and passed on to the next stage; what need not be computed is
+    passed on first
+    CONTROL  CANCEL, heard by a thread: a run that nobody needs is passed on without activations, so
+    that order holds
+    RESULT   DRAWN, from the last stage, 8 bytes a row: it draws with the noise of the position;
+    ERROR, from any
+
+Every row of a run takes its place among the uncommitted rows, also where it was not computed, so
+that rows have the same numbers on all stages. Invariant: a row's draw depends on its path and
+position alone, see `match`; which runs are on their way, cancelled or late, changes when it is
+drawn and nothing else.
+"""
+
+import threading
+import time
+from collections import abc
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from offload.distributed.orders import RunMessage, error_message, read_commit, read_run, sampling_of
+from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.errors import RankError, ensure
+from offload.kernels.registry import REFERENCES, KernelSet
+from offload.memory.plan import MemoryPlan
+from offload.model.streamed import SectionModel
+from offload.sampling.sampler import Logits, Sampler, or_no_token
+from offload.streaming.layers import Layers
+from offload.units import Sampling
+
+_ENDS = (Kind.STOP, Kind.ERROR)
+Cancelled = Callable[[], bool]  # whether nobody needs the run any more
+
+
+class Neighbours(NamedTuple):
+    """Ranks that a stage talks to."""
+
+    before: int  # that issues runs, or has the layers before
+    after: int | None  # that has the layers behind; None: there are none, and this stage draws
+    head: int = 0
+
+
+class _CancelledError(Exception):
+    """Ends a pass between two layers."""
+
+
+class PipelineStage:
+    """A section of the target, its cache of one text, and the sampler of its draws.
+
+    Args:
+        model: what lies around its layers is bound for good.
+        stream: its layers.
+        plan: of the section; its tree's nodes are the uncommitted rows that there is room for.
+        slow_layer_s: seconds that every layer takes longer, for studies.
+    """
+
+    def __init__(
+        self,
+        model: SectionModel,
+        stream: Layers,
+        plan: MemoryPlan,
+        *,
+        kernels: KernelSet = REFERENCES,
+        slow_layer_s: float = 0.0,
+    ) -> None:
+        self.model, self.stream, self._max_logits = model, stream, plan.num_logits_rows
+        self._kernels = kernels
+        self._slow_layer_s = slow_layer_s
+        self._cache = model.new_cache(plan.cache_slots, kernels.kv_commit)
+        self._cache.fix()  # rows of cancelled runs are never computed
+        self._position_U, self._is_whole_U = (
+            torch.empty(0, dtype=torch.long),
+            torch.empty(0, dtype=torch.bool),
+        )
+        self._is_cancelled: Cancelled = lambda: False
+        self.reset(0, Sampling())
+        model.stream_layers(stream.acquire, self._release)
+
+    @property
+    def num_uncommitted(self) -> int:
+        """U."""
+        return len(self._position_U)
+
+    def reset(self, num_kept: int, sampling: Sampling) -> None:
+        """A text begins, of which the first positions are those of the text before."""
+        self._cache.clear(num_kept)
+        self._position_U, self._is_whole_U = self._position_U[:0], self._is_whole_U[:0]
+        self.sampler = Sampler(
+            sampling, self.model.vocab_size, kernels=self._kernels, send=self.model.send
+        )
+
+    def commit(self, path: abc.Sequence[int], kept: abc.Sequence[int]) -> None:
+        """See `KVCache.commit`. Raises `ValueError` for a path through a run that was cancelled.
+
+        Rows of such a run may be kept: the head's word that nobody needs it may have come before
+        this commit's turn.
+        """
+        ensure(
+            bool(self._is_whole_U[list(path)].all()),
+            "a commit has rows of a run that was cancelled",
+        )
+        self._cache.commit(path, kept)
+        self._position_U, self._is_whole_U = (
+            self._position_U[list(kept)],
+            self._is_whole_U[list(kept)],
+        )
+
+    def run(
+        self, run: RunMessage, hidden_WD: Tensor | None, is_cancelled: Cancelled
+    ) -> Tensor | None:
+        """What the next stage gets, (W, D), or the drawn tokens; None where it was cancelled. Its
+        rows count anyway.
+
+        `hidden_WD` is what the stage before gives; the first one takes ids. Raises `ReadError`.
+        """
+        lo = self.num_uncommitted
+        self._position_U = torch.cat([self._position_U, run.position_W])
+        self._is_cancelled = is_cancelled
+        out = None
+        if run.is_dead or is_cancelled():
+            self._cache.place(lo, len(run.token_W))
+        else:
+            out = self._pass(run, run.token_W if hidden_WD is None else hidden_WD)
+        self._is_whole_U = torch.nn.functional.pad(
+            self._is_whole_U, (0, len(run.token_W)), value=out is not None
+        )
+        return out
+
+    def _pass(self, run: RunMessage, rows_W: Tensor) -> Tensor | None:
+        """Ids or hidden states through the layers; None where that was not worth its end."""
+        self.stream.begin_sweep()
+        rows = (rows_W, self._position_U, run.sees_WU, self._cache)
+        try:
+            if not self.model.section.has_head:
+                return self.model.forward(*rows).cpu().contiguous()
+            num_logits = max(1, run.num_drawn)  # 0 would be all of them
+            logits = self.model.score(*rows, num_logits=num_logits, max_rows=self._max_logits)
+        except _CancelledError:
+            return None
+        return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])
+
+    def try_out(self, num_rows: int) -> None:
+        """A pass over so many rows of a text that nobody writes, for timing."""
+        self.reset(0, Sampling())
+        row_W = torch.arange(num_rows)
+        sees_WW = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        zeros_WD = torch.zeros(num_rows, self.model.width, dtype=self.model.dtype)
+        run = RunMessage(0, False, num_rows, torch.zeros_like(row_W), row_W, sees_WW)
+        self.run(run, None if self.model.section.has_table else zeros_WD, lambda: False)
+        self.reset(0, Sampling())
+
+    def _draw(self, logits: Logits, position_K: Tensor) -> Tensor:
+        """The target's token after each row, as `match` draws it; `NO_TOKEN` where its scores are
+        not finite.
+        """
+        tokens = list[int]()
+        while len(tokens) < len(position_K):
+            lo, chunk_CV = logits.chunk_with(len(tokens))
+            position_C = position_K[lo : lo + len(chunk_CV)] + 1
+            if self.sampler.draws_rows:
+                tokens += self.sampler.draw_rows(chunk_CV, position_C).tolist()
+                continue
+            for logits_V, position in zip(chunk_CV, position_C.tolist(), strict=True):
+                scores_1V = self.sampler.perturbed(logits_V[None], position)
+                tokens.append(int(or_no_token(scores_1V.argmax(1), scores_1V)))
+        return torch.tensor(tokens, dtype=torch.long)
+
+    def _release(self, layer: int) -> None:
+        self.stream.release(layer)
+        if self._slow_layer_s:
+            time.sleep(self._slow_layer_s)
+        if self._may_stop(layer) and self._is_cancelled():
+            raise _CancelledError
+
+    def _may_stop(self, layer: int) -> bool:
+        """Stopping throws away what the slots hold: not worth it where they hold all that is left
+        to stream.
+        """
+        num_left = sum(streamed > layer for streamed in self.stream.carrier.streamed)
+        is_streamed = bool(self.stream.carrier.streamed)
+        return (
+            num_left > len(self.stream.stage.slots)
+            if is_streamed
+            else layer + 1 < self.model.num_layers
+        )
+
+
+def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineStage) -> None:
+    """Do what arrives on DATA until the head says STOP, or an ERROR of a stage before passes.
+
+    Raises `RankError` where a peer is lost; any other error is told to the head, ends the stages
+    behind, and is raised.
+    """
+    cancellations = _Cancellations(transport, neighbours.head)
+    service = _Service(transport, neighbours, stage, cancellations)
+    try:
+        while service.do(transport.receive(neighbours.before, Channel.DATA)):
+            pass
+    except RankError:
+        raise
+    except Exception as error:
+        service.fail(error)
+
+
+class _Service:
+    """One stage between its neighbours."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        neighbours: Neighbours,
+        stage: PipelineStage,
+        cancellations: "_Cancellations",
+    ) -> None:
+        self._transport = transport
+        self._neighbours = neighbours
+        self._stage = stage
+        self._cancellations = cancellations
+
+    def do(self, message: Message) -> bool:
+        """Whether the service goes on."""
+        if message.kind == Kind.RUN:
+            self._run(message)
+        elif message.kind == Kind.COMMIT:
+            commit = read_commit(message.numbers, self._stage.num_uncommitted)
+            self._pass_on(message)
+            self._stage.commit(*commit)
+        elif message.kind == Kind.RESET:
+            self._pass_on(message)
+            self._stage.reset(message.numbers[0], sampling_of(message))
+        elif message.kind in _ENDS:
+            self._pass_on(message)
+        else:
+            raise ValueError(f"a stage was told to {message.kind.name}")
+        return message.kind not in _ENDS
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Tell why, the head first: it tells the user."""
+        message = error_message(error)
+        self._transport.send(self._neighbours.head, Channel.RESULT, message)
+        self._pass_on(message)
+        raise error
+
+    def _run(self, message: Message) -> None:
+        run = read_run(message.numbers, self._stage.num_uncommitted)
+        self._cancellations.forget_before(run.number)
+        hidden_WD = None if run.is_dead else self._received(message.payload, len(run.token_W))
+        out = self._stage.run(run, hidden_WD, lambda: run.number in self._cancellations)
+        is_dead = out is None
+        after = self._neighbours.after
+        if after is not None:
+            numbers = [run.number, int(is_dead), *message.numbers[2:]]
+            self._transport.send(after, Channel.DATA, Message(Kind.RUN, numbers, out))
+        else:
+            drawn = [run.number, int(is_dead), *([] if out is None else out.tolist())]
+            self._transport.send(self._neighbours.head, Channel.RESULT, Message(Kind.DRAWN, drawn))
+
+    def _received(self, payload: Tensor | None, num_rows: int) -> Tensor | None:
+        """What the stage before has computed. Raises `ValueError` for anything else."""
+        model = self._stage.model
+        given = None if payload is None else (tuple(payload.shape), payload.dtype)
+        wanted = None if model.section.has_table else ((num_rows, model.width), model.dtype)
+        if given != wanted:
+            raise ValueError(f"a run has activations {given}, they must be {wanted}")
+        return payload
+
+    def _pass_on(self, message: Message) -> None:
+        if self._neighbours.after is not None:
+            self._transport.send(self._neighbours.after, Channel.DATA, message)
+
+
+class _Cancellations:
+    """Runs that nobody needs, as a thread hears of them. Numbers of runs rise, so what is behind us
+    is forgotten.
+    """
+
+    def __init__(self, transport: Transport, head: int) -> None:
+        self._transport = transport
+        self._head = head
+        self._dead, self._lock = set[int](), threading.Lock()
+        threading.Thread(target=self._listen, name="offload-cancel", daemon=True).start()
+
+    def __contains__(self, run: int) -> bool:
+        with self._lock:
+            return run in self._dead
+
+    def forget_before(self, run: int) -> None:
+        """No such run will be asked for again."""
+        with self._lock:
+            self._dead = {number for number in self._dead if number >= run}
+
+    def _listen(self) -> None:
+        try:
+            while (
+                message := self._transport.receive(self._head, Channel.CONTROL)
+            ).kind == Kind.CANCEL:
+                with self._lock:
+                    self._dead.update(message.numbers)
+        except RankError:
+            return  # whoever waits for work hears of it as well

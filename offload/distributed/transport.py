@@ -1,0 +1,523 @@
+"""A transport over torch.distributed's gloo, whatever ranks compute on: what they exchange lies in
+host memory.
+
+Messages of each channel go through a process group of their own. Gloo's receiver must know the
+size, so a header comes first; and a send lasts until the other side takes it, so a thread waits for
+it and keeps its tensors alive. Exchanges (`broadcast`, `gather`) have a group, too, and are of
+bytes, whatever the type. Invariant: whoever waits for a rank
+that is lost is told so, and which one: by the box that it waits at, or by the watch that knows.
+
+What ranks tell each other: a kind, whole numbers, and at most one tensor.
+
+Nothing is pickled: a message is read as numbers, whoever sent it. Messages of one (sender,
+receiver, channel) arrive in the order in which they were sent; of two channels either may come
+first.
+
+How messages and activations get from rank to rank; who carries them is chosen at start.
+
+How a message becomes tensors on the way, and what is refused of those that arrive.
+
+A header of fixed size says how many whole numbers follow and of which type and shape the payload
+is. A peer is a
+stranger: nothing is allocated before the sizes that it names are found to be possible.
+
+Which network gloo talks through: the one that leads to where ranks meet.
+
+By itself it takes what the host's own name resolves to, which on many systems is an address that no
+other host reaches.
+"""
+
+import fcntl
+import math
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import IntEnum
+from itertools import product
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.distributed.watch import Loss, Watch
+from offload.errors import RankError as RankError  # what every method may raise
+from offload.errors import ensure
+from offload.interrupts import held_back
+
+
+class Channel(IntEnum):
+    """Ways between two ranks that do not wait for each other."""
+
+    DATA = 0  # work, in the order in which it is to be done
+    RESULT = 1  # what was drawn
+    CONTROL = 2  # what must not wait behind work: cancellations, the end
+    DRAFT = 3  # between the head and the rank that drafts
+
+
+class Kind(IntEnum):
+    """What a message asks for, or tells."""
+
+    RESET = 0  # a text begins; how it is sampled, and how many committed positions stay
+    RUN = 1  # rows to be scored, behind those that were issued before
+    COMMIT = 2  # accepted rows, and those that stay uncommitted
+    DRAWN = 3  # what the target draws after each row of a run
+    CANCEL = 4  # runs that nobody needs any more
+    GROW = 5  # the head has room for so many nodes
+    TREE = 6  # nodes that a draft proposes
+    ACCEPT = 7  # tokens that were accepted
+    STOP = 8  # the end
+    ERROR = 9  # why a rank has failed
+    WORD = 10  # anything small, as JSON
+
+
+class Message(NamedTuple):
+    """One message; each room that sends a kind says what its numbers are."""
+
+    kind: Kind
+    numbers: Sequence[int] = ()
+    payload: Tensor | None = None  # contiguous, in host memory
+
+
+class Transport(Protocol):
+    """One rank's way to all others. Every method but `close` raises `RankError` where a peer is
+    lost.
+
+    Attributes:
+        rank: this one's number; 0 is the head.
+        num_ranks: how many there are.
+        bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as
+            there are receivers.
+        exchange_s: how long this rank was in `broadcast` and `gather`, waiting for slower ones
+            included.
+    """
+
+    rank: int
+    num_ranks: int
+    bytes_sent: Counter[str]
+    exchange_s: float
+
+    def send(self, to: int, channel: Channel, message: Message) -> None:
+        """Returns at once; what is sent to oneself arrives as well. A payload must not be written
+        to any more.
+        """
+
+    def receive(self, source: int, channel: Channel) -> Message:
+        """The next message, waited for as long as a user may be idle."""
+
+    def poll(self, source: int, channel: Channel) -> Message | None:
+        """The next message, if it has arrived."""
+
+    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        """One of these (source, channel) whose next message has arrived; waits for it, and takes
+        nothing.
+        """
+
+    def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
+        """The source's rows on every rank; others give a tensor of the same shape and type, which
+        may be filled.
+
+        It is of the host, as in `gather`: two ranks that chose a way by where their rows lie might
+        never meet.
+        """
+
+    def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
+        """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]`
+        of them.
+        """
+
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Tell the others that this rank has ended, and let go.
+
+        Args:
+            reason: why, where it has failed; others then raise `RankError` with it.
+            is_refusal: what failed is what a user can mend.
+        """
+
+
+MAX_PAYLOAD_BYTES = 2**30  # 512 rows of the widest models take a tenth of it
+MAX_NUMBERS = 2**22  # a row says which of some thousand rows it sees
+MAX_DIMENSIONS = 2
+# of 32 bits: what is drawn returns in 16 bytes a row, for runs of four rows
+HEADER_NUMBERS = 2 + MAX_DIMENSIONS
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+_NO_PAYLOAD = 0  # in place of a type, which count from 1
+_END = -1  # in place of the first number: nothing will follow
+
+
+class MessageHeader(NamedTuple):
+    """What a header says will follow."""
+
+    kind: Kind
+    num_numbers: int
+    dtype: torch.dtype | None  # None: no payload
+    shape: tuple[int, ...]
+
+    def empty_payload(self) -> Tensor | None:
+        """Room for it."""
+        return None if self.dtype is None else torch.empty(self.shape, dtype=self.dtype)
+
+
+def header_of(message: Message) -> Tensor:
+    """`HEADER_NUMBERS` of them: kind, type and dimensions of the payload in a byte each, count of
+    numbers, sizes.
+    """
+    payload = message.payload
+    shape = [] if payload is None else list(payload.shape)
+    assert len(shape) <= MAX_DIMENSIONS, f"a payload has {MAX_DIMENSIONS} dimensions at most"
+    dtype = _NO_PAYLOAD if payload is None else 1 + _DTYPES.index(payload.dtype)
+    header = [int(message.kind) | dtype << 8 | len(shape) << 16, len(message.numbers), *shape]
+    return torch.tensor(header + [0] * (HEADER_NUMBERS - len(header)), dtype=torch.int32)
+
+
+def end_header() -> Tensor:
+    """The last one of a channel."""
+    return torch.full((HEADER_NUMBERS,), _END, dtype=torch.int32)
+
+
+def read_header(header: Tensor) -> MessageHeader | None:
+    """What follows; None is nothing, ever. Raises `ValueError` where that cannot be."""
+    first, num_numbers, *dimensions = header.tolist()
+    if first == _END:
+        return None
+    kind = first & 0xFF
+    dtype = first >> 8 & 0xFF
+    num_dimensions = first >> 16
+    ensure(kind in Kind.__members__.values(), f"kind {kind} is none")
+    ensure(
+        0 <= num_numbers <= MAX_NUMBERS,
+        f"{num_numbers} numbers are not between 0 and {MAX_NUMBERS}",
+    )
+    if dtype == _NO_PAYLOAD:
+        return MessageHeader(Kind(kind), num_numbers, None, ())
+    ensure(dtype <= len(_DTYPES), f"type {dtype} is none")
+    ensure(
+        0 <= num_dimensions <= MAX_DIMENSIONS,
+        f"{num_dimensions} dimensions are not between 0 and {MAX_DIMENSIONS}",
+    )
+    shape = tuple(dimensions[:num_dimensions])
+    own = _DTYPES[dtype - 1]
+    is_possible = (
+        min(shape, default=0) >= 0 and math.prod(shape) * own.itemsize <= MAX_PAYLOAD_BYTES
+    )
+    ensure(
+        is_possible,
+        f"a payload of shape {shape} is not possible, or larger than {MAX_PAYLOAD_BYTES} bytes",
+    )
+    return MessageHeader(Kind(kind), num_numbers, own, shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as flat bytes, which every carrier takes whatever the type. `tensor` is
+    contiguous.
+    """
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+_Box = queue.Queue[Message | Loss]
+_Sent = tuple[list[dist.Work], list[Tensor]]
+_Reaped = queue.Queue[_Sent | None]
+# an idle user's; also for what is sent to a rank that computes for long
+_ORDER_LIMIT = timedelta(days=30)
+# for all others to close as well; who is in the middle of a pass is not waited for any longer
+_CLOSE_S = 3.0
+# Under its new name where torch has one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Groups(NamedTuple):
+    """What ranks talk through."""
+
+    channels: dict[Channel, dist.ProcessGroup]
+    exchange: dist.ProcessGroup  # its limit: how long one may keep the others waiting
+    watched: dist.ProcessGroup
+
+
+class Gloo(Transport):
+    """One rank of a process group that is initialised.
+
+    Args:
+        groups: process groups that nobody else uses.
+        silence_s: the time limit of the group that is watched.
+    """
+
+    def __init__(self, groups: Groups, silence_s: float) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.bytes_sent = Counter[str]()
+        self.exchange_s = 0.0
+        self._groups, self._exchanges = groups.channels, [groups.exchange]
+        self._boxes, self._sent = (
+            dict[tuple[int, Channel], _Box](),
+            dict[tuple[int, Channel], _Reaped](),
+        )
+        self._threads = list[threading.Thread]()
+        self._is_closed = False
+        self._locks, self._lock = (
+            defaultdict[object, threading.Lock](threading.Lock),
+            threading.Lock(),
+        )
+        self._arrived = threading.Condition()
+        self._watch = Watch(groups.watched, silence_s, self._wake)
+
+    def send(self, to: int, channel: Channel, message: Message) -> None:
+        """Returns at once. A payload must not be written to any more."""
+        if (loss := self._watch.loss) is not None:
+            raise loss.error()
+        if to == self.rank:
+            self._put(self._box(to, channel), message)
+            return
+        parts = [header_of(message)]
+        if message.numbers:
+            parts.append(torch.tensor(message.numbers, dtype=torch.int64))
+        if message.payload is not None and message.payload.numel():
+            parts.append(as_bytes(message.payload))
+        self._send(to, channel, parts)
+        self.bytes_sent[message.kind.name] += sum(part.nbytes for part in parts)
+
+    def receive(self, source: int, channel: Channel) -> Message:
+        """The next message, waited for as long as the channel's limit says."""
+        return self._opened(self._box(source, channel), is_waited_for=True)
+
+    def poll(self, source: int, channel: Channel) -> Message | None:
+        """The next message, if it has arrived."""
+        try:
+            return self._opened(self._box(source, channel), is_waited_for=False)
+        except queue.Empty:
+            return None
+
+    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        """One of these whose next message has arrived, or never will; nothing is taken."""
+        boxes = {way: self._box(*way) for way in ways}
+        with self._arrived:
+            while (
+                found := next((way for way, box in boxes.items() if not box.empty()), None)
+            ) is None:
+                self._arrived.wait()
+        return found
+
+    def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
+        """The source's rows on every rank; what others give is filled."""
+        rows = rows.contiguous()
+        with self._exchange():
+            dist.broadcast(as_bytes(rows), source, group=self._exchanges[0])
+        if self.rank == source:
+            self.bytes_sent["broadcast"] += rows.nbytes * (self.num_ranks - 1)
+        return rows
+
+    def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
+        """The columns of all ranks side by side; narrower parts are filled up on the way: gloo
+        wants them alike.
+        """
+        T = part_TR.shape[0]
+        widest = max(widths)
+        mine = torch.nn.functional.pad(part_TR, (0, widest - part_TR.shape[1])).contiguous()
+        parts = mine.new_empty(self.num_ranks, T, widest)
+        with self._exchange():
+            _all_gather(as_bytes(parts), as_bytes(mine), group=self._exchanges[0])
+        self.bytes_sent["gather"] += mine.nbytes * (self.num_ranks - 1)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
+
+    def lost(self) -> RankError | None:
+        """What `receive` would raise now, if another rank is known to be lost."""
+        return None if self._watch.loss is None else self._watch.loss.error()
+
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Tell the others that this rank has ended, and why where it has failed; then wait for
+        them, not for long.
+
+        What they sent is taken from them until they say that they have ended, too: a thread that is
+        still in gloo when Python ends would abort the process as soon as something arrives.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._watch.end(reason, is_refusal=is_refusal)
+        # whoever waits there for this rank wakes up
+        dist.destroy_process_group(self._exchanges.pop())
+        for peer, channel in product(set(range(self.num_ranks)) - {self.rank}, Channel):
+            self._box(peer, channel)
+            with suppress(RankError):
+                self._send(peer, channel, [end_header()])
+        for sent in self._sent.values():
+            sent.put(None)
+        due_s = time.monotonic() + _CLOSE_S
+        for thread in (*self._threads, *self._watch.threads):
+            thread.join(max(0.0, due_s - time.monotonic()))
+        if not any(thread.is_alive() for thread in (*self._threads, *self._watch.threads)):
+            dist.destroy_process_group()
+
+    def _send(self, to: int, channel: Channel, parts: list[Tensor]) -> None:
+        """All of it or, where the receiver is lost, an error; Ctrl-C comes before or after."""
+        with held_back(), self._lock_of(to, channel):
+            try:
+                works = [dist.isend(part, to, group=self._groups[channel]) for part in parts]
+            except RuntimeError as error:
+                raise self._watch.verdict(_line(to, error), to) from error
+            self._reaper(to, channel).put(([work for work in works if work is not None], parts))
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            with held_back():
+                yield
+        except RuntimeError as error:
+            # they hold the group, whose end others wait for in `close`
+            traceback.clear_frames(error.__traceback__)
+            raise self._watch.verdict(_line(None, error)) from error
+        finally:
+            self.exchange_s += time.perf_counter() - began_s
+
+    def _opened(self, box: _Box, *, is_waited_for: bool) -> Message:
+        found = box.get(block=is_waited_for)
+        if isinstance(found, Message):
+            return found
+        box.put(found)  # for whoever asks next
+        raise found.error() if found.is_told else self._watch.verdict(found.line, found.rank)
+
+    def _box(self, source: int, channel: Channel) -> _Box:
+        """Where a channel's messages of a rank arrive; a thread fills it from the first question
+        on.
+        """
+        with self._lock:
+            if (box := self._boxes.get((source, channel))) is None:
+                box = self._boxes[source, channel] = queue.Queue()
+                if source != self.rank:
+                    self._start(self._fill, box, source, channel)
+                if (loss := self._watch.loss) is not None:
+                    self._put(box, loss)
+        return box
+
+    def _fill(self, box: _Box, source: int, channel: Channel) -> None:
+        try:
+            while (message := _received(source, self._groups[channel])) is not None:
+                self._put(box, message)
+            self._put(box, Loss(source, f"rank {source} has ended"))
+        except RuntimeError as error:
+            self._put(box, Loss(source, _line(source, error), is_told=False))
+        except ValueError as error:
+            self._watch.lose(
+                Loss(source, f"rank {source} sent what cannot be: {error}", is_told=False)
+            )
+
+    def _put(self, box: _Box, found: Message | Loss) -> None:
+        with self._arrived:
+            box.put(found)
+            self._arrived.notify_all()
+
+    def _reaper(self, to: int, channel: Channel) -> _Reaped:
+        with self._lock:
+            if (sent := self._sent.get((to, channel))) is None:
+                sent = self._sent[to, channel] = queue.Queue()
+                self._start(_wait_for_each, sent)
+        return sent
+
+    def _lock_of(self, to: int, channel: Channel) -> threading.Lock:
+        with self._lock:
+            return self._locks[to, channel]
+
+    def _start(self, work: Callable[..., None], *of: object) -> None:
+        self._threads.append(
+            threading.Thread(target=work, args=of, name="offload-rank", daemon=True)
+        )
+        self._threads[-1].start()
+
+    def _wake(self) -> None:
+        """Whoever waits has waited in vain."""
+        with self._lock:
+            for box in self._boxes.values():
+                if (loss := self._watch.loss) is not None:
+                    self._put(box, loss)
+
+
+def _received(source: int, group: dist.ProcessGroup) -> Message | None:
+    """One message; None after the last. Raises `ValueError` for a header that cannot be,
+    `RuntimeError` for a loss.
+    """
+    header = torch.empty(HEADER_NUMBERS, dtype=torch.int32)
+    _receive(header, source, group)
+    if (announced := read_header(header)) is None:
+        return None
+    numbers = torch.empty(announced.num_numbers, dtype=torch.int64)
+    if announced.num_numbers:
+        _receive(numbers, source, group)
+    payload = announced.empty_payload()
+    if payload is not None and payload.numel():
+        _receive(as_bytes(payload), source, group)
+    return Message(announced.kind, numbers.tolist(), payload)
+
+
+def _receive(into: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fill it, however long that takes: the group's own limit is for ranks that find each other."""
+    if (work := dist.irecv(into, source, group=group)) is not None:
+        work.wait(_ORDER_LIMIT)
+
+
+def _wait_for_each(sent: _Reaped) -> None:
+    """Keep what is sent alive until it is taken; the watch tells of those who no longer take
+    anything.
+    """
+    try:
+        while (one := sent.get()) is not None:
+            for work in one[0]:
+                work.wait(_ORDER_LIMIT)
+            del one
+    except RuntimeError:
+        return
+
+
+def _line(source: int | None, error: Exception) -> str:
+    """What an error of gloo's says, where the watch knows nothing better."""
+    who = "ranks" if source is None else f"rank {source}"
+    if "imed out" in str(error):
+        return f"{who} kept this one waiting for too long: {' '.join(str(error).split())[:120]}"
+    return f"{who} cannot be reached: {' '.join(str(error).split())[:120]}"
+
+
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(address: str, port: int) -> None:
+    """Set gloo's variable unless the user has; leave it alone where no interface has the address
+    that leads there.
+    """
+    if _VARIABLE in os.environ:
+        return
+    own = _own_address(address, port)
+    names = [
+        name for _, name in socket.if_nameindex() if own is not None and _address_of(name) == own
+    ]
+    if names:
+        os.environ[_VARIABLE] = names[0]
+
+
+def _own_address(address: str, port: int) -> str | None:
+    """The address that this host has in the eyes of another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _address_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(
+                probe.fileno(), _ADDRESS_OF, struct.pack("256s", interface.encode()[:15])
+            )
+        except OSError:
+            return None
+        return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,194 @@
+"""Whether all ranks are alive, and why one is not: known within milliseconds of a death, on every
+rank.
+
+Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
+listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
+by itself says why first. Silence is counted here and not by a limit of gloo's, which would close
+the connections to all others: they would take that for a death. The first loss is the one that
+counts: whatever fails afterwards fails because of it.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.errors import RankError
+
+_WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
+_PULSE, _ENDED, _FAILED, _REFUSED = range(4)
+_PULSES_PER_LIMIT = 12
+_TICKS_PER_LIMIT = 120
+_NEVER = timedelta(days=30)
+_LAST_WORD_S = 2.0  # for it to be heard, or for its absence to be noticed
+
+
+class Loss(NamedTuple):
+    """Why ranks can no longer work together."""
+
+    rank: int
+    line: str
+    is_refusal: bool = False  # what a user can mend
+    is_told: bool = True  # by the rank itself
+    is_death: bool = False  # its connection is closed
+    is_silence: bool = False
+
+    def error(self) -> RankError:
+        """To be raised on a rank that is left."""
+        is_head = self.rank == 0
+        return RankError(
+            self.line,
+            is_head_told=is_head and self.is_told,
+            is_refusal=self.is_refusal,
+            is_death=self.is_death,
+            is_head_silent=is_head and self.is_silence,
+        )
+
+
+class Watch:
+    """One rank's ear to all others.
+
+    Args:
+        group: nobody else's.
+        on_loss: called once, by a thread.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, silence_s: float, on_loss: Callable[[], None]
+    ) -> None:
+        self._group = group
+        self._silence_s = silence_s
+        self._on_loss = on_loss
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._lock, self._is_lost, self._is_closed = (
+            threading.Lock(),
+            threading.Event(),
+            threading.Event(),
+        )
+        self._ended, self._loss = dict[int, Loss](), list[Loss]()
+        # of this rank's clock, which stands still when it is stopped
+        self._ticks = dict.fromkeys(self._peers(), 0)
+        threading.Thread(target=self._count, daemon=True).start()
+        self.threads = [
+            threading.Thread(target=work, args=(peer,), daemon=True)
+            for peer in self._peers()
+            for work in (self._listen, self._pulse)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    @property
+    def loss(self) -> Loss | None:
+        """The first one, if any."""
+        return self._loss[0] if self._loss else None
+
+    def verdict(self, otherwise: str, source: int | None = None) -> RankError:
+        """Whose fault it is that an exchange failed, or a message of `source`; it may take a moment
+        to become known.
+
+        A rank that has ended well is not blamed before: it may have left because of the one that is
+        lost.
+        """
+        self._is_lost.wait(0.0 if source in self._ended else _LAST_WORD_S)
+        ended = (
+            self._ended[source] if source in self._ended else next(iter(self._ended.values()), None)
+        )
+        return (self.loss or ended or Loss(self._rank, otherwise, is_told=False)).error()
+
+    def lose(self, loss: Loss) -> None:
+        """Somebody is lost; nobody on this rank needs to wait any more."""
+        with self._lock:
+            self._loss.append(loss)
+            is_first = len(self._loss) == 1
+        self._is_lost.set()
+        if is_first and not self._is_closed.is_set():
+            self._on_loss()
+
+    def end(self, reason: str, *, is_refusal: bool) -> None:
+        """The last word to everybody: ended well where there is no reason. Waits until it is on its
+        way, not longer.
+        """
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        kind = (_REFUSED if is_refusal else _FAILED) if reason else _ENDED
+        said = [
+            threading.Thread(target=self._say, args=(peer, kind, reason), daemon=True)
+            for peer in self._peers()
+        ]
+        for one in said:
+            one.start()
+        for one in said:
+            one.join(_LAST_WORD_S)
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank != self._rank]
+
+    def _pulse(self, peer: int) -> None:
+        while (
+            not self._is_closed.wait(self._silence_s / _PULSES_PER_LIMIT)
+            and peer not in self._ended
+        ):
+            self._say(peer, _PULSE, "")
+
+    def _count(self) -> None:
+        """Notice silence."""
+        while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
+            for peer in set(self._ticks) - set(self._ended):
+                self._ticks[peer] += 1
+                if self._ticks[peer] == _TICKS_PER_LIMIT:
+                    line = f"rank {peer} has been silent for {self._silence_s:g} s"
+                    self.lose(Loss(peer, line, is_told=False, is_silence=True))
+
+    def _say(self, peer: int, kind: int, reason: str) -> None:
+        word = _word(kind, reason)
+        try:
+            if (work := dist.isend(word, peer, group=self._group)) is not None:
+                work.wait(_NEVER)
+        except RuntimeError:
+            self._judge(peer)
+
+    def _listen(self, peer: int) -> None:
+        word = torch.empty(_WORD_BYTES, dtype=torch.uint8)
+        while True:
+            try:
+                if (work := dist.irecv(word, peer, group=self._group)) is not None:
+                    work.wait(_NEVER)
+            except RuntimeError:
+                self._judge(peer)
+                return
+            self._ticks[peer] = 0
+            if (kind := int(word[0])) == _ENDED:
+                self._ended[peer] = Loss(peer, f"rank {peer} has ended")
+                return
+            if kind != _PULSE:
+                line = f"rank {peer}{'' if kind == _REFUSED else ' ended'}: {_reason(word)}"
+                self.lose(Loss(peer, line, is_refusal=kind == _REFUSED))
+                return
+
+    def _judge(self, peer: int) -> None:
+        """What a failed send or receive means."""
+        if peer not in self._ended:
+            self.lose(
+                Loss(peer, f"rank {peer} is gone (connection closed)", is_told=False, is_death=True)
+            )
+
+
+def limit(seconds: float) -> timedelta:
+    """As torch.distributed takes it."""
+    return timedelta(seconds=seconds)
+
+
+def _word(kind: int, reason: str) -> Tensor:
+    text = reason.encode()[: _WORD_BYTES - 3]
+    head = bytes([kind]) + len(text).to_bytes(2, "little")
+    return torch.frombuffer(bytearray((head + text).ljust(_WORD_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _reason(word: Tensor) -> str:
+    content = bytes(word.tolist())
+    return content[3 : 3 + int.from_bytes(content[1:3], "little")].decode(errors="replace")

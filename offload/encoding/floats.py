@@ -1,0 +1,318 @@
+"""Weights of 8 bits each, floating-point, with a scale for each block, row or tensor, as DeepSeek
+and Qwen store them.
+
+Their `weight_scale_inv` is a factor in spite of its name. Where sizes are no multiple of a block's,
+the last blocks are cut. compressed-tensors has the same numbers with a `weight_scale`, DeepSeek's
+later checkpoints with a `scale` of exponents, Mistral's with a `qscale_weight`.
+
+Stacks of experts of 4 bits each, floating-point, with a power of two for each 32 of them, as
+gpt-oss stores them.
+
+The model has a stack's matrices the other way round.
+
+Weights of 4 bits each, floating-point, with a scale of 8 bits for each 16 of them and one for all
+(NVFP4).
+
+compressed-tensors divides the small scales by the one for all; ModelOpt multiplies them with it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload.encoding.base import (
+    AGAIN,
+    Format,
+    Header,
+    RecognisedWeight,
+    checked_scale,
+    config_weights,
+    require,
+    require_shape,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from offload.kernels.expansion import Expansion
+
+_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
+_OF_ACTIVATIONS = (".input_scale", ".qscale_act")  # which are not rounded here
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
+_USUAL_BLOCK = (128, 128)
+# numbers; no matrix has as many rows or columns, and compiled code counts in 32 bits
+_LARGE = 1 << 31
+_NAMES = {(0, 0): "with one scale", (1, 0): "with a scale for each row"}
+_TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """See `Coding`."""
+
+    kind: str  # as headers have it
+    # rows and columns that share a scale; 0: all, so that weights of any shape have one coding
+    block: tuple[int, int]
+    dtype: str = "bfloat16"
+    align_bytes: int = 1
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        rows, columns = (size or "all" for size in self.block)
+        blocks = f"in blocks of {rows} x {columns}"
+        return f"fp8 {_NAMES.get(self.block, blocks)}"
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """One byte each."""
+        return math.prod(shape)
+
+    def companion_bytes(self, shape: Sequence[int]) -> int:
+        """A float32 scale for each block."""
+        return 4 * math.prod(self._grid(shape))
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """Scales in float32, one for each block."""
+        import torch
+
+        ((suffix, stored),) = companions.items()
+        scale = (stored if stored.element_size() > 1 else stored.view(torch.float8_e8m0fnu)).float()
+        return {"scale": checked_scale(suffix, scale, self._grid(shape))}
+
+    def expand(
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
+    ) -> None:
+        """Of a stack every matrix by itself."""
+        import torch
+
+        weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
+        scale = companions["scale"]
+        block = self._block(out.shape)
+        for one, own, place in zip(
+            *(t.reshape(-1, *t.shape[-2:]) for t in (weight, scale, out)), strict=True
+        ):
+            expansion.float8(one, own, block, place)
+
+    def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (
+            *shape[:-2],
+            *(-(-size // part) for size, part in zip(shape[-2:], self._block(shape), strict=True)),
+        )
+
+    def _block(self, shape: Sequence[int]) -> tuple[int, int]:
+        rows, columns = self.block
+        return rows or max(1, shape[-2]), columns or max(1, shape[-1])
+
+
+def _recognise(
+    stored: Mapping[str, Header], settings: Mapping[str, Any]
+) -> RecognisedWeight | None:
+    weight = stored.get(".weight")
+    suffix = next((suffix for suffix in _SCALES if suffix in stored), None)
+    if weight is None or weight.dtype not in _TYPES:
+        return None
+    if suffix is None:
+        wanted = " or ".join(_SCALES[:2])
+        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
+    scale = stored[suffix]
+    if scale.dtype not in _SCALE_TYPES:
+        raise ValueError(
+            f"{suffix} must be of type {', '.join(_SCALE_TYPES)}, is {scale.dtype}: take another checkpoint"
+        )
+    if len(weight.shape) < 2:
+        raise ValueError(
+            f".weight must be a matrix or a stack of them, has shape {list(weight.shape)}: pack it again"
+        )
+    coding = Float8(weight.dtype, _block(weight.shape, scale.shape, settings))
+    if 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
+        raise ValueError(
+            f"{suffix} must have the scales of {coding.name} for weights of {list(weight.shape)}, has shape "
+            f"{list(scale.shape)}: {AGAIN}"
+        )
+    return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))
+
+
+def _block(
+    shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[str, Any]
+) -> tuple[int, int]:
+    """How many rows and columns share a scale: all (0), those of one row, or what the config says."""
+    if math.prod(scale_shape) == 1:
+        return 0, 0
+    if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
+        return 1, 0
+    said = (
+        one["block_structure"] for one in config_weights(settings) if one.get("block_structure")
+    )
+    block = settings.get("weight_block_size") or next(said, _USUAL_BLOCK)
+    if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [
+        True,
+        True,
+    ]:
+        raise ValueError(
+            f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json"
+        )
+    rows, columns = (n if n < _LARGE else 0 for n in block)
+    return rows, columns
+
+
+FLOAT8 = Format((".weight", *_SCALES, *_OF_ACTIVATIONS), _recognise)
+
+
+TABLE_BYTES = 4 * 256  # what scales stand for
+_GROUP = 32
+_NO_NUMBER = 255
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """See `Coding`. Companions are "scale" (E x N, G), uint8, with their "levels" (256)."""
+
+    name: str = "mxfp4"
+    dtype: str = "bfloat16"
+    align_bytes: int = 1
+    is_transposed: bool = True
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Two to a byte, in whole groups."""
+        return 16 * self._num_groups(shape)
+
+    def companion_bytes(self, shape: Sequence[int]) -> int:
+        """A byte for each group, and the table."""
+        return self._num_groups(shape) + TABLE_BYTES
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`; `shape` is (E, out, in)."""
+        import torch
+
+        scale = companions["_scales"]
+        require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _GROUP))
+        num_wrong = int((scale == _NO_NUMBER).sum())
+        if num_wrong:
+            raise ValueError(f"_scales must be numbers, {num_wrong} are none: {AGAIN}")
+        levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
+        return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
+
+    def expand(
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
+    ) -> None:
+        """See `Coding`; `out` is (E, out, in)."""
+        scale = companions["scale"]
+        levels = companions["levels"]
+        words_NB = stored_B.view(len(scale), -1)
+        expansion.e2m1(words_NB, scale, levels, out.view(len(scale), -1))
+
+    def _num_groups(self, shape: Sequence[int]) -> int:
+        return math.prod(shape[:-1]) * math.ceil(shape[-1] / _GROUP)
+
+
+def _recognise_mxfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
+    words = stored.get("_blocks")
+    if words is None or words.dtype != "U8":
+        return None
+    require(stored, ("_scales",), "_blocks")
+    if len(words.shape) < 3 or words.shape[-1] != _GROUP // 2 or stored["_scales"].dtype != "U8":
+        raise ValueError(
+            f"_blocks must be stacks of rows of {_GROUP // 2} bytes, with _scales of type U8, has shape "
+            f"{list(words.shape)}: {AGAIN}"
+        )
+    require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
+    shape = (*words.shape[:-2], words.shape[-2] * _GROUP)
+    return RecognisedWeight(Mxfp4(), shape, ("_blocks",), ("_scales",))
+
+
+MXFP4 = Format(("_blocks", "_scales"), _recognise_mxfp4, parameter="")
+
+
+_GROUP_NVFP4 = 16
+# and what belongs to them
+_WORDS = {".weight_packed": ".weight_global_scale", ".weight": ".weight_scale_2"}
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """See `Coding`. Companions are "scale" (N, G), uint8, with their "levels" (256)."""
+
+    is_divided: bool  # by the scale for all
+    name: str = "nvfp4"
+    dtype: str = "bfloat16"
+    align_bytes: int = 1
+    is_transposed: bool = False
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Two to a byte."""
+        return shape[0] * (shape[1] // 2)
+
+    def companion_bytes(self, shape: Sequence[int]) -> int:
+        """A byte for each group, and the table."""
+        return shape[0] * (shape[1] // _GROUP_NVFP4) + TABLE_BYTES
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """See `Coding`."""
+        import torch
+
+        suffix = _WORDS[".weight_packed" if self.is_divided else ".weight"]
+        scale = checked_scale(
+            ".weight_scale", companions[".weight_scale"], (shape[0], shape[1] // _GROUP_NVFP4)
+        )
+        whole = checked_scale(suffix, companions[suffix].float(), (1,))
+        levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        levels = levels / whole if self.is_divided else levels * whole
+        used = scale.view(torch.uint8)
+        if not bool(levels[used.unique().int()].isfinite().all()):
+            raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: {AGAIN}")
+        return {"scale": used, "levels": levels}
+
+    def expand(
+        self,
+        stored_B: "Tensor",
+        companions: "Mapping[str, Tensor]",
+        out: "Tensor",
+        expansion: "Expansion",
+    ) -> None:
+        """See `Coding`."""
+        scale = companions["scale"]
+        levels = companions["levels"]
+        expansion.e2m1(stored_B.view(len(scale), -1), scale, levels, out)
+
+
+def _recognise_nvfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
+    suffix = next(
+        (suffix for suffix in _WORDS if suffix in stored and stored[suffix].dtype == "U8"), None
+    )
+    scale = stored.get(".weight_scale")
+    if suffix is None or scale is None or scale.dtype != "F8_E4M3":
+        return None
+    words = stored[suffix]
+    require(stored, (_WORDS[suffix],), suffix)
+    if len(words.shape) != 2 or words.shape[1] % (_GROUP_NVFP4 // 2):
+        raise ValueError(
+            f"{suffix} must have rows of {_GROUP_NVFP4 // 2} bytes, has {list(words.shape)}: pack it again"
+        )
+    require_shape(
+        ".weight_scale", scale.shape, (words.shape[0], words.shape[1] * 2 // _GROUP_NVFP4)
+    )
+    coding = Nvfp4(is_divided=suffix == ".weight_packed")
+    return RecognisedWeight(
+        coding, (words.shape[0], words.shape[1] * 2), (suffix,), (".weight_scale", _WORDS[suffix])
+    )
+
+
+NVFP4 = Format(
+    (*_WORDS, *_WORDS.values(), ".weight_scale", ".input_scale", ".input_global_scale"),
+    _recognise_nvfp4,
+)

@@ -1,0 +1,96 @@
+"""What both models of a decoder are called in files that it writes, and whether a file that it
+reads is of the same.
+"""
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from offload.checkpoint.block_sum import BlockSum
+from offload.checkpoint.identity import ModelIdentity, identity_of
+from offload.errors import ReadError
+from offload.memory.planner import ModelFiles
+from offload.streaming.disk import DiskReader, OpenSource, Watcher
+from offload.streaming.summing import Watchers, difference, with_sum
+
+# that are read for a sum which lacks no more, such as a table that no pass needs
+_LITTLE_BYTES = 64 << 20
+
+
+class Identities:
+    """Identities of target and draft, each found once, so that a name is that of the model which
+    was opened.
+
+    Args:
+        is_wished: whether weights are summed as they are read, for files that will be written under
+            their names.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        open_source: OpenSource = DiskReader,
+        *,
+        limit_bytes_per_s: float | None = None,
+        is_wished: bool = False,
+    ) -> None:
+        self._files = {"target": files.target, "draft": files.draft}
+        self._how: dict[str, Any] = {
+            "open_source": open_source,
+            "limit_bytes_per_s": limit_bytes_per_s,
+        }
+        self._known, self._sums = dict[str, ModelIdentity](), dict[str, BlockSum]()
+        for part, checkpoint in self._files.items() if is_wished else ():
+            known = self.of(part)
+            if checkpoint is not None and known is not None and not known.has_sum:
+                self._sums[part] = BlockSum(checkpoint)
+
+    def of(self, part: str) -> ModelIdentity | None:
+        """The identity of the target or the draft, with the sum of all weights once they are read;
+        None for no draft.
+
+        Raises `ReadError` where it is asked for too late: files are not those any more that were
+        opened.
+        """
+        checkpoint = self._files[part]
+        if checkpoint is None:
+            return None
+        if part not in self._known:
+            self._known[part] = identity_of(checkpoint)
+            if checkpoint.num_bytes <= _LITTLE_BYTES and not self._known[part].has_sum:
+                self._sums[part] = BlockSum(checkpoint)
+        total = self._sums.get(part)
+        if total is not None and total.left_bytes <= _LITTLE_BYTES:
+            del self._sums[part]
+            # the name is as good as it was: what was opened is known by its stamps
+            with suppress(ReadError):
+                self._known[part] = with_sum(checkpoint, self._known[part], total, **self._how)
+        return self._known[part]
+
+    @property
+    def target(self) -> ModelIdentity:
+        """Its identity; see `of`."""
+        found = self.of("target")
+        assert found is not None, "there is always a target"
+        return found
+
+    def identity(self, *, follows_draft: bool = False) -> ModelIdentity:
+        """That of the target; with `follows_draft` of a text that depends on the draft as well."""
+        return self.target.drafted_by(self.of("draft") if follows_draft else None)
+
+    def difference(self, told: ModelIdentity, *, follows_draft: bool = False) -> str:
+        """Why a file that tells this is not of that identity, in words; empty where it is.
+
+        All weights are read where nothing else can tell. Raises `ReadError`.
+        """
+        checkpoint = self._files["target"]
+        mine = self.identity(follows_draft=follows_draft)
+        assert checkpoint is not None, "there is always a target"
+        what, found = difference(told, mine, partial(with_sum, checkpoint, mine, **self._how))
+        self._known["target"] = self.target._replace(proofs=found.proofs)
+        return what
+
+    def watching(self, part: str, watcher: Watcher) -> Watcher:
+        """What is to look at weights as they are read: this watcher, and a sum that is wanted."""
+        total = self._sums.get(part)
+        return watcher if total is None else Watchers((watcher, total))

@@ -1,0 +1,546 @@
+"""`offload verify`: whether a model's files are what they were, and hold numbers that a model can
+have.
+
+What they were is known from the hub, which leaves checksums beside what it gives, from the manifest
+of an earlier time, or, of a packed model, from its own checksums. Invariant: a manifest is only
+written of files that nothing speaks against, replaces one only where the hub's sum speaks for the
+files, and never one that was only named.
+
+What the hub says that files of a model should be: checksums that its library leaves beside
+downloads.
+
+In its cache a file is a link to one named by its sum; in a folder of its own each has a note in
+`.cache`. Large files have a sha256, small ones the sum that git has for them. Invariant: a file in
+a folder of its own is not judged once it was written to since; in the cache nobody should write,
+and all are.
+
+Whole files at the speed of their disk, measured part by part: checksums, and the largest number of
+every tensor.
+
+Invariant: a few parts are in memory, however large the files are, and each byte is read once.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import chain, zip_longest
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from offload.checkpoint.files import PART_BYTES, open_regular, read_small
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
+from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
+from offload.checkpoint.safetensors import stamp_of
+from offload.checkpoint.whole import (
+    Damage,
+    FileSums,
+    ModelSpans,
+    Span,
+    WholeFile,
+    crc32_of_scratch,
+    default_manifest,
+    differences,
+    have_same_bytes,
+    read_manifest,
+    write_manifest,
+)
+from offload.errors import ReadError, UserError
+from offload.machine import num_cores
+from offload.streaming.disk import DiskReader, allocate, drop, finish
+from offload.streaming.scan import has_zeros
+from offload.units import format_bytes
+
+_NOTES = Path(".cache", "huggingface", "download")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_GIT = re.compile(r"[0-9a-f]{40}")
+_LARGEST_BYTES = 64 << 20  # of what is read at once
+
+
+def hub_sum(path: Path) -> str | None:
+    """The sum that a file should have: 64 characters of a sha256, 40 of git's; None where nobody
+    knows.
+    """
+    real = path.resolve()
+    name = real.name if real.parent.name == "blobs" else _noted(path)
+    return name if name and (_SHA256.fullmatch(name) or _GIT.fullmatch(name)) else None
+
+
+def is_sha256(found: str | None) -> bool:
+    """Whether a sum is one of the whole file's bytes alone."""
+    return found is not None and len(found) == 64
+
+
+def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], list[str]]:
+    """Names of configs and the like that are not what the hub has, and of those that cannot be
+    read, with why.
+    """
+    changed = list[str]()
+    unread = list[str]()
+    try:
+        for path in (folder / name for name in sorted(os.listdir(folder)) if name not in weights):
+            try:
+                if os.path.isfile(path) and not _is_as_hub(path):
+                    changed.append(path.name)
+            except OSError as error:
+                unread.append(f"{path.name} ({error.strerror})")
+    except OSError as error:
+        unread.append(f"{folder} ({error.strerror})")
+    return changed, unread
+
+
+def _is_as_hub(path: Path) -> bool:
+    """Or too large to be looked at, or unknown to the hub. Raises `OSError`."""
+    wanted = hub_sum(path)
+    if wanted is None or path.stat().st_size > _LARGEST_BYTES:
+        return True
+    with open_regular(path) as file:
+        raw = file.read(_LARGEST_BYTES)
+    found = (
+        hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(b"blob %d\0" % len(raw) + raw)
+    )
+    return found.hexdigest() == wanted
+
+
+def _noted(path: Path) -> str | None:
+    """The second of three lines: revision, sum, time of the download."""
+    try:
+        _, etag, then_s, *_ = read_small(path.parent / _NOTES / f"{path.name}.metadata").split("\n")
+        return etag.strip().strip('"') if path.stat().st_mtime - 1 <= float(then_s) else None
+    except (OSError, ValueError):
+        return None
+
+
+_MAX_THREADS = 8
+_NUM_AHEAD = 4
+_CACHED_BYTES = 512 << 10
+_BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
+
+
+class FileReading(NamedTuple):
+    """A file that was read, as far as the disk gave it."""
+
+    sums: list[str]  # of each span, CRC-32 of its parts
+    tops: list[int]  # of each span, the largest bits of its numbers
+    sha256: str | None  # where it was asked for
+    failure: str  # why it could not be read; empty where it was
+
+
+class _Batch(NamedTuple):
+    """Parts that follow one another, read at once."""
+
+    shard: int
+    parts: tuple[tuple[int, int, int], ...]  # span, [lo, hi)
+    turn: int  # of its file
+
+    @property
+    def lo(self) -> int:
+        return self.parts[0][1]
+
+    @property
+    def hi(self) -> int:
+        return self.parts[-1][2]
+
+
+class _File:
+    """What is known of a file so far."""
+
+    def __init__(self, file: WholeFile, *, is_hashed: bool) -> None:
+        self.spans = file.spans
+        self.failure = ""
+        self.sums: list[list[str]] = [[] for _ in file.spans]
+        self.tops = [0] * len(file.spans)
+        self.sha256 = hashlib.sha256() if is_hashed else None
+        self.turns: dict[int, Event] = {}
+
+    def add(self, batch: _Batch, found: list[tuple[int, int]]) -> None:
+        """Sums and tops of a batch's parts."""
+        for (span, *_), (crc, bits) in zip(batch.parts, found, strict=True):
+            self.sums[span].append(f"{crc:08x}")
+            self.tops[span] = max(self.tops[span], bits)
+
+    def measured(self) -> FileReading:
+        sha256 = None if self.sha256 is None else self.sha256.hexdigest()
+        return FileReading(["".join(own) for own in self.sums], self.tops, sha256, self.failure)
+
+
+def measure(
+    files: Sequence[WholeFile], hashed: Collection[int], on_bytes: Callable[[int], None]
+) -> list[FileReading]:
+    """Read all of these files once; `hashed` are those, by index, whose sha256 is wanted.
+
+    `on_bytes` hears of what was measured. Raises `ReadError` where a file is not the one whose
+    header was read.
+    """
+    num_threads = min(_MAX_THREADS, num_cores())
+    known = [_File(file, is_hashed=index in hashed) for index, file in enumerate(files)]
+    free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
+    pending = deque[_Job]()
+    with closing(
+        DiskReader([file.path for file in files], stamps=[file.stamp for file in files])
+    ) as reader:
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
+        try:
+            for batch in _in_turns(files, num_threads):
+                if not free:
+                    free.append(_collect(pending.popleft(), known, on_bytes))
+                if not known[batch.shard].failure:
+                    pending.append(_begin(batch, known[batch.shard], reader, pool, free.pop()))
+            while pending:
+                _collect(pending.popleft(), known, on_bytes)
+        finally:
+            for job in pending:
+                job.found.cancel()
+            for turn in chain.from_iterable(file.turns.values() for file in known):
+                turn.set()
+            pool.shutdown(cancel_futures=True)
+    return [file.measured() for file in known]
+
+
+class _Job(NamedTuple):
+    """A batch under way."""
+
+    batch: _Batch
+    buffer: np.ndarray
+    found: Future[list[tuple[int, int]]]
+
+
+def _begin(
+    batch: _Batch, file: _File, reader: DiskReader, pool: ThreadPoolExecutor, buffer: np.ndarray
+) -> _Job:
+    at = batch.lo % BLOCK_BYTES
+    layout = SlabLayout(
+        (SlabRead(batch.shard, batch.lo, batch.hi, at),), {}, _BUFFER_BYTES, is_direct=True
+    )
+    file.turns[batch.turn] = Event()
+    reads = reader.read(layout, buffer)
+    return _Job(
+        batch, buffer, pool.submit(_work, batch, file, reads, buffer[at : at + batch.hi - batch.lo])
+    )
+
+
+def _collect(job: _Job, known: Sequence[_File], on_bytes: Callable[[int], None]) -> np.ndarray:
+    """Wait for a batch; its buffer is free again."""
+    file = known[job.batch.shard]
+    try:
+        file.add(job.batch, job.found.result())
+    except ReadError as error:
+        file.failure = file.failure or str(error)
+    file.turns.pop(job.batch.turn - 1, None)
+    on_bytes(job.batch.hi - job.batch.lo)
+    return job.buffer
+
+
+def _work(
+    batch: _Batch, file: _File, reads: list[Future[None]], stored: np.ndarray
+) -> list[tuple[int, int]]:
+    try:
+        finish(reads)
+        parts = [
+            (file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo])
+            for span, lo, hi in batch.parts
+        ]
+        tops = [_top(*part) for part in parts]
+        if file.sha256 is not None:
+            before = file.turns.get(batch.turn - 1)
+            if before is not None:
+                before.wait()
+            file.sha256.update(stored.data)
+            file.turns[batch.turn].set()
+        sums = [crc32_of_scratch(part) for *_, part in parts]  # last: the bytes are lost
+        return [*zip(sums, tops, strict=True)]
+    finally:
+        drop(reads)
+        file.turns[batch.turn].set()
+
+
+def _top(span: Span, lo: int, stored: np.ndarray) -> int:
+    """Largest bits, of blocks that the processor's cache holds: memory is read once."""
+    if span.form is None:
+        return 0
+    stored = stored[: max(0, span.hi - lo)]
+    step = _CACHED_BYTES // span.form.item_bytes * span.form.item_bytes
+    return max(
+        (top_bits(stored[at : at + step], span.form) for at in range(0, len(stored), step)),
+        default=0,
+    )
+
+
+def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
+    """A few files at a time, batch by batch, so that as many can be hashed at once."""
+    for first in range(0, len(files), num_files):
+        several = [
+            _batches(shard, files[shard])
+            for shard in range(first, min(first + num_files, len(files)))
+        ]
+        yield from (batch for row in zip_longest(*several) for batch in row if batch is not None)
+
+
+def _batches(shard: int, file: WholeFile) -> Iterator[_Batch]:
+    own = list[tuple[int, int, int]]()
+    turn = 0
+    for index, span in enumerate(file.spans):
+        for lo, hi in span.parts():
+            if own and hi - own[0][1] > PART_BYTES:
+                yield _Batch(shard, tuple(own), turn)
+                own = []
+                turn = turn + 1
+            own.append((index, lo, hi))
+    if own:
+        yield _Batch(shard, tuple(own), turn)
+
+
+Progress = Callable[[int, int], None]
+_OTHER_SUM = "its bytes are not those of the hub (sha256)"
+
+
+class Report(NamedTuple):
+    """What was found."""
+
+    path: Path
+    num_files: int
+    num_bytes: int
+    elapsed_s: float
+    damage: list[Damage]
+    notes: list[str]
+    manifest: Path
+    num_as_before: int  # files without damage that are as the manifest has them
+    # such files that have the hub's sha256: compared now, or when the manifest was written
+    num_as_hub: int
+    num_decoded: int  # such files of a packed model, that decode to what was packed
+    is_written: bool  # the manifest
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        told = self._asdict() | {"path": str(self.path), "manifest": str(self.manifest)}
+        told["damage"] = [one._asdict() for one in self.damage]
+        return {
+            "is_sound": not self.damage,
+            **told,
+            "bytes_per_s": self.num_bytes / max(self.elapsed_s, 1e-9),
+        }
+
+
+class _Seen(NamedTuple):
+    """A file that was read, and what it should be."""
+
+    file: WholeFile
+    measured: FileReading
+    known: FileSums | None  # from the manifest
+    wanted: str | None  # the hub's sha256
+
+    @property
+    def sums(self) -> FileSums:
+        """As a manifest has them: of the same bytes what it had, also where their file was touched,
+        or copied.
+        """
+        stamp = self.file.stamp
+        header = self.measured.sums[0]
+        spans = zip(self.file.spans, self.measured.sums, strict=True)
+        tensors = {span.name: own for span, own in spans if span.name is not None}
+        found = FileSums(stamp.num_bytes, stamp.written_ns, self.wanted, header, tensors)
+        if self.known is None or not have_same_bytes(found, self.known):
+            return found
+        return self.known._replace(sha256=self.wanted or self.known.sha256)
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether it has the bytes of the manifest."""
+        return self.known is not None and have_same_bytes(self.sums, self.known)
+
+
+def verify(
+    whole: ModelSpans, manifest: Path | None, *, may_write: bool = False, progress: Progress
+) -> Report:
+    """Read all of a model once, and say what is wrong.
+
+    Args:
+        manifest: to compare with; default: `default_manifest`, which is written as well.
+        may_write: a manifest that is named, too.
+
+    Raises:
+        UserError: the manifest is unusable, or files change meanwhile.
+    """
+    started_s = time.monotonic()
+    may_write = may_write or manifest is None
+    manifest = manifest or default_manifest(whole.path)
+    known = _comparable(_known(manifest, may_write=may_write), whole)
+    small = _small(whole)  # before hours of reading
+    seen = _seen(whole, known, progress)
+    damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
+    named = {(one.file, one.tensor) for one in damage}
+    fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
+    damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
+    found = {own.file.path.name: own.sums for own in seen}
+    notes = [*_notes(whole, seen), *small, *_gone(known, found, manifest)]
+    is_written = may_write and not damage and found != known
+    if is_written and (why := _unwritable(manifest, found)):
+        notes.append(why)
+        is_written = False
+    damaged = {one.file for one in damage}
+    counts = _counts([own for own in seen if own.file.path.name not in damaged], fresh)
+    size = (len(whole.files), whole.num_bytes)
+    elapsed_s = time.monotonic() - started_s
+    return Report(whole.path, *size, elapsed_s, damage, notes, manifest, *counts, is_written)
+
+
+def _counts(sound: Sequence[_Seen], decoded: Set[Path]) -> tuple[int, int, int]:
+    """Of these files: as before, as the hub has them, and decoded."""
+    as_before = sum(own.is_as_before for own in sound)
+    return (
+        as_before,
+        sum(own.wanted is not None for own in sound),
+        sum(own.file.path in decoded for own in sound),
+    )
+
+
+def _known(manifest: Path, *, may_write: bool) -> dict[str, FileSums]:
+    if not may_write and not os.path.lexists(manifest):
+        raise UserError(
+            f"no manifest at {manifest}: check the path, or give `write` as well to have it written there"
+        )
+    return read_manifest(manifest)
+
+
+def _comparable(known: Mapping[str, FileSums], whole: ModelSpans) -> dict[str, FileSums]:
+    """Without sums of a time when a file was not read, and had other parts and no header."""
+    read = {file.path.name for file in whole.files if not file.unread}
+    return {name: own for name, own in known.items() if own.header or name not in read}
+
+
+def _undecoded(packed: Set[Path]) -> list[Damage]:
+    if not packed:
+        return []
+    from offload.packing.format import (
+        undecoded,  # brings torch along, which nothing else here needs
+    )
+
+    return [one for path in sorted(packed) for one in undecoded(path)]
+
+
+def _seen(whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress) -> list[_Seen]:
+    """Read all files. The sha256 is taken of those for which no manifest has it yet."""
+    before = [known.get(file.path.name) for file in whole.files]
+    wanted = [
+        one if is_sha256(one) else None for one in (hub_sum(file.path) for file in whole.files)
+    ]
+    noted = [None if own is None else own.sha256 for own in before]
+    hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
+    measured = _measured(whole, hashed, progress)
+    return [_Seen(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
+
+
+def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[FileReading]:
+    done_bytes = 0
+    total_bytes = whole.num_bytes
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress(done_bytes, total_bytes)
+
+    try:
+        measured = measure(whole.files, hashed, on_bytes) if whole.files else []
+    except ReadError as error:
+        raise UserError(f"{error}") from None
+    for file in whole.files:
+        if stamp_of(file.path) != file.stamp:
+            raise UserError(
+                f"{file.path.name} was changed while it was read: ask again when nobody writes to it"
+            )
+    return measured
+
+
+def _judge(seen: _Seen, manifest: Path) -> list[Damage]:
+    name = seen.file.path.name
+    found = seen.measured
+    if found.failure:
+        return [Damage(name, "", found.failure)]
+    damage = [
+        Damage(name, span.name, NOT_FINITE)
+        for span, bits in zip(seen.file.spans, found.tops, strict=True)
+        if span.name is not None and span.form is not None and not is_finite(bits, span.form)
+    ]
+    is_as_hub = found.sha256 is not None and found.sha256 == seen.wanted
+    if seen.known is not None and not is_as_hub:
+        odd = {one.tensor for one in damage}
+        damage += [
+            one
+            for one in differences(name, seen.sums, seen.known, manifest)
+            if one.tensor not in odd
+        ]
+    if found.sha256 is not None and not is_as_hub:
+        damage.append(Damage(name, "", _OTHER_SUM))
+    return damage
+
+
+def _notes(whole: ModelSpans, seen: Sequence[_Seen]) -> list[str]:
+    tops = [
+        TensorMaximum(span.name, own.file.path.name, span.is_matrix, span.form, bits)
+        for own in seen
+        for span, bits in zip(own.file.spans, own.measured.tops, strict=True)
+        if span.name is not None
+        and span.form is not None
+        and span.hi > span.lo
+        and is_finite(bits, span.form)
+        and not own.measured.failure
+    ]
+    lines = remarks(tops, has_zeros=has_zeros(whole.folder))
+    lines += [
+        f"{one.path.name}: its numbers were not looked at: {one.unread}"
+        for one in whole.files
+        if one.unread
+    ]
+    kinds = (f"{format_bytes(num_bytes)} of {kind}" for kind, num_bytes in whole.left_out.items())
+    return [
+        *lines,
+        *([f"read too, although no text needs it: {', '.join(kinds)}"] if whole.left_out else []),
+    ]
+
+
+def _small(whole: ModelSpans) -> list[str]:
+    """What the hub's sums say of configs, tokenizers and the like."""
+    changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
+    lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
+    return (
+        [*lines, f"cannot be read and held against the hub's sum: {', '.join(unread)}"]
+        if unread
+        else lines
+    )
+
+
+def _gone(
+    known: Mapping[str, FileSums], found: Mapping[str, FileSums], manifest: Path
+) -> list[str]:
+    gone = sorted(known.keys() - found.keys())
+    new = sorted(found.keys() - known.keys())
+    lines = (
+        [f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}"] if gone else []
+    )
+    return (
+        [*lines, f"{manifest.name} lacks files of the model: {', '.join(new[:3])}"]
+        if known and new
+        else lines
+    )
+
+
+def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
+    """Why a manifest cannot be written; empty where it was."""
+    try:
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        write_manifest(manifest, found)
+    except OSError as error:
+        left = (
+            "it stays as it was"
+            if os.path.exists(manifest)
+            else "nothing to compare with the next time"
+        )
+        return f"cannot write {manifest} ({error.strerror}): {left}; `manifest` and `write` name another place"
+    return ""

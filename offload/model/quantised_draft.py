@@ -1,0 +1,257 @@
+"""Matrices of a resident model that are held at 4 or 8 bits, and how rows are multiplied with them.
+
+Few rows go through torch's own integer products, which read no more than what is held; for many, a
+matrix is expanded into a scratch that all share, and multiplied as ever. From how many rows on the
+latter is faster is tried out on the largest matrix. Rounding is to the nearest. Invariant: a layer
+that was taken over keeps nothing of its slab.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload.checkpoint.held import FEW_ROWS, group_of, is_held, padded_rows
+from offload.kernels.encode_int4 import encode_int4, least_step
+from offload.kernels.int4_blocks import WordLayout, expand_int4, int4_product, layout_for
+from offload.model.expanded import ExpandedWeights
+from offload.model.places import ParameterSlot, is_plain_product
+from offload.timer import timed
+
+_MOST_8_BITS = 127
+_CHUNK_NUMBERS = 1 << 20  # rounded at once
+_CACHED_ROWS = 256
+_TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_NUM_TIMES = 3
+
+
+class QuantisedMatrix(Protocol):
+    """One that is held."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is held."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), as it was."""
+
+    @property
+    def scale(self) -> Tensor:
+        """In the type that is computed in, where that is done."""
+
+    @property
+    def has_product(self) -> bool:
+        """Whether few rows need no scratch."""
+
+    def product(self, row_MK: Tensor) -> Tensor:
+        """Rows times the transposed matrix, (M, N), for few rows."""
+
+    def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
+        """The same for many; `scratch` gives so many numbers of room."""
+
+
+class Int4(NamedTuple):
+    """Codes of 4 bits, and scale and offset of every group of columns."""
+
+    word_NK: Tensor
+    scale_GN2: Tensor
+    layout: WordLayout
+    num_rows: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `QuantisedMatrix`."""
+        return self.num_rows, 2 * self.word_NK.shape[1]
+
+    @property
+    def scale(self) -> Tensor:
+        """See `QuantisedMatrix`."""
+        return self.scale_GN2
+
+    @property
+    def num_bytes(self) -> int:
+        """See `QuantisedMatrix`."""
+        return self.word_NK.nbytes + self.scale_GN2.nbytes
+
+    @property
+    def has_product(self) -> bool:
+        """See `QuantisedMatrix`."""
+        return self.layout.has_product
+
+    def product(self, row_MK: Tensor) -> Tensor:
+        """See `QuantisedMatrix`."""
+        return int4_product(row_MK, self.word_NK, self.scale_GN2)[:, : self.shape[0]]
+
+    def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
+        """See `QuantisedMatrix`."""
+        num_rows = len(self.word_NK)
+        num_columns = self.shape[1]
+        out_KN = scratch(num_rows * num_columns).view(num_columns, num_rows)
+        expand_int4(self.word_NK, self.scale_GN2, self.layout, out_KN)
+        return row_MK @ out_KN[:, : self.shape[0]]
+
+
+class Int8(NamedTuple):
+    """Whole numbers of 8 bits, and a scale for each row."""
+
+    word_NK: Tensor
+    scale_N: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """See `QuantisedMatrix`."""
+        return self.scale_N
+
+    @property
+    def num_bytes(self) -> int:
+        """See `QuantisedMatrix`."""
+        return self.word_NK.nbytes + self.scale_N.nbytes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `QuantisedMatrix`."""
+        return self.word_NK.shape[0], self.word_NK.shape[1]
+
+    @property
+    def has_product(self) -> bool:
+        """See `QuantisedMatrix`."""
+        return self.word_NK.device.type == "cpu"
+
+    def product(self, row_MK: Tensor) -> Tensor:
+        """See `QuantisedMatrix`."""
+        return torch._weight_int8pack_mm(row_MK, self.word_NK, self.scale_N)
+
+    def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
+        """See `QuantisedMatrix`; the scales wait for the products."""
+        # what a CPU expands stays in its cache
+        at_once = _CACHED_ROWS if self.has_product else len(self.word_NK)
+        parts = self.word_NK.split(at_once)
+        weights = (scratch(part.numel()).view(part.shape).copy_(part) for part in parts)
+        return torch.cat([functional.linear(row_MK, one) for one in weights], 1).mul_(self.scale_N)
+
+
+def int4(weight_NK: Tensor) -> Int4:
+    """To the nearest of 16 levels between the least and the largest number of each group of
+    columns.
+    """
+    num_rows, num_columns = weight_NK.shape
+    group = group_of(num_columns)
+    layout = layout_for(weight_NK.device)
+    assert group is not None, "columns come in groups"
+    words = encode_int4(weight_NK, group, layout)
+    return Int4(words.word_NK, words.scale_GN2, layout, num_rows)
+
+
+def int8(weight_NK: Tensor) -> Int8:
+    """To the nearest of 255 levels on both sides of zero, up to the largest number of each row."""
+    word_NK = torch.empty_like(weight_NK, dtype=torch.int8)
+    scale_N = weight_NK.new_empty(len(weight_NK))
+    at_once = max(1, _CHUNK_NUMBERS // weight_NK.shape[1])
+    least = least_step(weight_NK.dtype)
+    parts = (whole.split(at_once) for whole in (weight_NK, word_NK, scale_N))
+    for weight, word, scale in zip(*parts, strict=True):
+        # faster than `aminmax`
+        scale.copy_((weight.abs().amax(1).float() / _MOST_8_BITS).clamp_(min=least))
+        step_NK = weight.to(torch.float32, copy=True)
+        word.copy_(
+            step_NK.div_(scale[:, None].float()).round_().clamp_(-_MOST_8_BITS, _MOST_8_BITS)
+        )
+    return Int8(word_NK, scale_N)
+
+
+def matrix_of(weight_NK: Tensor, bits: int) -> QuantisedMatrix:
+    """A matrix at so many bits; at 8 where 4 do not divide it."""
+    return (
+        int4(weight_NK)
+        if bits == 4 and group_of(weight_NK.shape[1]) is not None
+        else int8(weight_NK)
+    )
+
+
+class HeldWeights:
+    """The matrices of a model's layers at 4 or 8 bits."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits, self._scratch_B = bits, torch.empty(0, dtype=torch.uint8)
+        self._matrices = list[QuantisedMatrix]()
+        self._most_rows = {4: FEW_ROWS, 8: FEW_ROWS}  # that are multiplied without a scratch
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them and the scratch."""
+        return sum(one.num_bytes for one in self._matrices) + self._scratch_B.nbytes
+
+    def take(self, linear: nn.Linear) -> None:
+        """From now on it multiplies with a matrix that is held here; its own weight is nobody's any
+        more.
+        """
+        matrix = matrix_of(linear.weight.detach(), self._bits)
+        self._matrices.append(matrix)
+        empty = torch.empty(matrix.shape, dtype=linear.weight.dtype, device="meta")
+        linear._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
+        vars(linear)["forward"] = partial(self._forward, matrix, linear)
+
+    def take_layer(
+        self, layer: nn.Module, places: Iterable[ParameterSlot], expanded: ExpandedWeights
+    ) -> None:
+        """All matrices of a layer that is bound; what else it has is copied, so that its slab can
+        go.
+        """
+        for name, module in layer.named_modules():
+            expanded.release(module)
+            if is_plain_product(module) and is_held(f"{name}.weight", tuple(module.weight.shape)):
+                self.take(module)
+            for place in places:
+                own = place.table[place.key]
+                if place.module is module and own is not None and not own.is_meta:
+                    place.table[place.key] = own.clone()
+        expanded.settle()
+
+    def settle(self) -> None:
+        """All matrices are here: try out how many rows are few."""
+        for one in self._matrices:  # nothing may be allocated while passes are recorded
+            self._room(one.scale, padded_rows(one.shape[0]) * one.shape[1])
+        for bits in (4, 8):
+            own = [one for one in self._matrices if isinstance(one, Int4 if bits == 4 else Int8)]
+            if own:
+                largest = max(own, key=lambda one: one.num_bytes)
+                self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
+
+    def _forward(self, matrix: QuantisedMatrix, linear: nn.Linear, row: Tensor) -> Tensor:
+        row_MK = row.reshape(-1, row.shape[-1])
+        out_MN = self._product(matrix, row_MK)
+        out_MN = out_MN if linear.bias is None else out_MN + linear.bias
+        return out_MN.view(*row.shape[:-1], matrix.shape[0])
+
+    def _product(self, matrix: QuantisedMatrix, row_MK: Tensor) -> Tensor:
+        most = self._most_rows[4 if isinstance(matrix, Int4) else 8]
+        if len(row_MK) <= most and matrix.has_product:
+            return matrix.product(row_MK)
+        return matrix.expanded(row_MK, partial(self._room, row_MK))
+
+    def _room(self, like: Tensor, count: int) -> Tensor:
+        num_bytes = count * like.element_size()
+        if len(self._scratch_B) < num_bytes:
+            self._scratch_B = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        return self._scratch_B[:num_bytes].view(like.dtype)
+
+    def _tried(self, matrix: QuantisedMatrix) -> int:
+        """The most rows that the product without a scratch is faster with."""
+        most = 0
+        scale = matrix.scale
+        for num_rows in _TRIED_ROWS:
+            row_MK = torch.zeros(num_rows, matrix.shape[1], dtype=scale.dtype, device=scale.device)
+            expanded = partial(matrix.expanded, row_MK, partial(self._room, row_MK))
+            if _least_s(partial(matrix.product, row_MK)) > _least_s(expanded):
+                break
+            most = num_rows
+        return most
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    """Behind a first one, which is not like the others."""
+    return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])

@@ -1,0 +1,448 @@
+"""A Hugging Face causal language model whose weights are streamed: its own forward, over bytes that
+we place.
+
+How weights come is `bound.py`; here are the passes. What is computed is what transformers does.
+
+A streamed model of some consecutive layers: ids or hidden states go in, hidden states or logits
+come out.
+
+The forward pass is still the whole model's own. Where the first layers are another rank's, the
+embeddings are zeros, so that nothing is scaled or normed that was not here, and the first layer
+gets what was received in their place. Where the last layers are another rank's, the pass ends
+behind the last one here, before any norm. Invariant: sections one after another compute, bit for
+bit, what the whole model computes over the same rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.cuts import Section
+from offload.checkpoint.safetensors import Checkpoint
+from offload.errors import UserError
+from offload.kernels.kv_commit import kv_commit_reference
+from offload.kernels.path_attention import PathRows, Window, first_seen
+from offload.model import attention
+from offload.model.bound import BoundModel
+from offload.model.invariant import InvariantRows
+from offload.model.kv_cache import KVCache
+from offload.model.meta import attention_windows, cut_stack
+from offload.model.parts import BatchMask, BatchPart, lay, seen_by, take_rows_in_parts
+from offload.model.path_attention import InvariantAttention, path_attention, path_rows
+from offload.sampling.sampler import Logits
+
+Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]  # by window; None: nothing is masked
+# token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
+Attend = Callable[..., Tensor]  # `path_attention_kernel`, or what computes the same
+Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
+_HOST = torch.device("cpu")
+
+
+class StreamedModel(BoundModel):
+    """Passes of a model whose weights are bound as it runs, see `BoundModel`.
+
+    Attributes:
+        start: ids that stand between a prompt and the new text; an encoder has read the prompt.
+    """
+
+    start: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str = "auto",
+        place: torch.device = _HOST,
+        *,
+        has_host_table: bool = False,
+        section: Section | None = None,
+        on_demand: bool = False,
+        adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+    ) -> None:
+        super().__init__(
+            checkpoint,
+            dtype,
+            place,
+            has_host_table=has_host_table,
+            section=section,
+            adapt=adapt,
+            on_demand=on_demand,
+        )
+        self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
+        self._windows = attention_windows(self.meta_model.config, len(self._layers))
+        self._masks: Masks = {}
+        self._replay: Replay | None = None
+        self._kernel: Attend | None = None
+        self._invariant: InvariantRows | None = None
+        self._invariant_attention: InvariantAttention | None = None
+        self._is_by_path = False
+        config = self.meta_model.config
+        self._usual_attention = config._attn_implementation
+        self._usual_experts = getattr(config, "_experts_implementation", None)
+        if (
+            place.type == "cpu"
+            and checkpoint.held is None
+            and not any(layout.coded for layout in self._layouts)
+        ):
+            take_rows_in_parts(self._layers)  # others would expand their weights for each part
+        for layer, window in zip(self._layers, self._windows, strict=True):
+            self._hooks.append(
+                layer.register_forward_pre_hook(partial(self._give_mask, window), with_kwargs=True)
+            )
+        for table in self._tables:
+            self._hooks.append(
+                table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:]))
+            )
+            self._hooks.append(table.register_forward_hook(lambda _, __, rows: self.send(rows)))
+
+    @contextmanager
+    def cut_to(self, kept: slice) -> Iterator[None]:
+        """Meanwhile the decoder has these layers only, so that one of them can be timed without the
+        others.
+        """
+        with cut_stack(self.meta_model, kept):
+            yield
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_T: Tensor,
+        position_U: Tensor,
+        ancestor_TU: Tensor,
+        cache: KVCache,
+        *,
+        num_logits: int = 0,
+    ) -> Tensor:
+        """One pass over all layers: logits (T or num_logits, V).
+
+        Args:
+            token_T: ids of the rows, the last of U uncommitted ones; earlier passes left the others
+                in the cache.
+            position_U: absolute positions of all uncommitted rows.
+            ancestor_TU: bool; which uncommitted rows (itself included) each row of this pass sees.
+            cache: holds P committed positions, which every row sees.
+            num_logits: how many of the last rows to score; 0 scores all.
+        """
+        if self._replay is not None:
+            logits = self._replay(token_T, position_U, ancestor_TU, cache, num_logits)
+            if logits is not None:
+                return logits
+        num_rows, num_uncommitted = ancestor_TU.shape
+        cache.place(num_uncommitted - num_rows, num_rows)
+        position_T = self.send(position_U[-num_rows:])
+        masks = self._masks_of(position_U, ancestor_TU, cache)
+        return self.run(token_T, position_T, masks, cache, num_logits=num_logits)
+
+    @torch.inference_mode()
+    def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
+        """The same for the rows of several texts, part behind part; see `share_passes`."""
+        token_T, position_T, cache, rows = lay(parts)
+        masks = [self._masks_of(*part[1:]) for part in parts]
+        joint = {window: seen_by(rows, [one[window] for one in masks]) for window in self.windows}
+        return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
+
+    def score(
+        self,
+        token_T: Tensor,
+        position_U: Tensor,
+        ancestor_TU: Tensor,
+        cache: KVCache,
+        *,
+        num_logits: int,
+        max_rows: int,
+    ) -> Logits:
+        """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what
+        is looked at.
+        """
+        score = partial(
+            self.forward, token_T, position_U, ancestor_TU, cache, num_logits=num_logits
+        )
+        return self._in_chunks(score, num_logits, max_rows)
+
+    def score_parts(self, parts: Sequence[BatchPart], *, num_logits: int, max_rows: int) -> Logits:
+        """The same for rows of several texts."""
+        return self._in_chunks(
+            partial(self.forward_parts, parts, num_logits=num_logits), num_logits, max_rows
+        )
+
+    @torch.inference_mode()
+    def _in_chunks(self, score: Callable[[], Tensor], num_logits: int, max_rows: int) -> Logits:
+        """What a pass scores, a chunk at a time.
+
+        What a family does to its logits (soft caps, scales) is left to its own forward pass: for a
+        later chunk it is called again, with a decoder that does nothing but hand out the hidden
+        states that this call computes.
+        """
+        decoder = self.meta_model.get_decoder()
+        hidden = []
+
+        def cut(_: nn.Module, __: Any, out: Any) -> Any:
+            hidden.extend([out, out.last_hidden_state[:, -num_logits:]])
+            out.last_hidden_state = hidden[1][:, :max_rows]
+            return out
+
+        hook = decoder.register_forward_hook(cut)
+        try:
+            first_CV = score()
+        finally:
+            hook.remove()
+        assert hidden, "a pass that was replayed has no hidden states"
+        return Logits(num_logits, max_rows, first_CV, partial(self._score_hidden, *hidden))
+
+    @torch.inference_mode()
+    def _score_hidden(self, out: Any, hidden_1ND: Tensor, lo: int, hi: int) -> Tensor:
+        decoder = self.meta_model.get_decoder()
+        out.last_hidden_state = hidden_1ND[:, lo:hi]
+        decoder.forward = lambda *_, **__: out
+        try:
+            nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
+            with self._invariant or nullcontext():
+                return self._call(nothing, logits_to_keep=hi - lo).logits[0]
+        finally:
+            del decoder.forward
+
+    def run(
+        self,
+        token_T: Tensor,
+        position_T: Tensor,
+        masks: Masks,
+        cache: KVCache,
+        *,
+        num_logits: int = 0,
+    ) -> Tensor:
+        """The pass itself, over rows that `cache` has been told where to write; see `forward` for
+        what it returns.
+
+        `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same as paths.
+        """
+        self._masks, first = masks, masks[self._windows[0]]
+        with self._invariant or nullcontext():
+            out = self._call(
+                (token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
+                # layers get their own from `_give_mask`
+                attention_mask=first if isinstance(first, Tensor) else None,
+                position_ids=position_T[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            )
+        # some families score every row whatever they are asked; -0 is all of them
+        return out.logits[0, -num_logits:]
+
+    def _call(self, token_1T: Tensor, **more: Any) -> Any:
+        """transformers' own forward pass."""
+        return self.meta_model(input_ids=token_1T, **more)
+
+    def new_cache(
+        self, num_slots: int, gather: Callable[..., None] = kv_commit_reference
+    ) -> KVCache:
+        """An empty one, for one text."""
+        cache = KVCache(self.num_layers, num_slots, gather, self.send)
+        if self._replay is not None:
+            cache.fix()  # now: its first pass may be one that is not replayed
+        return cache
+
+    def take_in(
+        self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """Let `cache` have what an encoder makes of the text's prompt; other models have none, and
+        read it in passes.
+
+        `begin` is called before the encoder's layers run.
+        """
+
+    def be_invariant(self, rows: InvariantRows | None) -> None:
+        """From now on a row's numbers do not depend on other rows; with None they are computed in
+        the quickest way.
+
+        Raises `UserError` where this family's attention cannot be ours.
+        """
+        # one product for each, whose rows can be padded
+        experts = "eager" if rows is not None else self._usual_experts
+        if rows is not None:
+            if not self._takes_paths():
+                raise UserError(
+                    f"{self.meta_model.config.model_type} models calculate with masks of their own"
+                )
+        elif self._kernel is None:
+            self.meta_model.set_attn_implementation(self._usual_attention)
+        if experts is not None:
+            self.meta_model.set_experts_implementation(experts)
+        self._invariant, self._invariant_attention = (
+            rows,
+            None if rows is None else InvariantAttention(rows),
+        )
+
+    def share_passes(self) -> None:
+        """From now on several texts may share a pass; families with attention of their own attend
+        by path meanwhile.
+
+        Raises `UserError` where neither can be.
+        """
+        if not attention.is_for_rows(self.meta_model.config):
+            if not self._takes_paths():
+                raise UserError(
+                    f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out"
+                )
+            # a recording has masks, which lack what such scores need
+            self._is_by_path = True
+            self._replay = None
+
+    def _takes_paths(self) -> bool:
+        """Let all of the attention be ours, if that can be, or leave it as it was."""
+        can_be = attention.takes_paths(self.meta_model)
+        if not can_be:
+            self.meta_model.set_attn_implementation(self._usual_attention)
+        return can_be
+
+    def close(self) -> None:
+        """See `BoundModel`."""
+        super().close()
+        self._replay = None
+
+    @property
+    def windows(self) -> set[Window]:
+        """How far back layers see, without repetition; None is without limit."""
+        return set(self._windows)
+
+    def replay_with(self, replay: Replay) -> None:
+        """From now on ask `replay` for each pass first; what it declines is computed as ever."""
+        self._replay = replay
+
+    def send_with(self, send: Callable[[Tensor], Tensor]) -> None:
+        """From now on `send` brings tensors of the host where this model computes; others it hands
+        back.
+        """
+        self._send_by = send
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """A small tensor where this model computes; itself where it is there already."""
+        return self._send_by(tensor)
+
+    def attend_with(self, kernel: Attend | None) -> None:
+        """From now on rows attend along their paths by this kernel, if the family's attention can
+        be ours.
+        """
+        self._kernel = kernel if kernel is not None and self._takes_paths() else None
+
+    @property
+    def attend(self) -> Attend | None:
+        """What computes attention along paths; None where rows have masks."""
+        return (
+            self._kernel
+            or self._invariant_attention
+            or (path_attention if self._is_by_path else None)
+        )
+
+    def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
+        """What rows of one text see, for each window: by position on their paths, or in masks."""
+        attend = self.attend
+        if attend is None:
+            return self._build_masks(self.send(position_U), ancestor_TU, cache)
+        rows = path_rows(cache.length, ancestor_TU, attend, self.send)
+        return {window: replace(rows, window=window) for window in self.windows}
+
+    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
+        """One mask per attention window of this model; a lone row that sees everything needs none."""
+        num_prefix = cache.length
+        ancestor_TU = self.send(ancestor_TU)
+        is_plain = (
+            ancestor_TU.shape == (1, 1)
+            and self.meta_model.config._attn_implementation == attention.NAME
+        )
+        masks: dict[Window, Tensor | None] = {}
+        for window in self.windows:
+            if is_plain and (window is None or first_seen(window, num_prefix) <= 0):
+                masks[window] = None
+            else:
+                masks[window] = attention.tree_mask(
+                    num_prefix, position_U, ancestor_TU, window, self.dtype
+                )
+        return masks
+
+    def _give_mask(
+        self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        assert "attention_mask" in kwargs, "this family does not pass masks by name"
+        mask = self._masks[window]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if isinstance(mask, Tensor):
+            # some families run their last layers on the rows to be scored alone
+            mask = mask[:, :, -hidden.shape[-2] :]
+        return args, {**kwargs, "attention_mask": mask}
+
+
+_HOST_SECTION = torch.device("cpu")
+
+
+class _LayersEndError(Exception):
+    """The pass is over: what the last layer gives is all that was wanted."""
+
+    def __init__(self, hidden_1TD: Tensor) -> None:
+        self.hidden_1TD = hidden_1TD
+
+
+class _Hidden(NamedTuple):
+    logits: Tensor  # (1, T, D), in their place
+
+
+class SectionModel(StreamedModel):
+    """A `StreamedModel` over `section` of a checkpoint; layers, layouts and caches are numbered
+    from 0 on.
+
+    Wherever ids of rows are asked for, it takes hidden states (T, D) if it has no table. Its passes
+    give hidden states of all their rows (T, D) if it has no head; `score` is for one that has.
+    Raises `UserError` for a family whose layers hang together.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        section: Section,
+        dtype: str = "auto",
+        place: torch.device = _HOST_SECTION,
+        *,
+        has_host_table: bool = False,
+        **more: Any,
+    ) -> None:
+        has_host_table = has_host_table and section.has_table
+        super().__init__(
+            checkpoint, dtype, place, has_host_table=has_host_table, section=section, **more
+        )
+        self.section = section
+        self._received_1TD: Tensor | None = None
+        if not section.has_table:
+            self._hooks.append(
+                self._layers[0].register_forward_pre_hook(self._give_received, with_kwargs=True)
+            )
+        if not section.has_head:
+            self._hooks.append(self._layers[-1].register_forward_hook(self._leave))
+
+    @property
+    def width(self) -> int:
+        """D, of hidden states."""
+        return int(self.meta_model.config.hidden_size)
+
+    def _call(self, token_1T: Tensor, **more: Any) -> Any:
+        rows: dict[str, Tensor] = {"input_ids": token_1T}
+        if token_1T.is_floating_point():
+            self._received_1TD, rows = token_1T, {"inputs_embeds": torch.zeros_like(token_1T)}
+        try:
+            return self.meta_model(**rows, **more)
+        except _LayersEndError as end:
+            return _Hidden(end.hidden_1TD)
+        finally:
+            self._received_1TD = None
+
+    def _give_received(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        assert self._received_1TD is not None, "without a table it takes hidden states"
+        if args:
+            return (self._received_1TD, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._received_1TD}
+
+    def _leave(self, _: nn.Module, __: Any, out: Any) -> NoReturn:
+        raise _LayersEndError(out[0] if isinstance(out, tuple) else out)

@@ -1,0 +1,119 @@
+"""What packing would win, by exponents of a few weights: `offload pack` chooses codes so, `offload
+plan` foretells.
+
+Invariant: a tensor's sample is 256 KiB at most. No torch.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from offload.checkpoint.files import opened, read_part
+from offload.checkpoint.hub import is_here
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.encoding.base import STORED
+from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
+
+_PIECES = 8
+_PIECE_BYTES = 32 << 10
+_LEAST_WEIGHTS = 2048  # norms and biases stay as they are
+_FEW = 16
+# of bfloat16, in 12 bits; the narrower distances, which escapes make up for
+_USUAL_SHARE = 0.751
+_USUAL_WIDTH = 3
+_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
+
+
+class PackingForecast(NamedTuple):
+    """A model as it would be packed."""
+
+    source_bytes: int
+    packed_bytes: int | None  # None: of float16, which only its bytes tell
+    is_sampled: bool  # else what models usually are
+
+    @property
+    def share(self) -> float | None:
+        """Of the bytes there are now."""
+        return None if self.packed_bytes is None else self.packed_bytes / max(1, self.source_bytes)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether anybody would pack."""
+        return self.share is not None and self.share <= _WORTH_PACKING
+
+
+def is_packable(entry: TensorEntry) -> bool:
+    """Whether a tensor can be coded at all."""
+    is_large = len(entry.shape) > 1 and math.prod(entry.shape) >= _LEAST_WEIGHTS
+    return entry.coded is None and entry.dtype in MANTISSAS and is_large
+
+
+def window_of(fd: int, entry: TensorEntry) -> ExponentWindow:
+    """The best for what some pieces of a tensor hold. Raises `ReadError`."""
+    counts = np.zeros(256, np.int64)
+    num_pieces = min(_PIECES, -(-entry.num_bytes // _PIECE_BYTES))
+    size_bytes = min(entry.num_bytes, _PIECE_BYTES)
+    for piece in range(num_pieces):
+        lo = entry.lo + (entry.num_bytes - size_bytes) * piece // max(1, num_pieces - 1) // 2 * 2
+        counts += histogram(
+            np.frombuffer(read_part(fd, lo, lo + size_bytes), np.int16), entry.dtype
+        )
+    return best_window(counts)
+
+
+def coded_bytes(entry: TensorEntry, window: ExponentWindow) -> int:
+    """What a tensor is expected to take."""
+    return math.ceil(entry.num_bytes * window.bits / 16)
+
+
+def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
+    """Of the whole model by some of its tensors; None where packing has too little to code."""
+    packable = [entry for entry in checkpoint.tensors.values() if is_packable(entry)]
+    source_bytes = checkpoint.num_bytes
+    now_bytes = sum(entry.num_bytes for entry in packable)
+
+    def at(share: float) -> PackingForecast:
+        packed_bytes = source_bytes - now_bytes + math.ceil(share * now_bytes)
+        return PackingForecast(source_bytes, packed_bytes, is_here(checkpoint))
+
+    if not at(_USUAL_SHARE).is_worth_it:
+        return None
+    if is_here(checkpoint):
+        return at(_sampled_share(checkpoint, packable[:: -(-len(packable) // _FEW)]))
+    if any(entry.dtype == "F16" for entry in packable):
+        return PackingForecast(source_bytes, None, is_sampled=False)
+    return at(_USUAL_SHARE)
+
+
+def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:
+    """Headers of the packed model as planning sees them."""
+    assert found.packed_bytes is not None, "it is worth packing"
+    now_bytes = sum(entry.num_bytes for entry in checkpoint.tensors.values() if is_packable(entry))
+    saved_share = (found.source_bytes - found.packed_bytes) / max(1, now_bytes)
+    return replace(
+        checkpoint,
+        tensors={name: _shrunk(own, saved_share) for name, own in checkpoint.tensors.items()},
+    )
+
+
+def _shrunk(entry: TensorEntry, saved_share: float) -> TensorEntry:
+    if not is_packable(entry):
+        return entry
+    fixed_bytes = Exponents(_USUAL_WIDTH, 0).stored_bytes(entry.shape)
+    escape_bytes = max(0, math.ceil(entry.num_bytes * (1 - saved_share)) - fixed_bytes)
+    coded = Coded(Exponents(_USUAL_WIDTH, escape_bytes, STORED[entry.dtype].dtype))
+    return entry._replace(hi=entry.lo + fixed_bytes + escape_bytes, coded=coded)
+
+
+def _sampled_share(checkpoint: Checkpoint, entries: Iterable[TensorEntry]) -> float:
+    now_bytes = packed_bytes = 0
+    for entry in entries:
+        with opened(checkpoint.shards[entry.shard], os.O_RDONLY) as fd:
+            packed_bytes += min(entry.num_bytes, coded_bytes(entry, window_of(fd, entry)))
+            now_bytes += entry.num_bytes
+    return packed_bytes / now_bytes

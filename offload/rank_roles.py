@@ -1,0 +1,335 @@
+"""Who does what among many ranks, as `ranks` says it. Pure: a text and a number of ranks, no torch.
+
+`shards`: every rank streams its output rows of every layer. `stages:0-2,draft:3`: consecutive
+    layers lie on those ranks
+in that order, and one rank only drafts. Rank 0 has the text in either case. Invariant: every rank
+has something to do.
+
+Where this process stands among many, as torchrun's environment says; no torch, so that a command
+can ask at once.
+
+`--pipeline` in words: how runs of a pipeline of stages follow each other.
+
+    plain                     one token at a time, no guesses
+    sync                      a tree of guesses, one run, wait for it: pipeline-parallel speculation
+    async                     PipeInfer: guesses go on while runs are on their way
+    async,rows=8,runs=3       rows of a run (sync: nodes of a tree), runs on their way at most
+    async,cut=0.3/0.4/0.01    the paper's cut-off (start/recovery/decay) instead of a price
+    async,no-cancel           an ablation: dead runs are computed to their end
+    async,no-continuous       another: one large batch of guesses at a time instead of micro-batches
+
+Invariant: none of it changes what is emitted. No torch.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from offload.errors import UserError
+from offload.units import check_lenience, drafting_of, require
+
+_RULE = "`ranks` must be shards or such as stages:0-2,draft:3"
+_RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+
+
+class Roles(NamedTuple):
+    """What each of `num_ranks` is for."""
+
+    num_ranks: int
+    # ranks by the order of their layers; none where every layer is sharded
+    stages: tuple[int, ...] = ()
+    draft: int | None = None  # the rank that drafts beside the stages, if one does
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether all ranks have a part of every layer."""
+        return not self.stages
+
+
+def parse_roles(text: str, num_ranks: int) -> Roles:
+    """Roles of so many ranks. Raises `UserError` where they do not add up."""
+    require(isinstance(text, str), _RULE, repr(text), "leave it out for one process")
+    if text == "shards":
+        return Roles(num_ranks)
+    named = _named_ranks(text)
+    stages = named.get("stages", [])
+    drafts = named.get("draft", [])
+    require(
+        len(stages) > 0 and len(drafts) < 2 and len(named) <= 2,
+        _RULE,
+        text,
+        "name the stages, and one draft rank",
+    )
+    require(
+        len({*stages}) == len(stages),
+        "a rank in `ranks` must be one stage",
+        text,
+        "name each rank once",
+    )
+    require(
+        0 in stages,
+        "rank 0 in `ranks` must be a stage, since it has the text",
+        text,
+        "name 0 among the stages",
+    )
+    is_apart = not {*drafts} & {*stages}
+    require(
+        is_apart,
+        "the draft rank in `ranks` must be no stage",
+        text,
+        "leave draft out to have rank 0 draft",
+    )
+    unknown = [rank for rank in (*stages, *drafts) if rank >= num_ranks]
+    require(
+        not unknown,
+        f"`ranks` must name ranks from 0 to {num_ranks - 1}",
+        text,
+        f"start {_started(unknown)} ranks",
+    )
+    idle = sorted({*range(1, num_ranks)} - {*stages, *drafts})
+    remedy = f"name {', '.join(map(str, idle))} too, or start fewer"
+    require(not idle, f"`ranks` must have a role for each of {num_ranks} ranks", text, remedy)
+    return Roles(num_ranks, tuple(stages), drafts[0] if drafts else None)
+
+
+def require_exact_rule(roles: Roles, rule: str, lenience: float) -> None:
+    """Refuse what stages cannot verify. Raises `UserError`."""
+    if roles.is_sharded:
+        return
+    if drafting_of(rule).keeps_distributions:
+        raise UserError(
+            f"`rule` {rule} compares the chances of draft and target, which stages never have in one place: "
+            "use `rule` match, or `ranks` shards"
+        )
+    if check_lenience(lenience, rule) < 1:
+        raise UserError(
+            f"`lenience` {lenience:g} changes what the last of the stages has drawn already: leave it out, or use "
+            "`ranks` shards"
+        )
+
+
+def _named_ranks(text: str) -> dict[str, list[int]]:
+    """{name: ranks}; a part without a name goes on with the list before it."""
+    found = dict[str, list[int]]()
+    name = ""
+    for part in text.split(","):
+        before, colon, ranks = part.rpartition(":")
+        if colon:
+            require(
+                before in ("stages", "draft"),
+                _RULE,
+                text,
+                f"{before or 'an empty name'} is no role",
+            )
+            require(before not in found, _RULE, text, "name each role once")
+            name, found[before] = before, []
+        match = _RANGE.fullmatch(ranks)
+        if match is None or not name:
+            raise UserError(f"{_RULE}, got {text!r:.80}: ranks are numbers, such as 0,1 or 0-2")
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        require(
+            first <= last,
+            "a range in `ranks` must rise",
+            text,
+            "name ranks one by one for another order",
+        )
+        found[name] += range(first, last + 1)
+    return found
+
+
+def _started(unknown: list[int]) -> int:
+    return max(unknown, default=0) + 1
+
+
+START = "start it by: offload launch -n 2 -- generate ..."
+
+
+class RankInfo(NamedTuple):
+    """One of `num_ranks` processes; rank 0 owns standard input and output."""
+
+    rank: int
+    num_ranks: int
+    host_index: int  # which of the hosts this is; rank 0 is on host 0
+    rank_on_host: int
+    num_on_host: int
+    address: str  # where all meet
+    port: int
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """What torchrun has set; None where nobody has. Raises `UserError` for numbers that cannot be."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    address = environment.get("MASTER_ADDR", "")
+    require(address != "", "MASTER_ADDR must be set beside RANK", "nothing", START)
+    rank = _number(environment, "RANK")
+    num_ranks = _number(environment, "WORLD_SIZE")
+    require(rank < num_ranks, f"RANK must be less than WORLD_SIZE {num_ranks}", rank, START)
+    return RankInfo(
+        rank,
+        num_ranks,
+        _number(environment, "GROUP_RANK", 0),
+        _number(environment, "LOCAL_RANK", rank),
+        _number(environment, "LOCAL_WORLD_SIZE", num_ranks),
+        address,
+        _number(environment, "MASTER_PORT"),
+    )
+
+
+def require_place(environment: Mapping[str, str] = os.environ) -> RankInfo:
+    """The same, where there must be one. Raises `UserError`."""
+    if (place := find_place(environment)) is None:
+        raise UserError(
+            f"`ranks` needs several processes that know each other, got one by itself: {START}"
+        )
+    return place
+
+
+def own_value(text: str, flag: str, place: RankInfo | None) -> str:
+    """Of a list with one value per rank this rank's; one value is for all. Raises `UserError` for
+    another length.
+    """
+    values = text.split(",")
+    if place is None or len(values) == 1:
+        return text
+    rule = f"{flag} must have one value, or one for each of {place.num_ranks} ranks"
+    require(len(values) == place.num_ranks, rule, text, "the first is rank 0's")
+    return values[place.rank]
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    text = environment.get(name, "" if otherwise is None else str(otherwise))
+    require(
+        text.isascii() and text.isdigit() and len(text) < 10,
+        f"{name} must be a whole number",
+        repr(text),
+        START,
+    )
+    return int(text)
+
+
+Mode = Literal["plain", "sync", "async"]
+MOST_ROWS = 1024  # rows of a run, and runs on their way: what caches are planned for
+_LEAST_DECAY = 0.001  # by which a cut falls in an attempt: from 1 to nothing in a thousand
+_PAPER_ROWS = 4
+_SYNC_NODES = 64
+# runs that are timed, and what they may take beside one row
+TIMED_ROWS = (1, 4, 8, 16, 32)
+_FREE = 1.15
+_FORM = (
+    "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
+)
+
+
+class PaperCut(NamedTuple):
+    """Numbers of PipeInfer's cut-off on the draft's own chance of a token."""
+
+    start: float
+    recovery: float
+    decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """How runs follow each other. Raises `UserError` for what does not fit together."""
+
+    mode: Mode = "async"
+    cancels: bool = True
+    is_continuous: bool = True
+    credits: int | None = None  # runs on their way at most; None is one more than there are stages
+    micro_batch: int | None = None  # rows of a run; None is what costs next to no time
+    cut: PaperCut | None = None  # None is a price
+
+    def __post_init__(self) -> None:
+        require(
+            self.mode in get_args(Mode),
+            "`pipeline` must be plain, sync or async",
+            repr(self.mode),
+            f"try {_FORM}",
+        )
+        for name, count in (("rows", self.micro_batch), ("runs", self.credits)):
+            is_count = count is None or 1 <= count <= MOST_ROWS
+            require(
+                is_count, f"{name} of `pipeline` must be 1 to {MOST_ROWS}", count, "leave it out"
+            )
+        for part in self.cut or ():
+            rule = "start, recovery and decay of `pipeline` must lie in [0, 1]"
+            require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")  # which NaN does not
+        falls = self.cut is None or self.cut.decay == 0 or self.cut.decay >= _LEAST_DECAY
+        rule = f"decay of `pipeline` must be 0 or {_LEAST_DECAY} at least"
+        require(falls, rule, self.cut and self.cut.decay, "try cut=0.3/0.4/0.01")
+        for is_set, name, mode in (
+            (self.credits is not None and self.mode != "async", "runs", "async"),
+            (not self.cancels and self.mode != "async", "no-cancel", "async"),
+            (not self.is_continuous and self.mode != "async", "no-continuous", "async"),
+            (self.micro_batch is not None and self.mode == "plain", "rows", "sync or async"),
+            (self.cut is not None and self.mode == "plain", "cut", "sync or async"),
+        ):
+            require(
+                not is_set, f"{name} of `pipeline` goes with {mode}", self.mode, f"leave {name} out"
+            )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether a draft is asked at all."""
+        return self.mode != "plain"
+
+    def num_runs(self, num_stages: int) -> int:
+        """Runs on their way at most: more than one per stage and one that waits only add latency."""
+        return (self.credits or num_stages + 1) if self.mode == "async" else 1
+
+    def num_rows(self, num_free: int = _PAPER_ROWS) -> int:
+        """Rows of a run at most, where a stage computes `num_free` at next to no extra time."""
+        if self.mode == "plain":
+            return 1
+        return self.micro_batch or (_SYNC_NODES if self.mode == "sync" else num_free)
+
+
+def free_rows(seconds: Sequence[float]) -> int:
+    """Rows that take next to no extra time, of runs of `TIMED_ROWS`, or of the first of these."""
+    return max(
+        rows
+        for rows, took_s in zip(TIMED_ROWS, seconds, strict=False)
+        if took_s <= _FREE * seconds[0]
+    )
+
+
+def parse_pipeline(text: str) -> PipelineOptions:
+    """`--pipeline`. Raises `UserError` for text that is none of the forms, and for what does not
+    fit together.
+    """
+    mode, *settings = str(text).strip().lower().split(",")
+    fields: dict[str, object] = {}
+    for setting in settings:
+        name, _, value = setting.strip().partition("=")
+        is_new = name in _SETTINGS and _SETTINGS[name][0] not in fields
+        require(is_new, "`pipeline` must be a mode and settings, each once", text, _FORM)
+        field, read = _SETTINGS[name]
+        try:
+            fields[field] = read(value)
+        except ValueError:
+            raise UserError(f"{name} of `pipeline` cannot be {value!r:.80}: {_FORM}") from None
+    return PipelineOptions(mode=mode, **fields)  # type: ignore[arg-type]
+
+
+def _cut(value: str) -> PaperCut:
+    start, recovery, decay = map(float, value.split("/"))
+    return PaperCut(start, recovery, decay)
+
+
+def _switched_off(value: str) -> bool:
+    if value:
+        raise ValueError
+    return False
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "rows": ("micro_batch", int),
+    "runs": ("credits", int),
+    "cut": ("cut", _cut),
+    "no-cancel": ("cancels", _switched_off),
+    "no-continuous": ("is_continuous", _switched_off),
+}

@@ -1,0 +1,441 @@
+"""How fast a cluster will be with one model, in either way of sharing it, and which of the two is
+better there.
+
+Ranks with rows of every layer wait for the slowest link, or for computing and exchanging, whichever
+is longer: weights are read ahead meanwhile. Ranks with layers of their own take turns for one run;
+with as many runs in flight as there are stages the slowest one decides, but most of those runs are
+for nothing. Whatever tree is named, stages run batches of as many guesses as cost next to nothing,
+as `--pipeline async` does. Without rates of computing, seconds are those of
+links and network: a lower bound. No torch. Invariant: nothing is measured, so any cluster can be
+asked for.
+
+What several runs in flight yield: counted, with all trees along the target's own text, for a small
+pair.
+
+While one tree is in the last stage, the next ones are in the stages before it, and most of those
+are for nothing: what the first one ends in is not what they begin with. No torch.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from offload.calibration.startup import ModelFacts
+from offload.checkpoint.hub import require_one_vocabulary
+from offload.checkpoint.sizes import model_shape
+from offload.distributed.layout import (
+    ClusterLayout,
+    ClusterRequest,
+    RankPart,
+    lay_out_shards,
+    lay_out_stages,
+)
+from offload.errors import UserError
+from offload.memory.planner import ModelFiles
+from offload.model.meta import describe
+from offload.planning.cluster import Cluster, Gathers, read_cluster
+from offload.planning.cost_model import (
+    NOTHING,
+    VERIFY_S,
+    Costs,
+    Curve,
+    Traffic,
+    costs_on,
+    draft_widths,
+)
+from offload.planning.near_copy import check_held, files_of
+from offload.planning.options import LoadOptions
+from offload.planning.profile import Profile, parse_profile
+from offload.planning.selector import TreeSelector
+from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
+from offload.reports.estimate import planned_tree, tokens_of
+from offload.trees.spec import AUTO_DEPTH, TreeSpec, label_of
+from offload.trees.topology import SIZES, Shape, chain
+
+SOURCE = "counted for a pair of 16 and 1 million weights, greedy, an ideal draft"
+_RUNS = (1, 2, 4, 8)
+# nodes of each tree -> tokens per second over those of one run at a time on the same stages
+_GAINS = {
+    4: (1.0, 1.15, 1.27, 1.39),
+    8: (1.0, 1.07, 1.14, 1.23),
+    16: (1.0, 1.04, 1.10, 1.18),
+    64: (1.0, 1.04, 1.09, 1.16),
+    128: (1.0, 1.01, 1.04, 1.10),
+}
+
+
+def in_flight_gain(num_runs: int, num_nodes: int) -> float:
+    """How many times faster than one run at a time, where all stages take equally long; straight in
+    logarithms.
+    """
+    sizes = [math.log2(size) for size in _GAINS]
+    columns = zip(*_GAINS.values(), strict=True)
+    gains = [float(np.interp(math.log2(num_nodes), sizes, column)) for column in columns]
+    return float(np.interp(math.log2(num_runs), [math.log2(runs) for runs in _RUNS], gains))
+
+
+Kind = Literal["shards", "stages"]
+Limit = Literal["disk", "link", "processor", "network"]
+_LAY_OUT: dict[Kind, Callable[[ClusterRequest, int], ClusterLayout]] = {
+    "shards": lay_out_shards,
+    "stages": lay_out_stages,
+}
+_CURVE_ROWS = (1, 8, 32, 64, 128, 256, 512, SIZES[-1])
+SHOWN_ROWS = (1, 64, 256)  # of passes, beside those of the tree
+_TYPICAL_NODES = 64
+
+
+class ForecastPass(NamedTuple):
+    """One pass of so many rows."""
+
+    num_rows: int
+    seconds: float  # from its beginning to its end, where no other is in flight
+    exchange_s: float  # of the network alone
+    # from the end of one to that of the next with one in flight for every stage; shards have no
+    # such
+    cycle_s: float
+    sent_bytes: tuple[int, ...]  # by each rank
+
+
+class ForecastRate(NamedTuple):
+    """Decoding with one tree."""
+
+    label: str
+    shape: Shape
+    tokens_range: tuple[float, float]  # least and most of a pass
+    basis: str
+    draft_s: float  # of one tree
+    s_per_token_range: tuple[float, float]
+    num_in_flight: int  # runs at a time
+
+    @property
+    def tokens_per_s_range(self) -> tuple[float, float] | None:
+        """None where nothing that is counted takes any time."""
+        low, high = self.s_per_token_range
+        return (1 / high, 1 / low) if low else None
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        known = {
+            name: value
+            for name, value in self._asdict().items()
+            if name not in ("label", "shape", "tokens_range")
+        }
+        return {
+            **{"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth},
+            **{
+                "tokens_per_pass_range": self.tokens_range,
+                **known,
+                "tokens_per_s_range": self.tokens_per_s_range,
+            },
+        }
+
+
+class RankTime(NamedTuple):
+    """How long one rank is, in every pass, and with what."""
+
+    seconds: float
+    limit: Limit
+
+
+class ClusterForecast(NamedTuple):
+    """One way of sharing a model; without a layout it does not work here, and `refusal` says why."""
+
+    kind: Kind
+    layout: ClusterLayout | None
+    refusal: str = ""
+    passes: tuple[ForecastPass, ...] = ()
+    rates: tuple[ForecastRate, ...] = ()  # without a tree, then with the wanted one
+
+    @property
+    def s_per_token(self) -> float:
+        """Of the best known way to decode, in the middle of its range."""
+        low, high = self.rates[-1].s_per_token_range
+        return (low * high) ** 0.5
+
+    @property
+    def num_rows(self) -> int:
+        """Of the passes that decoding will make."""
+        return self.rates[-1].shape.num_nodes
+
+    @property
+    def usual(self) -> ForecastPass:
+        """One of these passes."""
+        return next(one for one in self.passes if one.num_rows == self.num_rows)
+
+    def as_dict(self) -> dict[str, object]:
+        """What `--json` says of it."""
+        if self.layout is None:
+            return {"works": False, "refusal": self.refusal}
+        ranks = [
+            {**part.as_dict(), "busy_s": busy.seconds, "limit": busy.limit}
+            for part, busy in zip(self.layout.parts, map(self.busy, self.layout.parts), strict=True)
+        ]
+        passes = [one._asdict() for one in self.passes]
+        rates = [rate.as_dict() for rate in self.rates]
+        return {"works": True, "ranks": ranks, "passes": passes, "predictions": rates}
+
+    def busy(self, part: RankPart) -> RankTime:
+        """What one rank does in such a pass; of shards exchanging is everyone's, of stages the
+        wire's own.
+        """
+        is_disk = not part.machine.gpu_bytes or Traffic.of(part.plan, part.machine).is_disk_slower
+        compute_s = part.compute_s.at(self.num_rows) if part.compute_s else 0.0
+        exchange_s = self.usual.exchange_s if self.kind == "shards" else 0.0
+        if part.link_s and part.link_s >= compute_s + exchange_s:
+            return RankTime(part.link_s, "disk" if is_disk else "link")
+        return RankTime(
+            compute_s + exchange_s, "processor" if compute_s >= exchange_s else "network"
+        )
+
+
+class Forecast(NamedTuple):
+    """Both ways."""
+
+    cluster: Cluster
+    models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
+    ways: tuple[ClusterForecast, ClusterForecast]
+    better: Kind
+    why: str
+    is_link_alone: bool  # whether computing is left out, for want of its rates
+
+    @property
+    def best(self) -> ClusterForecast:
+        return next(way for way in self.ways if way.kind == self.better)
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        return {
+            "fits": True,
+            "better": self.better,
+            "why": self.why,
+            "s_per_token_range": self.best.rates[-1].s_per_token_range,
+            "is_link_alone": self.is_link_alone,
+            "models": {
+                role: one._asdict()
+                for role, one in zip(("target", "draft"), self.models, strict=False)
+            },
+            "network": self.cluster.network._asdict(),
+            **{way.kind: way.as_dict() for way in self.ways},
+        }
+
+
+def forecast(
+    model: str,
+    draft: str | None,
+    options: LoadOptions,
+    ranks: Path,
+    tokens_per_sweep: float | None = None,
+) -> Forecast:
+    """Both ways on the cluster of a file. Raises `UserError` for bad files, and where neither way
+    works.
+
+    Args:
+        tokens_per_sweep: of the named tree; None takes what is known of the pair.
+    """
+    cluster = read_cluster(ranks)
+    tree = planned_tree(options, draft, tokens_per_sweep)
+    check_held(draft, options.draft_dtype, str(ranks))
+    names = [model] if draft is None else [model, draft]
+    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
+    if files.draft is not None:
+        require_one_vocabulary(files.target, files.draft)
+    profile = (
+        None
+        if options.profile is None or options.has_no_profile
+        else parse_profile(Path(options.profile))
+    )
+    wish = ClusterRequest(files, cluster, options.dtype, options.context, options.rule)
+    models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
+    one_way = partial(_one_way, wish, tree, profile, tokens_per_sweep)
+    shards = one_way("shards")
+    stages = one_way("stages")
+    if shards.layout is None and stages.layout is None:
+        raise UserError(f"{ranks.name}: as shards, {shards.refusal}; as stages, {stages.refusal}")
+    return Forecast(
+        cluster, models, (shards, stages), *_better(wish, shards, stages), not _knows_compute(wish)
+    )
+
+
+def _one_way(
+    wish: ClusterRequest, tree: TreeSpec, profile: Profile | None, tokens: float | None, kind: Kind
+) -> ClusterForecast:
+    lay_out = partial(_LAY_OUT[kind], wish)
+    try:
+        plain = _LAY_OUT[kind](wish._replace(files=ModelFiles(wish.files.target)), 1)
+        rates = list[ForecastRate]()
+        chosen = plain
+        if kind == "stages":
+            num_ranks = len(wish.cluster.ranks)
+            require_exact_rule(Roles(num_ranks, tuple(range(num_ranks))), wish.rule, 1.0)
+            tree = _batches(wish, plain, tree)
+            tokens = None
+        if wish.files.draft is not None and tree.kind != "none":
+            shape, drawn, basis = _choice(wish, tree, profile, lay_out)
+            drawn = (tokens, tokens) if tokens else drawn
+            basis = "tokens per sweep as given" if tokens else basis
+            chosen = lay_out(shape.num_nodes)
+            rates.append(_rate(wish, chosen, shape, drawn, basis))
+    except UserError as refusal:
+        return ClusterForecast(kind, None, str(refusal))
+    rates.insert(0, _rate(wish, plain, chain(0), (1.0, 1.0), "no tree"))
+    rows = sorted({*SHOWN_ROWS, rates[-1].shape.num_nodes})
+    return ClusterForecast(
+        kind, chosen, "", tuple(_pass(wish, chosen, count) for count in rows), tuple(rates)
+    )
+
+
+def _batches(wish: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
+    """What a run of stages holds: as many guesses as the slowest stage computes at next to no extra
+    time.
+    """
+    seconds = [
+        max(map(max, zip(*_stage_times(wish, layout, rows), strict=True))) for rows in TIMED_ROWS
+    ]
+    pipeline = PipelineOptions(mode="plain" if tree.kind == "none" else "async")
+    num_rows = pipeline.num_rows(free_rows(seconds)) if seconds[0] else pipeline.num_rows()
+    depth = min(num_rows - 1, AUTO_DEPTH, layout.parts[0].plan.context - 1)
+    return TreeSpec("dynamic", num_rows, depth) if depth > 0 else TreeSpec("none")
+
+
+def _choice(
+    wish: ClusterRequest,
+    tree: TreeSpec,
+    profile: Profile | None,
+    lay_out: Callable[[int], ClusterLayout],
+) -> tuple[Shape, tuple[float, float], str]:
+    """The tree for this layout, what it yields, and what that rests on."""
+    max_nodes = next(
+        size for size in reversed(SIZES) if size == 1 or not tree.is_chosen or _fits(lay_out, size)
+    )
+    layout = lay_out(min(_TYPICAL_NODES, max_nodes) if tree.is_chosen else tree.num_nodes)
+    costs = None
+    if _knows_compute(wish):
+        seconds = tuple(_pass(wish, layout, rows).seconds for rows in _CURVE_ROWS)
+        costs = Costs(
+            compute_s=Curve(_CURVE_ROWS, seconds),
+            draft_step_s=_draft_curve(wish, layout),
+            verify_s=VERIFY_S,
+            link_bytes_per_s=1.0,  # of which the whole pass is a part here
+        )
+    note = (
+        "no rates of computing are known" if costs is None else "for this pair nothing was measured"
+    )
+    max_depth = layout.parts[0].plan.context - 1
+    selector = TreeSelector(
+        wish.rule, profile, note, costs, lambda _: Traffic(0, 0), max_nodes, max_depth
+    )
+    choice = selector.choose(tree)
+    return choice.shape, *tokens_of(wish.files, wish.dtype, choice, profile, choice.why)
+
+
+def _fits(lay_out: Callable[[int], ClusterLayout], num_nodes: int) -> bool:
+    try:
+        lay_out(num_nodes)
+    except UserError:
+        return False
+    return True
+
+
+def _rate(
+    wish: ClusterRequest,
+    layout: ClusterLayout,
+    shape: Shape,
+    tokens: tuple[float, float],
+    basis: str,
+) -> ForecastRate:
+    """One run at a time, or of stages as many as they take, where that is quicker."""
+    num_rows = shape.num_nodes
+    label = label_of(shape)
+    one = _pass(wish, layout, num_rows)
+    curve = _draft_curve(wish, layout)
+    draft_s = sum(curve.at(width) for width in draft_widths(shape)) if num_rows > 1 else 0.0
+    seconds = draft_s + one.seconds + (VERIFY_S if _knows_compute(wish) else 0.0)
+    num_in_flight = 1
+    num_stages = len(layout.parts)
+    if num_rows > 1 and not isinstance(layout.exchange, Gathers):
+        label = f"runs of {num_rows} rows"
+        # One begins and one ends in every cycle; the draft computes where the first stage does,
+        # beside its link.
+        cycle_s = _pass(wish, layout, num_rows, draft_s).cycle_s
+        flying_s = cycle_s * num_stages / in_flight_gain(num_stages, num_rows)
+        # those beyond one a stage wait, and keep none of them idle
+        if num_stages > 1 and flying_s < seconds:
+            seconds = flying_s
+            num_in_flight = PipelineOptions().num_runs(num_stages)
+    low, high = tokens
+    return ForecastRate(
+        label, shape, tokens, basis, draft_s, (seconds / high, seconds / low), num_in_flight
+    )
+
+
+def _pass(
+    wish: ClusterRequest, layout: ClusterLayout, num_rows: int, draft_s: float = 0.0
+) -> ForecastPass:
+    """One pass; `draft_s` is what the first stage computes between two of them."""
+    exchange_s = layout.exchange.seconds(num_rows, wish.cluster.network)
+    link_s, compute_s = _stage_times(wish, layout, num_rows)
+    sent_bytes = layout.exchange.sent_bytes(num_rows)
+    if isinstance(layout.exchange, Gathers):
+        seconds = max(*link_s, max(compute_s) + exchange_s)
+        return ForecastPass(num_rows, seconds, exchange_s, seconds, sent_bytes)
+    stage_s = [max(one) for one in zip(link_s, compute_s, strict=True)]
+    hop_s = layout.exchange.hop_s(num_rows, wish.cluster.network) if len(stage_s) > 1 else 0.0
+    cycle_s = max(*stage_s, compute_s[0] + draft_s, hop_s)
+    return ForecastPass(num_rows, sum(stage_s) + exchange_s, exchange_s, cycle_s, sent_bytes)
+
+
+def _stage_times(
+    wish: ClusterRequest, layout: ClusterLayout, num_rows: int
+) -> tuple[list[float], list[float]]:
+    """(seconds of links, seconds of processors) by rank."""
+    compute_s = [part.compute_s.at(num_rows) if part.compute_s else 0.0 for part in layout.parts]
+    return [part.link_s for part in layout.parts], compute_s if _knows_compute(wish) else [
+        0.0
+    ] * len(compute_s)
+
+
+def _knows_compute(wish: ClusterRequest) -> bool:
+    return all(machine.flops_per_s for machine in wish.cluster.ranks)
+
+
+def _draft_curve(wish: ClusterRequest, layout: ClusterLayout) -> Curve:
+    """Seconds of a draft step against its rows, on the head."""
+    if wish.files.draft is None or not _knows_compute(wish):
+        return NOTHING
+    draft = model_shape(wish.files.draft, wish.dtype)
+    head = layout.parts[0]
+    return costs_on(head.machine, draft, draft, layout.parts[0].plan.context // 2).draft_step_s
+
+
+def _better(
+    wish: ClusterRequest, shards: ClusterForecast, stages: ClusterForecast
+) -> tuple[Kind, str]:
+    """The quicker way, and why."""
+    if len(wish.cluster.ranks) == 1:
+        return "shards", "one rank has all of it either way"
+    for way, other in ((shards, stages), (stages, shards)):
+        if other.layout is None:
+            return way.kind, f"{other.kind} do not work here: {other.refusal}"
+    assert shards.layout is not None and stages.layout is not None
+    one = shards.usual
+    link_s = max(part.link_s for part in shards.layout.parts)
+    if not (link_s or _knows_compute(wish)):
+        return "shards", "all of it stays in memory: computing decides, and nothing is known of it"
+    exchanges = f"exchanges for {one.num_rows} row{'s' if one.num_rows > 1 else ''} take {one.exchange_s:.2g} s"
+    if shards.s_per_token <= stages.s_per_token:
+        is_hidden = one.seconds <= link_s
+        tail = "which hide behind it" if is_hidden else f"of the {one.seconds:.2g} s of a pass"
+        every = "every link works in every pass" if link_s else "every rank computes in every pass"
+        return "shards", f"{every}; {exchanges}, {tail}"
+    is_whole = not any(part.link_s for part in stages.layout.parts)
+    fits = (
+        "each share stays in memory, and no link is waited for"
+        if is_whole
+        else "links are not what is waited for"
+    )
+    return "stages", f"{fits}; as shards, {exchanges}"

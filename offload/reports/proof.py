@@ -1,0 +1,76 @@
+"""Proof after the fact: is every emitted token what the model draws, by a resident float32 run of
+the same function?
+
+Speed is only worth printing for right tokens. In bf16 two tokens can lie closer than rounding, so
+the proof is a gap
+per token: zero where the token is the float32 draw, the distance to it otherwise.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.hub import open_headers
+from offload.engine.build import resident_model
+from offload.model.streamed import StreamedModel
+from offload.sampling.sampler import Sampler
+from offload.units import Sampling
+
+BF16_NOISE = 0.15  # of logits around 10 in size: two steps of bf16, 2^-7 of the value each
+
+
+def rounding(sampling: Sampling) -> float:
+    """The largest gap that bf16 explains; scores are logits over the temperature, when greedy the
+    logits themselves.
+    """
+    return BF16_NOISE if sampling.is_greedy else BF16_NOISE / sampling.temperature
+
+
+def draw_gaps(
+    model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """By how much each new token misses the best perturbed score (see `Sampler`) of `model`
+    computed in float32.
+
+    `model` is a folder of a checkpoint that fits into memory; for an inflated target the one it was
+    made from.
+    """
+    reference = resident_model(open_headers(model), "float32")
+    try:
+        logits_TV = chain_logits(reference, [*prompt_ids, *new_ids])
+    finally:
+        reference.close()
+    return gaps_of(logits_TV[-len(new_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
+
+
+def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
+    """Scores (T, V) after each of these ids in one pass of a resident model, but for those that an
+    encoder reads.
+    """
+    cache = model.new_cache(len(ids))
+    model.take_in(ids, cache)
+    token_T = torch.tensor(ids[cache.length :])
+    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
+    return model.forward(token_T, torch.arange(len(token_T)) + cache.length, sees_TT, cache)
+
+
+def gaps_of(
+    logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`.
+
+    Infinite where the logits are not finite, which no limit lets pass.
+    """
+    assert not sampling.is_adjusted, (
+        "what a text's own past has changed cannot be told from its logits"
+    )
+    sampler = Sampler(sampling, logits_TV.shape[1])
+    gaps = []
+    for index, token in enumerate(new_ids):
+        score_V = sampler.perturbed(logits_TV[index : index + 1], position + index)[0]
+        gap = float(score_V.max() - score_V[token])
+        gaps.append(math.inf if math.isnan(gap) else gap)
+    return gaps

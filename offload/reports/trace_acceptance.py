@@ -1,0 +1,164 @@
+"""Taking traces: which of the draft's candidates a rule accepts at every position of a text.
+
+At each position the draft offers as many children as a trace looks at, by the rule's own drafting
+distribution, and the rule says which of them it takes. Behind a token that the target has written
+only those of a ratio rule's random
+outcomes count that emit this token: they are drawn until one does. `spectr` judges the children of
+a node as one group, so its ranks depend on how many there are; the ratio test on the same draws
+stands in.
+
+Invariant: with a rule that repeats the target's draws, a trace of written text tells sweep by sweep
+what decoding does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from offload.drafting.model import ModelDrafter
+from offload.drafting.static import draw_children
+from offload.engine.decoder import Decoder
+from offload.engine.sequence import Sequence as Text
+from offload.planning.acceptance import NUM_RANKS
+from offload.sampling.sampler import Sampler
+from offload.trees.token_tree import Proposals, TokenTree
+from offload.trees.topology import DynamicShape, chain, sequences
+from offload.trees.verification import ratio
+from offload.units import Sampling
+
+_MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outcome stands
+
+
+DrawStar = Callable[[], TokenTree]
+
+
+def write(
+    decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str
+) -> list[int]:
+    """What the target writes behind a prompt: `num_new` tokens, fewer where it ends the text."""
+    run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
+    for _ in run:
+        pass
+    return run.result().token_ids
+
+
+def ranks_of(
+    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling
+) -> list[int]:
+    """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
+    sequence = decoder.begin([*prompt, *written], sampling)
+    stars = _stars(decoder, sequence, len(prompt))
+    if decoder.rule.repeats_draws:
+        return [_rank_of(draw(), token) for draw, token in zip(stars, written, strict=True)]
+    logits = _target_logits(decoder, sequence, len(prompt))
+    known = zip(stars, logits, written, strict=True)
+    return [
+        _accepted_rank(draw, logits_V, sequence.sampler, token) for draw, logits_V, token in known
+    ]
+
+
+def dynamic_again(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    written: Sequence[int],
+    sampling: Sampling,
+    bounds: DynamicShape,
+) -> list[int]:
+    """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep
+    is run.
+
+    Only of those that cannot reach the end of what is known: each is whole then, and their mean is
+    not biased (Wald).
+    """
+    assert decoder.rule.repeats_draws, (
+        "what a rule of fresh draws accepts is not known from the text"
+    )
+    sequence = decoder.begin([*prompt, *written], sampling)
+    at = len(prompt)
+    bursts = list[int]()
+    tokens = sequence.tokens
+    sampler = sequence.sampler
+    state = sequence.caches.draft
+    while at + bounds.depth < len(tokens):
+        drafted = decoder.drafter.grow(bounds, tokens[:at], sampler, state)
+        nodes = [0]
+        while (child := drafted.tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+            nodes.append(child)
+        decoder.drafter.commit(drafted, nodes, tokens[at : at + len(nodes)], sampler, state)
+        bursts.append(len(nodes))
+        at += len(nodes)
+    return bursts
+
+
+def given_trace(
+    decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling
+) -> list[int]:
+    """Ranks of what the target would emit at `start` and every later position of a text that is not
+    its own.
+    """
+    sequence = decoder.begin(tokens, sampling)
+    ranks = []
+    stars = _stars(decoder, sequence, start)
+    logits = _target_logits(decoder, sequence, start)
+    for position, (draw, logits_V) in enumerate(zip(stars, logits, strict=True), start):
+        if decoder.rule.repeats_draws:
+            ranks.append(_rank_of(draw(), sequence.sampler.draw(logits_V, position)))
+        else:
+            ranks.append(_accepted_rank(draw, logits_V, sequence.sampler))
+    return ranks
+
+
+def _rank_of(star: TokenTree, token: int) -> int:
+    child = star.child(0, token)
+    return -1 if child is None else child - 1
+
+
+def _accepted_rank(
+    draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: int | None = None
+) -> int:
+    """The child that the ratio test accepts; where `token` is given, in an outcome that emits it."""
+    for _ in range(_MAX_DRAWS):
+        star = draw()
+        # coins know no position
+        outcome = ratio(star, logits_V.expand(star.num_nodes, -1), sampler, 0)
+        if token is None or outcome.tokens[0] == token:
+            break
+    return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
+
+
+def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
+    """For every position from `start` on, a way to draw the draft's children of the token before
+    it.
+    """
+    assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
+    for position, logits_1V in enumerate(
+        decoder.drafter.score(text.tokens, start, text.caches.draft), start
+    ):
+        yield partial(_draw_star, logits_1V, text.sampler, position, decoder.target.vocab_size)
+
+
+def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
+    """A root, of which only the place matters, with its children."""
+    token_1K, draw, distribution_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
+    topology = sequences(token_1K.shape[1], 1)
+    proposals = None
+    if distribution_1V is not None:
+        proposals = Proposals.blank(topology, vocab_size, draw, distribution_1V.device)
+        proposals.write([0], distribution_1V)
+    return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
+
+
+def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]:
+    """The target's logits (V) for every token from `start` on: the text is scored as a tree that is
+    one path.
+    """
+    tokens = text.tokens
+    cache = text.caches.target
+    num_rows = decoder.plan.num_nodes
+    for lo in range(start, len(tokens), num_rows):
+        token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
+        path = TokenTree(chain(len(token_N) - 1), token_N)
+        yield from decoder.target.score(path, tokens[:lo], cache)
+        decoder.target.commit(range(path.num_nodes), tokens[:lo], cache)

@@ -1,0 +1,340 @@
+"""A socket and the thread that serves it: uvicorn, without its signals and its lines.
+
+The socket is bound by itself and first, so that a port that is taken is refused before a model is
+loaded. Invariant:
+nobody holds a connection for nothing: who sends no request, or does not read an answer, is cut off
+after a while.
+
+What stands before every route: whom a request is for, whose it is, and how much it may send.
+
+Plain ASGI, so that a body is counted as it comes, with or without a Content-Length. Invariant:
+nothing behind this sees a request without the key, or more bytes than are allowed; keys are
+compared in constant time and never in an address.
+"""
+
+import asyncio
+import errno
+import hashlib
+import hmac
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from offload.errors import UserError, one_line
+from offload.server.protocol import Refusal, ServerSettings
+from offload.units import require
+
+_MOST_CONNECTIONS = 512
+_REQUEST_S = 20.0  # within which a new connection must have sent the head of its request
+_READ_S = 30.0  # within which a client must go on reading what it was sent
+_FAREWELL_S = 5  # for answers that are on their way when the server ends
+_POLL_S = 0.005
+
+
+class Listening:
+    """A server in a thread of its own, from `with` to its end.
+
+    Args:
+        app: what answers.
+        bound: a socket of `bind`, which belongs to this from now on.
+        say: hears of what uvicorn has to say, a line at a time.
+    """
+
+    def __init__(
+        self, app: ASGIApp, bound: socket.socket, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.bound, self.address = bound, _address(bound)
+        config = uvicorn.Config(
+            app,
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=_MOST_CONNECTIONS,
+            timeout_graceful_shutdown=_FAREWELL_S,
+        )
+        _hear(say)
+        self._server = uvicorn.Server(config)
+        # `join` that a signal interrupts takes a thread for ended that is not
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="offload-server", daemon=True)
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Listening":
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            self._thread.join(_POLL_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._ended.wait()
+        self.bound.close()
+
+    def wait(self) -> None:
+        """Until a signal ends this thread's waiting, or the server fails. Raises what it failed
+        with.
+        """
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._server.run([self.bound])
+        except BaseException as error:  # for whoever waits
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there, on a free port for 0. Raises `UserError` where it cannot."""
+    require(
+        0 <= port < 1 << 16,
+        "`port` must lie in [0, 65536)",
+        port,
+        "8080 is usual, 0 takes a free one",
+    )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"cannot listen on `host` {host!r:.80} ({error}): name an address of this machine"
+        ) from None
+    try:
+        # what the last server left does not count
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        is_ours = error.errno != errno.EADDRNOTAVAIL
+        remedy = (
+            "give another `port`, or 0 for a free one"
+            if is_ours
+            else "name an address of this machine as `host`"
+        )
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): {remedy}") from None
+    return bound
+
+
+class _Connection(H11Protocol):
+    """One client's, with an end to its patience for silence in either direction."""
+
+    _clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # each is an open file, of which weights and others need some
+        if len(self.connections) > _MOST_CONNECTIONS:
+            transport.abort()
+            return
+        own = transport.get_extra_info("socket")
+        # what was written, and is not fetched, ends with the connection too
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_READ_S * 1e3))
+        self._limit(_REQUEST_S)
+
+    def handle_events(self) -> None:
+        """A request that has begun must come to the end of its head; one that is answered has
+        uvicorn's own clock.
+        """
+        super().handle_events()
+        is_begun = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        if not is_begun and not self.flow.write_paused:
+            self._limit(None)
+        elif self._clock is None:
+            self._limit(_REQUEST_S)
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it is written to."""
+        self.flow.pause_writing()
+        self._limit(_READ_S)
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self._limit(None)
+        self.flow.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limit(None)
+        super().connection_lost(exc)
+
+    def _limit(self, seconds: float | None) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = (
+            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        )
+
+
+def _hear(say: Callable[[str], None]) -> None:
+    """Its errors as lines of ours, without tracebacks; of bad requests their clients are told."""
+    handler = logging.Handler(logging.ERROR)
+    logger = logging.getLogger("uvicorn.error")
+    handler.emit = lambda record: say(f"server: {_first_line(record)}")  # type: ignore[method-assign]
+    logger.handlers[:], logger.propagate = [handler], False
+
+
+def _first_line(record: logging.LogRecord) -> str:
+    """As our own errors are: short, and without what would steer a terminal."""
+    return one_line(record.getMessage().partition("\n")[0])
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+_OPEN_PATHS = ("/", "/health")  # a page that asks for the key, and what a watchdog asks for
+_MOST_DROPPED = 16  # times what is allowed
+_WITH_BODY = ("POST", "PUT", "PATCH")
+_LOOKING = ("GET", "HEAD", "OPTIONS")
+# Of every answer: what quotes a client or a model is never taken for a page, nor shown inside of
+# another's.
+_MARKS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
+
+
+class Guard:
+    """Lets through what may pass, to `app`."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._digests = [_digest(key) for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what may not pass."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        send = _marked(send)
+        try:
+            self._check_host(headers)
+            self._check_site(headers, scope["method"])
+            self._check_key(headers, scope["path"])
+            if scope["method"] in _WITH_BODY:
+                receive = _Replayed(await self._body(receive), receive)
+        except Refusal as refusal:
+            refusal.headers.setdefault("Connection", "close")  # what it still sends is nobody's
+            await answer(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Mapping[str, str]) -> None:
+        allowed = self._settings.allowed_hosts
+        host = headers.get("host", "").lower()
+        name = (
+            host[: host.index("]") + 1]
+            if host.startswith("[") and "]" in host
+            else host.partition(":")[0]
+        )
+        if allowed is not None and name not in allowed:
+            rule = f"this server is not {host:.80}" if host else "a request must name this server"
+            raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
+
+    def _check_site(self, headers: Mapping[str, str], method: str) -> None:
+        """A page of another's cannot send JSON without asking first; browsers say besides whose
+        page sends.
+        """
+        if method not in _LOOKING and headers.get("sec-fetch-site", "none") not in (
+            "same-origin",
+            "none",
+        ):
+            raise Refusal(
+                403,
+                "this server takes no requests from pages of others: ask from its own",
+                code="wrong_site",
+            )
+
+    def _check_key(self, headers: Mapping[str, str], path: str) -> None:
+        if not self._digests or path in _OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        found = _digest(given.strip() if scheme.lower() == "bearer" else "")
+        # all of them, always
+        is_known = sum([hmac.compare_digest(found, digest) for digest in self._digests])
+        if not is_known:
+            message = "You need the API key of this server: send it as `Authorization: Bearer KEY`"
+            headers_back = {"WWW-Authenticate": "Bearer"}
+            raise Refusal(401, message, code="invalid_api_key", headers=headers_back)
+
+    async def _body(self, receive: Receive) -> bytes:
+        """All of it. Of one that is too large a part is read and dropped: clients listen when they
+        have sent all.
+        """
+        limit = self._settings.max_body_bytes
+        num_read = 0
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_s):
+                while (message := await receive())[
+                    "type"
+                ] == "http.request" and num_read <= _MOST_DROPPED * limit:
+                    num_read += len(message["body"])
+                    body += message["body"][: max(0, limit + 1 - len(body))]
+                    if not message["more_body"]:
+                        break
+        except TimeoutError:
+            late = f"the body has not come within {self._settings.body_s:g} s"
+            raise Refusal(408, late) from None
+        if len(body) > limit:
+            raise _too_large(limit)
+        return bytes(body)
+
+
+class _Replayed:
+    """A body that was read, once more; then what else the client does."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body = self._body
+        self._body = None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _marked(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(_MARKS)
+        await send(message)
+
+    return sending
+
+
+def answer(refusal: Refusal) -> JSONResponse:
+    """A refusal as it goes over the wire."""
+    return JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
+
+
+def _too_large(limit: int) -> Refusal:
+    message = f"the body is larger than {limit} bytes: shorten it, or start the server with a larger --max-body"
+    return Refusal(413, message, code="body_too_large")
+
+
+def _digest(key: str) -> bytes:
+    """Of one length whatever the key's, so that comparing tells nothing of that either."""
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,531 @@
+"""Layers from a byte source into host memory, where a CPU computes with them.
+
+Layers to a device: from locked host memory the moment their slot is released, from elsewhere by a
+thread.
+
+The copy of a layer waits, on the device, for the event after which nobody reads its slot; the
+layer's kernels wait for the event after the copy. The host only enqueues. Layers on disk come
+through a stage of locked buffers: a thread sends each as soon as it is there, and it alone waits
+until the device has copied from a buffer.
+
+Device memory begins at a multiple of 256 bytes or more, and each copy with the layer's first weight
+(`layout.py`).
+
+Experts from a byte source into the memory of the host, where a CPU computes with them.
+
+Experts to a device, by way of a second pool in locked host memory: what is used most there is not
+read again.
+
+An expert that lies on the host is sent at once: a wait for the slot, a copy, an event. Others are
+read into a slot of the host, several at once, and sent by a thread as soon as they are there.
+Whoever computes waits on the device, and on the host only for a disk.
+
+The host's pool counts what the device lacked. So what stays on the device is not used here, and
+gives way to what does not stay, without either pool knowing of the other.
+
+Invariant: a slot of the host is held from the read of its expert until all copies from it are
+enqueued, and read into again only after the last of these is over; an expert that nobody waits for
+any more is not sent.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.layout import SlabLayout
+from offload.memory.plan import LayerTier
+from offload.streaming.bounces import Bounces
+from offload.streaming.device import Device, Event, Spans
+from offload.streaming.disk import ByteSource, drop, finish, read_all
+from offload.streaming.expert_cache import ExpertCache
+from offload.streaming.pinned import HostBuffer, PinnedAllocator
+from offload.streaming.stage import Stage
+
+
+class HostCarrier:
+    """Brings layers to where they are computed with: here, host memory.
+
+    The layers `resident` stay, others are `streamed` through slots in every sweep, but for those
+    that come `once` for a prompt; events of the `device` that computes order both.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        layouts: Sequence[SlabLayout],
+        resident: Iterable[int],
+        device: Device,
+        once: Sequence[int] = (),
+    ) -> None:
+        self.source, self.layouts, self.device, self.spans = source, layouts, device, Spans(device)
+        self.resident = {layer: device.allocate(layouts[layer].slab_bytes) for layer in resident}
+        passing = [layer for layer in range(len(layouts)) if layer not in self.resident]
+        self.streamed = [layer for layer in passing if layer not in once]
+        self.once = [layer for layer in passing if layer in once]
+
+    @property
+    def note(self) -> str | None:
+        return self.source.note
+
+    def load(self, on_bytes: Callable[[int], None]) -> None:
+        """Bring the layers that stay; `on_bytes` hears of every slab that has landed."""
+        read_all(
+            self.source,
+            [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()],
+            on_bytes,
+        )
+
+    def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
+        """Start moving a layer into a slot, see `stage.Carry`."""
+        asked = self.spans.mark(self.device.copies)
+        reads = self.read(layer, slot, free)
+        num_done = count(1)  # counts in one step, whichever readers meet here
+
+        def one_done(read: Future[None]) -> None:
+            if next(num_done) == len(reads) and not read.cancelled():
+                self.spans.add("copy", layer, asked, self.spans.mark(self.device.copies))
+
+        for read in reads if asked is not None else ():
+            read.add_done_callback(one_done)
+        return reads
+
+    def read(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
+        """Start reading a layer into host memory, which the host waits for until nobody reads it
+        any more.
+        """
+        if free is not None:
+            self.device.synchronize(free)
+        layout = self.layouts[layer]
+        return self.source.read(layout, slot.numpy()[: layout.slab_bytes])
+
+    def weights(self, layer: int, slab: Tensor) -> Tensor:
+        """What begins with the layer's first weight, of a slab as it lies in its file."""
+        return slab[self.layouts[layer].sent]
+
+    def start(self) -> None:
+        """Layers will be asked for, from the first one on."""
+
+    def stop(self) -> None:
+        """On return nothing goes on that was asked for and cancelled, but what the futures tell of."""
+
+    def close(self) -> None:
+        """Let go of the memory; it is stopped."""
+        self.resident.clear()
+
+
+_NUM_LOADERS = 2  # buffers through which resident layers come in
+
+
+class DeviceCarrier(HostCarrier):
+    """The layers of a model that is computed on a device.
+
+    Args:
+        tiers: where each layer lives; fixed for the run, because a cyclic scan through an LRU cache
+            never hits.
+        pinned: gives the memory of layers that live on the host; closed by whoever opened it, after
+            this.
+        num_host_slots: locked buffers that layers from disk are read ahead into.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        layouts: Sequence[SlabLayout],
+        tiers: Sequence[LayerTier],
+        *,
+        device: Device,
+        pinned: PinnedAllocator,
+        num_host_slots: int,
+    ) -> None:
+        super().__init__(source, layouts, _of(tiers, LayerTier.RESIDENT), device)
+        self.pinned, self.hosted = pinned, dict[int, HostBuffer]()
+        self._of_host, self._of_disk = _of(tiers, LayerTier.HOST), _of(tiers, LayerTier.DISK)
+        disk_bytes = max((layouts[n].slab_bytes for n in self._of_disk), default=0)
+        buffers = [
+            _flat(pinned.allocate(disk_bytes))
+            for _ in range(num_host_slots if self._of_disk else 0)
+        ]
+        assert buffers or not self._of_disk, "layers on disk need host slots to be read into"
+        self.ahead = Stage(self.read, self._of_disk, buffers)
+        self._bounces: Bounces | None = None
+        # a wait, a copy and an event stand together on the copy stream
+        self._sending = threading.Lock()
+        self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
+
+    @property
+    def note(self) -> str | None:
+        notes = (self.pinned.note, self.source.note if self._of_disk else None)
+        return "; ".join(note for note in notes if note) or None
+
+    def load(self, on_bytes: Callable[[int], None]) -> None:
+        """Read what stays on the device, then what stays in host memory: both never lie in host
+        memory at once.
+        """
+        if self.resident:
+            self._load_device(on_bytes)
+        # made while the ones before are read
+        hosted = ((self.layouts[n], self._host(n).array) for n in self._of_host)
+        read_all(self.source, hosted, on_bytes)
+        if not all(buffer.is_pinned for buffer in self.hosted.values()):
+            self._bounces = Bounces(self.device, self.pinned)
+
+    def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
+        """Send a layer, or let it be sent when it can be; the future gives the event after its
+        copy.
+        """
+        ready = Future[Event]()
+        hosted = self.hosted.get(layer)
+        if hosted is not None and hosted.is_pinned:
+            ready.set_result(self._send(layer, slot, free, _flat(hosted)))
+        else:
+            self._feed.submit(self._send_late, ready, layer, slot, free)
+        return [ready]
+
+    def weights(self, layer: int, slab: Tensor) -> Tensor:
+        """Copies began with the first weight."""
+        return slab
+
+    def start(self) -> None:
+        """Read ahead, from the first layer on."""
+        self.ahead.start()
+
+    def stop(self) -> None:
+        """On return nothing moves any more; whoever waits for a layer must have been cancelled
+        before.
+        """
+        self.ahead.cancel()
+        self._feed.submit(int).result()  # behind whatever the thread is at
+        self.ahead.stop()
+        self.device.synchronize(self.device.record(self.device.copies))
+
+    def close(self) -> None:
+        """End the thread and let go of the memory; nothing moves."""
+        self._feed.shutdown()
+        self._bounces = None
+        for memory in (self.resident, self.hosted, self.ahead.slots):
+            memory.clear()
+
+    def _send_late(self, ready: Future[Event], layer: int, slot: Tensor, free: Event) -> None:
+        """Send a layer that the copy engine cannot take from where it lies; in the feeding thread."""
+        if not ready.set_running_or_notify_cancel():
+            return
+        hosted = self.hosted.get(layer)
+        try:
+            if hosted is not None:
+                sent = self._send_in_pieces(layer, slot, free, _flat(hosted))
+            else:
+                sent = self._send(layer, slot, free, self.ahead.acquire(layer).slot)
+        except BaseException as error:  # whoever acquires the layer hears of it
+            ready.set_exception(error)
+            return
+        ready.set_result(sent)
+        if hosted is None:
+            self.ahead.release(layer, sent)
+
+    def _send(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
+        """Enqueue the one copy of a layer; returns the event after it."""
+        device = self.device
+        weights = source[self.layouts[layer].sent]
+        with self._sending:
+            begun = self._when_free(free)
+            device.copy(slot[: len(weights)], weights, device.copies)
+            sent = device.record(device.copies, is_timed=begun is not None)
+        self.spans.add("copy", layer, begun, sent)
+        return sent
+
+    def _send_in_pieces(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
+        """From memory that is not locked, through the bounce buffers."""
+        weights = source[self.layouts[layer].sent]
+        with self._sending:
+            begun = self._when_free(free)
+        assert self._bounces is not None, "they came with the first memory that is not locked"
+        sent = self._bounces.send(slot[: len(weights)], weights, is_timed=begun is not None)
+        self.spans.add("copy", layer, begun, sent)
+        return sent
+
+    def _when_free(self, free: Event) -> Event:
+        """Let the copies that follow wait for the slot; when they begin, if somebody listens."""
+        self.device.wait(self.device.copies, free)
+        return self.spans.mark(self.device.copies)
+
+    def _load_device(self, on_bytes: Callable[[int], None]) -> None:
+        """Resident layers, through buffers that later hold other layers, where there are any large
+        enough.
+        """
+        device = self.device
+        device.wait(device.copies, device.record(device.compute))  # memory that was in use before
+        size = max(slab.nbytes for slab in self.resident.values())
+        later = [*self.ahead.slots, *(_flat(self._host(n)) for n in self._of_host[:_NUM_LOADERS])]
+        fitting = [buffer for buffer in later if len(buffer) >= size]
+        own = [] if fitting else [self.pinned.allocate(size) for _ in range(_NUM_LOADERS)]
+        loading = Stage(
+            self.read, list(self.resident), fitting or [*map(_flat, own)], is_cycle=False
+        )
+        loading.start()
+        try:
+            for layer, slab in self.resident.items():
+                weights = loading.acquire(layer).slot[self.layouts[layer].sent]
+                device.copy(slab[: len(weights)], weights, device.copies)
+                loading.release(layer, device.record(device.copies))
+                on_bytes(self.layouts[layer].slab_bytes)
+        finally:
+            loading.stop()
+            device.synchronize(device.record(device.copies))
+            for buffer in own:
+                self.pinned.release(buffer)
+
+    def _host(self, layer: int) -> HostBuffer:
+        if layer not in self.hosted:
+            self.hosted[layer] = self.pinned.allocate(self.layouts[layer].slab_bytes)
+        return self.hosted[layer]
+
+
+def _flat(buffer: HostBuffer) -> Tensor:
+    return torch.from_numpy(buffer.array)
+
+
+def _of(tiers: Sequence[LayerTier], wanted: LayerTier) -> list[int]:
+    return [layer for layer, tier in enumerate(tiers) if tier is wanted]
+
+
+class ExpertCarrier:
+    """Brings experts, `records` by block, to the `device` that computes: here, host memory."""
+
+    def __init__(self, source: ByteSource, records: Sequence[SlabLayout], device: Device) -> None:
+        self.source = source
+        self.records = records
+        self.device = device
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user where experts come more slowly than they could."""
+        return self.source.note
+
+    def begin_pass(self, num_rows: int) -> None:
+        """A pass of so many rows follows."""
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """The pass needs these, and they were not there when it began."""
+
+    def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
+        """Start moving an expert into a slot, see `stage.Carry`."""
+        self.device.synchronize(free)
+        return self.source.read(self.records[block], slot.numpy()[: self.records[block].slab_bytes])
+
+    def weights(self, block: int, slot: Tensor) -> Tensor:
+        """What begins with the expert's first weight."""
+        return slot[self.records[block].sent]
+
+    def close(self) -> None:
+        """On return nothing moves any more; what was asked for has been cancelled."""
+
+
+# of host memory that is locked at once; what is refused then need not be all
+_REGION_BYTES = 1 << 30
+
+
+class _Want(NamedTuple):
+    """Where on the device an expert is wanted."""
+
+    slot: Tensor
+    free: Event  # after which nobody reads the slot
+    ready: Future[Event]  # gives the event after the copy
+
+
+class DeviceExpertCarrier(ExpertCarrier):
+    """Brings experts to the memory of a device.
+
+    Args:
+        pinned: gives the memory of the host's slots; closed by whoever opened it, after this.
+        cache: of the host's slots.
+        num_slots: of the host, at least 2.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        records: Sequence[SlabLayout],
+        device: Device,
+        pinned: PinnedAllocator,
+        cache: ExpertCache,
+        num_slots: int,
+    ) -> None:
+        super().__init__(source, records, device)
+        self.pinned = pinned
+        self._cache = cache
+        self._slots, self._is_pinned = _slots_of(
+            pinned, num_slots, max(record.slab_bytes for record in records)
+        )
+        self._bounces = None if all(self._is_pinned) else Bounces(device, pinned)
+        self._sending = threading.Lock()  # an event that is noted stands behind all copies before
+        self._lock = threading.Lock()  # of the cache, and of what is wanted
+        self._wants: dict[int, list[_Want]] = {}  # by block that is not there yet
+        self._queue = deque[int]()  # such blocks for which there was no slot
+        self._reads: dict[int, Sequence[Future[None]]] = {}  # by block
+        self._sent: dict[int, Event] = {}  # by slot, after the last copy from there
+        self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-experts")
+
+    @property
+    def note(self) -> str | None:
+        notes = (self.pinned.note, self.source.note)
+        return "; ".join(note for note in notes if note) or None
+
+    def begin_pass(self, num_rows: int) -> None:
+        """Earlier uses count for less."""
+        with self._lock:
+            self._cache.begin_pass(num_rows)
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """These count here, wherever they come from."""
+        with self._lock:
+            self._cache.use(blocks)
+
+    def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
+        """Send an expert, or let it be sent when it can be; the future gives the event after its
+        copy.
+        """
+        want = _Want(slot, free, Future())
+        with self._lock:
+            is_coming = block in self._wants
+            lies_in = None if is_coming else self._cache.hold(block)
+            if lies_in is None:
+                self._wants.setdefault(block, []).append(want)
+            if lies_in is None and not is_coming:
+                self._queue.append(block)
+        if lies_in is None:
+            self._feed.submit(self._read_on)
+        elif self._is_pinned[lies_in]:
+            self._deliver(block, lies_in, [want])
+        else:
+            self._feed.submit(self._deliver, block, lies_in, [want])
+        return [want.ready]
+
+    def weights(self, block: int, slot: Tensor) -> Tensor:
+        """Copies began with the first weight."""
+        return slot
+
+    def close(self) -> None:
+        """On return nothing is read or copied any more; what was asked for has been cancelled."""
+        with self._lock:
+            self._queue.clear()
+        self._feed.submit(int).result()  # behind whatever the thread is at
+        for reads in list(self._reads.values()):
+            drop(reads)
+        self._feed.shutdown()
+        self.device.synchronize(self.device.record(self.device.copies))
+        self._slots.clear()
+
+    def _read_on(self) -> None:
+        """Read what is wanted, as far as there are slots; in the feeding thread."""
+        while (found := self._next_read()) is not None:
+            block, slot = found
+            try:
+                self._start_read(block, slot)
+            except BaseException as error:  # whoever wants the expert hears of it
+                self._fail(block, error)
+
+    def _next_read(self) -> tuple[int, int] | None:
+        """A block and its slot, held from now on."""
+        with self._lock:
+            while self._queue:
+                block = self._queue[0]
+                is_wanted = not all(want.ready.cancelled() for want in self._wants[block])
+                slot = self._cache.place(block) if is_wanted else None
+                if is_wanted and slot is None:
+                    return None
+                self._queue.popleft()
+                if slot is not None:
+                    return block, slot
+                del self._wants[block]
+        return None
+
+    def _start_read(self, block: int, slot: int) -> None:
+        if (sent := self._sent.pop(slot, None)) is not None:
+            self.device.synchronize(sent)
+        # counts in one step, whichever readers meet here
+        record = self.records[block]
+        num_done = count(1)
+        reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
+        self._reads[block] = reads
+
+        def one_done(_: Future[None]) -> None:
+            if next(num_done) == len(reads):
+                with suppress(RuntimeError):  # it is closed, and nobody waits for the block
+                    self._feed.submit(self._arrive, block, slot)
+
+        for read in reads:
+            read.add_done_callback(one_done)
+
+    def _arrive(self, block: int, slot: int) -> None:
+        """All reads of a block are over; in the feeding thread."""
+        try:
+            finish(self._reads.pop(block))
+        except BaseException as error:
+            self._fail(block, error)
+        else:
+            with self._lock:
+                wants = self._wants.pop(block)
+            self._deliver(block, slot, wants)
+        self._read_on()
+
+    def _fail(self, block: int, error: BaseException) -> None:
+        with self._lock:
+            wants = self._wants.pop(block)
+            self._cache.forget(block)
+        for want in wants:
+            if want.ready.set_running_or_notify_cancel():
+                want.ready.set_exception(error)
+
+    def _deliver(self, block: int, slot: int, wants: Sequence[_Want]) -> None:
+        """Send a block that is there and held, and hold it no more."""
+        for want in wants:
+            if not want.ready.set_running_or_notify_cancel():
+                continue
+            try:
+                sent = self._send(block, slot, want)
+            except BaseException as error:
+                want.ready.set_exception(error)
+            else:
+                want.ready.set_result(sent)
+        with self._lock:
+            self._cache.release(block)
+            is_waited_for = bool(self._queue)
+        if is_waited_for:
+            self._feed.submit(self._read_on)
+
+    def _send(self, block: int, slot: int, want: _Want) -> Event:
+        """Enqueue the copy of an expert; returns the event after it."""
+        device = self.device
+        source = self._slots[slot][self.records[block].sent]
+        to = want.slot[: len(source)]
+        if not self._is_pinned[slot]:
+            assert self._bounces is not None, "they came with the first memory that is not locked"
+            device.wait(device.copies, want.free)
+            return self._bounces.send(to, source)  # which has copied from the slot when it returns
+        with self._sending:
+            device.wait(device.copies, want.free)
+            device.copy(to, source, device.copies)
+            self._sent[slot] = sent = device.record(device.copies)
+        return sent
+
+
+def _slots_of(
+    pinned: PinnedAllocator, num_slots: int, slot_bytes: int
+) -> tuple[list[Tensor], list[bool]]:
+    """So many slots in a few regions, and whether each of them is locked."""
+    slots = list[Tensor]()
+    is_pinned = list[bool]()
+    per_region = max(1, _REGION_BYTES // slot_bytes)
+    while len(slots) < num_slots:
+        size = min(per_region, num_slots - len(slots))
+        region = pinned.allocate(size * slot_bytes)
+        slots += torch.from_numpy(region.array).view(size, slot_bytes).unbind()
+        is_pinned += [region.is_pinned] * size
+    return slots, is_pinned

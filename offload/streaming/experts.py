@@ -1,0 +1,319 @@
+"""The routed experts of all layers in one pool of slots: what a pass asks for is read, what is used
+most stays.
+
+A pass names the experts of a layer when its router has chosen. Those that are there are handed out
+first, while the others are read, several at once. A pass of many rows needs nearly all of them, so
+that it is not waited for: experts of the coming layers are read *ahead*, in their order, and those
+that nobody chose give their slots back.
+
+Which block lies in which slot, `ExpertCache` says, and an `ExpertCarrier` moves what is missing:
+from a disk where a CPU computes, by way of a second pool in host memory to a device, where
+everything is only enqueued. Invariant: a slot is written to only when nobody holds its block, after
+the event behind its last use; behind a pass that was not finished, for whatever reason, the pool is
+empty.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from offload.checkpoint.layout import SlabLayout
+from offload.interrupts import held_back
+from offload.memory.plan import num_passing
+from offload.planning.cost_model import NEVER
+from offload.streaming.carriers import DeviceExpertCarrier, ExpertCarrier
+from offload.streaming.device import Device, Event, HostDevice, Stall
+from offload.streaming.disk import ByteSource, drop
+from offload.streaming.expert_cache import ExpertCache
+
+_POISON = 0xFF  # NaN in every float format we stream
+# from so many rows on it is known what experts are used for; of what is read ahead
+_KNOWN_ROWS = 64
+_LEAST_SHARE = 0.4
+Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
+
+
+class _Transfer(NamedTuple):
+    """An expert on its way into a slot."""
+
+    parts: Sequence[Future[Any]]
+    # not empty once all parts are over, which is asked often: a future's lock would be taken for it
+    landed: list[bool]
+
+    @classmethod
+    def of(cls, parts: Sequence[Future[Any]]) -> "_Transfer":
+        """One that tells when it is over."""
+        # counts in one step, whichever readers meet here
+        found = cls(parts, [])
+        num_done = count(1)
+
+        def note(_: Future[Any]) -> None:
+            if next(num_done) == len(parts):
+                found.landed.append(True)
+
+        for part in parts:
+            part.add_done_callback(note)
+        return found
+
+
+class ExpertPool:
+    """Hands out experts, `block` = place of the layer x E + expert.
+
+    Args:
+        records: their layouts.
+        slots: flat bytes (num_slots, slot_bytes), where `device` computes.
+        carrier: moves blocks into slots.
+        ahead_rows: from so many rows on a pass reads ahead.
+
+    Attributes:
+        uses_LE: how often rows have chosen each expert, since it was opened; `num_rows`: of how
+            many.
+        num_hits, num_misses: of experts that passes have asked for.
+        bytes_read: for passes, from wherever they came.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        slots: Tensor,
+        carrier: ExpertCarrier,
+        cache: ExpertCache,
+        ahead_rows: int,
+    ) -> None:
+        self.records = carrier.records
+        self.carrier = carrier
+        self._slots, self._carry, self._cache, self.ahead_rows = (
+            slots,
+            carrier.carry,
+            cache,
+            ahead_rows,
+        )
+        self._device, self._stall, self._is_whole = carrier.device, Stall(carrier.device), True
+        self._num_experts = len(records[0])
+        self.uses_LE = np.zeros((len(records), self._num_experts), np.int64)
+        self.num_rows = self.num_hits = self.num_misses = self.bytes_read = 0
+        # tests fill slots with NaN before anything else comes into them
+        self.poison_released = False
+        self._arriving: dict[int, _Transfer] = {}  # by slot
+        # slots lie in memory that was in use before
+        self._opened = self._device.record(self._device.compute)
+        self._free: dict[int, Event] = {}  # by slot
+        self._schedule = deque[int]()  # blocks to read ahead
+        self._guessed = dict[int, None]()  # those that are held for it, in this order
+
+    @property
+    def stall_s(self) -> float:
+        """How long passes have waited for experts."""
+        return self._stall.known_s
+
+    def begin_pass(self, num_rows: int) -> None:
+        """A pass of so many rows follows."""
+        if not self._is_whole:
+            self._empty()
+        self._is_whole = False
+        self._give_up(self._guessed.copy())
+        self._cache.begin_pass(num_rows)
+        self.carrier.begin_pass(num_rows)
+        self._schedule = deque(range(len(self.records)) if self._is_for_all(num_rows) else ())
+        self.num_rows += num_rows
+        self._read_ahead()
+
+    def bring(
+        self, layer: int, experts: Sequence[int], uses: Sequence[int]
+    ) -> Iterator[tuple[int, SlabLayout, Tensor]]:
+        """Each of `experts` with its slab, valid until the next is asked for; raises `ReadError`.
+
+        Args:
+            experts: of one layer, rising; later layers follow.
+            uses: how many rows have chosen each.
+        """
+        first = layer * self._num_experts
+        cache = self._cache
+        self.uses_LE[layer, np.asarray(experts, np.intp)] += np.asarray(uses, np.int64)
+        blocks = [first + expert for expert in experts]
+        cache.use(blocks, uses)
+        slots = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
+        self._settle_guesses(first + self._num_experts)
+        wanted = deque(block for block in blocks if block not in slots)
+        self.num_hits, self.num_misses = self.num_hits + len(slots), self.num_misses + len(wanted)
+        self.carrier.use(
+            [*wanted, *(block for block, slot in slots.items() if slot in self._arriving)]
+        )
+        queue = deque(slots)
+        self._ask(wanted, slots, queue)
+        while queue:
+            block = next((block for block in queue if self._has_come(slots[block])), queue[0])
+            queue.remove(block)
+            yield block - first, self.records[block], self._arrived(block, slots[block])
+            self._free[slots[block]] = self._device.record(self._device.compute)
+            cache.release(block)
+            self._ask(wanted, slots, queue)
+        assert not wanted, "a slot is free where nothing is held"
+        self._is_whole = layer + 1 == len(self.uses_LE)
+
+    def warm(self, blocks: Sequence[int], on_bytes: Callable[[int], None]) -> None:
+        """Read these as far as there is room, before anybody asks. Raises `ReadError`."""
+        asked = list[int]()
+        self._is_whole = False
+        for block in blocks[: len(self._slots)]:
+            if (slot := self._cache.place(block)) is None:
+                break
+            self._start(block, slot)
+            asked.append(block)
+        for block in asked:
+            slot = self._cache.hold(block)
+            assert slot is not None, "it is held since"
+            self._arrived(block, slot)
+            on_bytes(self.records[block].slab_bytes)
+            self._cache.release(block)
+            self._cache.release(block)
+        self.bytes_read = 0
+        self._is_whole = True
+
+    def stop(self) -> None:
+        """On return nothing is read any more."""
+        self._empty()
+        self.carrier.close()
+
+    def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
+        """Start reading what is missing, as far as there are slots; then what may be wanted next."""
+        while wanted:
+            slot = self._cache.place(wanted[0])
+            if slot is None and not queue and self._guessed:
+                self._give_up([next(reversed(self._guessed))])
+                continue
+            if slot is None:
+                return
+            block = wanted.popleft()
+            slots[block] = slot
+            self._start(block, slot)
+            queue.append(block)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._schedule:
+            block = self._schedule[0]
+            if self._cache.hold(block) is not None:
+                self._cache.release(block)
+            elif (slot := self._cache.place(block)) is not None:
+                self._guessed[block] = None
+                self._start(block, slot)
+            else:
+                return
+            self._schedule.popleft()
+
+    def _settle_guesses(self, end: int) -> None:
+        """Of blocks before `end` it is known who is needed: others need not be read, nor held."""
+        while self._schedule and self._schedule[0] < end:
+            self._schedule.popleft()
+        self._give_up([block for block in self._guessed if block < end])
+
+    def _is_for_all(self, num_rows: int) -> bool:
+        """Whether a pass needs so many of what is not there that all of it may as well be read."""
+        is_known = self.num_rows >= _KNOWN_ROWS
+        return num_rows >= self.ahead_rows and not (
+            is_known and self._cache.missing_share(num_rows) < _LEAST_SHARE
+        )
+
+    def _empty(self) -> None:
+        """Nothing is there, on its way or held any more: what stopped a pass may have left any of
+        it half done.
+        """
+        self._schedule.clear()
+        self._guessed.clear()
+        for slot in list(self._arriving):
+            self._drop(slot)
+        self._free.clear()
+        # kernels of that pass may still run
+        self._opened = self._device.record(self._device.compute)
+        self._cache = self._cache.emptied()
+
+    def _give_up(self, blocks: Sequence[int] | dict[int, None]) -> None:
+        for block in blocks:
+            del self._guessed[block]
+            self._cache.release(block)
+
+    def _start(self, block: int, slot: int) -> None:
+        """Move a block into its slot, once nothing else is on its way there."""
+        self._drop(slot)
+        if self.poison_released:
+            # Behind the copy of a guess that was given up, which may still be under way.
+            self._device.wait(self._device.copies, self._free.get(slot, self._opened))
+            self._device.fill(self._slots[slot], _POISON, self._device.copies)
+        # a transfer that nobody knows of would write over what comes into the slot later
+        with held_back():
+            self._arriving[slot] = _Transfer.of(self._carried(block, slot))
+        self.bytes_read += self.records[block].slab_bytes
+
+    def _carried(self, block: int, slot: int) -> Sequence[Future[Any]]:
+        try:
+            return self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
+        except Exception as error:  # whoever waits for the block hears of it
+            failed = Future[None]()
+            failed.set_exception(error)
+            return [failed]
+
+    def _drop(self, slot: int) -> None:
+        """Return once nothing is on its way there."""
+        if slot in self._arriving:
+            drop(self._arriving[slot].parts)
+            del self._arriving[slot]
+
+    def _has_come(self, slot: int) -> bool:
+        return slot not in self._arriving or bool(self._arriving[slot].landed)
+
+    def _arrived(self, block: int, slot: int) -> Tensor:
+        """The slab, once it is there for what is enqueued from now on."""
+        if slot in self._arriving:
+            device = self._device
+            ready = None
+            before = device.record(device.compute, is_timed=True)
+            for part in self._arriving[slot].parts:
+                ready = part.result()
+            del self._arriving[slot]
+            device.wait(device.compute, ready)
+            self._stall.add(before, device.record(device.compute, is_timed=True))
+        return self.carrier.weights(block, self._slots[slot])
+
+
+def open_pool(
+    source: ByteSource,
+    records: Records,
+    num_slots: int,
+    device: Device | None,
+    resources: ExitStack,
+    *,
+    num_host_slots: int = 0,
+    ahead_rows: int = NEVER,
+    uses_B: np.ndarray | None = None,
+) -> ExpertPool:
+    """An empty pool of so many slots, on the host where `device` is None; `resources` closes it.
+
+    `uses_B` is how often rows are expected to use each block, where that is known.
+    `num_host_slots` are those of the second pool, by way of which a device gets its experts.
+    """
+    host = HostDevice()
+    flat = [record for layer in records for record in layer]
+    slot_bytes = max(record.slab_bytes for record in flat)
+    if device is None:
+        carrier = ExpertCarrier(source, flat, host)
+    else:
+        pinned = device.open_allocator()
+        resources.callback(pinned.close)
+        behind = ExpertCache(
+            len(flat), num_host_slots, num_passing=num_passing(num_host_slots, slot_bytes)
+        )
+        carrier = DeviceExpertCarrier(source, flat, device, pinned, behind, num_host_slots)
+    slots = (device or host).allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
+    cache = ExpertCache(
+        len(flat), num_slots, uses_B=uses_B, num_passing=num_passing(num_slots, slot_bytes)
+    )
+    pool = ExpertPool(records, slots, carrier, cache, ahead_rows)
+    resources.callback(pool.stop)
+    return pool

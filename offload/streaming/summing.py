@@ -1,0 +1,88 @@
+"""Sums of all weights: on the way, as readers bring them anyway, or by reading what is left of
+them.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+
+from offload.checkpoint.block_sum import BlockSum
+from offload.checkpoint.identity import ModelIdentity, keep_sum, same_model
+from offload.checkpoint.layout import SlabLayout, SlabRead
+from offload.checkpoint.safetensors import Checkpoint
+from offload.streaming.disk import ByteSource, DiskReader, OpenSource, Watcher, allocate, finish
+
+_PART_BYTES = 16 << 20  # in memory at a time
+OnBytes = Callable[[int, int], None]
+
+
+class Watchers(NamedTuple):
+    """Several of them."""
+
+    watchers: tuple[Watcher, ...]
+
+    def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
+        """See `Watcher`."""
+        for one in self.watchers:
+            one.look(shard, lo, stored)
+
+
+def read_left(
+    total: BlockSum, source: ByteSource, on_bytes: OnBytes = lambda done, of: None
+) -> str:
+    """The sum, once all that it lacks has been read from a source that shows it what it reads.
+    Raises `ReadError`.
+    """
+    slab = allocate(_PART_BYTES)
+    for shard, lo, hi in total.left():
+        for at in range(lo, hi, _PART_BYTES):
+            end = min(hi, at + _PART_BYTES)
+            layout = SlabLayout((SlabRead(shard, at, end, 0),), {}, _PART_BYTES, is_direct=True)
+            finish(source.read(layout, slab))
+            on_bytes(total.total_bytes - total.left_bytes, total.total_bytes)
+    result = total.result
+    assert result is not None, "all has been read"
+    return result
+
+
+def with_sum(
+    checkpoint: Checkpoint,
+    identity: ModelIdentity,
+    total: BlockSum | None = None,
+    *,
+    open_source: OpenSource = DiskReader,
+    limit_bytes_per_s: float | None = None,
+    on_bytes: OnBytes = lambda done, of: None,
+) -> ModelIdentity:
+    """The identity with the sum of all bytes, which is kept for the next time; what `total` lacks
+    of it is read.
+
+    Raises `ReadError`.
+    """
+    total = total or BlockSum(checkpoint)
+    if (result := total.result) is None:
+        how = {
+            "stamps": checkpoint.stamps,
+            "rate_limit_bytes_per_s": limit_bytes_per_s,
+            "sight": total,
+        }
+        with closing(open_source(checkpoint.shards, **how)) as source:
+            result = read_left(total, source, on_bytes)
+    keep_sum(identity, result)
+    return identity.with_sum(result)
+
+
+def difference(
+    told: ModelIdentity, mine: ModelIdentity, summed: Callable[[], ModelIdentity]
+) -> tuple[str, ModelIdentity]:
+    """Why what a file tells is of another model, empty where it is not; and this model's identity,
+    as far as known.
+
+    Args:
+        summed: reads all weights, which is done where nothing else can tell.
+    """
+    if told.has_weights_of(mine) is None and not told.difference(mine) and told.has_sum:
+        mine = summed()
+    return same_model(told, mine), mine

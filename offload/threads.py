@@ -1,0 +1,275 @@
+"""How many threads compute and how they wait: for passes and for drafting, chosen again from what
+real steps take.
+
+A pass of many rows wants every core, drafting's small products want few, and threads that look for
+work while they wait stall the others when another process takes a core. So now and then a step is
+tried with the next larger or smaller count, or the other way to wait, which stays if quicker.
+Invariant: trials cost about a percent, since the wait for the next one grows with what the last one
+lost.
+
+How compute threads wait for each other: looking for work for a while, or asleep.
+
+Looking is quicker where the cores are ours, and far slower beside a process that needs one. libgomp
+reads once, at start, how often to look (`GOMP_SPINCOUNT`), but while there are more OpenMP threads
+than cores it looks a hundred times at most, says its manual. So a thread of ours keeps an idle team
+for as long as the others shall sleep.
+
+The mode to begin with, from the products that a step consists of: real steps correct it later.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear, silu
+
+from offload.timer import median_s, timed
+
+_NUM_RECENT = 7  # steps whose median stands for the mode in use
+_NUM_TRIED = 3  # steps in a row by whose median another mode is judged
+_HOPELESS = 1.1  # times as slow as usual: such a trial is given up at its first step
+_ALIKE = 4  # times as many rows: what was found for these is where others begin
+# times the usual time that what takes more of the cores must stay below; what leaves more wins ties
+_MORE_BAR = 0.95
+_SLOWED = 1.2  # times as slow as when modes were last compared: something has changed
+_LOST_SHARE = 0.01  # of all time, for trials
+# steps until the next trial
+_FIRST_WAIT = 3
+_LEAST_WAIT = 8
+_MOST_WAIT = 128
+
+
+class Mode(NamedTuple):
+    """How something is computed."""
+
+    num_threads: int
+    is_asleep: bool = False  # while they wait; else they look for work for a while first
+
+
+class StepModes(NamedTuple):
+    """Those of one step."""
+
+    draft: Mode  # while the tree grows
+    sweep: Mode  # while the target scores it
+
+
+class ThreadPolicy:
+    """The modes of one decoder, from the counts of a rising ladder; `start` holds until steps have
+    told more.
+    """
+
+    def __init__(self, ladder: Sequence[int], start: StepModes) -> None:
+        self.most = ladder[-1]
+        self.start = start
+        self._ladder = ladder
+        self._choices: dict[int, tuple[_Choice, _Choice]] = {}
+
+    def modes(self, num_rows: int) -> StepModes:
+        """What to compute the next step of so many rows with."""
+        known = self._choices.get(num_rows)
+        return (
+            StepModes(*(choice.mode for choice in known)) if known else self._found_nearby(num_rows)
+        )
+
+    def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
+        """How long a step in these modes was. Tell only what can be compared: a prompt's step is
+        like no other.
+        """
+        if num_rows not in self._choices:
+            draft, sweep = (_Choice(self._ladder, mode) for mode in self._found_nearby(num_rows))
+            self._choices[num_rows] = draft, sweep
+        for choice, seconds in zip(self._choices[num_rows], (draft_s, sweep_s), strict=True):
+            choice.took(seconds)
+
+    def _found_nearby(self, num_rows: int) -> StepModes:
+        """What steps of nearly as many rows have settled on: trees change from text to text."""
+        near = [
+            rows for rows in self._choices if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)
+        ]
+        if not near:
+            return self.start
+        draft, sweep = self._choices[
+            min(near, key=lambda rows: max(rows, num_rows) / min(rows, num_rows))
+        ]
+        return StepModes(draft.usual, sweep.usual)
+
+
+def thread_ladder(most: int) -> list[int]:
+    """The counts worth trying up to `most`: powers of two, all cores, and one less, which a busy
+    neighbour leaves.
+    """
+    powers = {2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most}
+    return sorted(powers | {most, max(1, most - 1)})
+
+
+_REVERSE = {"fewer": "more", "more": "fewer", "other way": "other way"}
+
+
+class _Choice:
+    """The mode for one kind of work, and the trial of another."""
+
+    def __init__(self, ladder: Sequence[int], start: Mode) -> None:
+        self._ladder = ladder
+        self.mode = start
+        self.usual = start
+        self._move = ""
+        self._recent, self._tried = deque[float](maxlen=_NUM_RECENT), list[float]()
+        # steps until each is tried
+        self._wait = dict.fromkeys(("other way", "fewer", "more"), _FIRST_WAIT)
+        self._compared_s = float("inf")  # the usual time when modes were last compared
+
+    def took(self, seconds: float) -> None:
+        if self._move:
+            self._tried.append(seconds)
+            self._judge()
+            return
+        self._recent.append(seconds)
+        self._wait = {move: wait - 1 for move, wait in self._wait.items()}
+        if self._has_slowed():
+            # others are there: leave more
+            self._compared_s, self._wait["fewer"] = median(self._recent), 0
+            if not self.usual.is_asleep:
+                self._wait["other way"] = 0
+        self._try_next()
+
+    def _has_slowed(self) -> bool:
+        lately = list(self._recent)[-_NUM_TRIED:]
+        return len(lately) == _NUM_TRIED and median(lately) > _SLOWED * self._compared_s
+
+    def _try_next(self) -> None:
+        for move in sorted(self._wait, key=self._wait.__getitem__):
+            mode = self._after(move)
+            if mode is not None and self._wait[move] <= 0:
+                self.mode, self._move, self._tried, self._compared_s = (
+                    mode,
+                    move,
+                    [],
+                    median(self._recent),
+                )
+                return
+
+    def _after(self, move: str) -> Mode | None:
+        """The mode that a move leads to, if there is one."""
+        count, is_asleep = self.usual
+        if len(self._ladder) == 1 or (move == "other way" and count == 1):
+            return None
+        if move == "other way":
+            return Mode(count, not is_asleep)
+        at = self._ladder.index(count) + (1 if move == "more" else -1)
+        return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
+
+    def _judge(self) -> None:
+        """By the median of a few steps, since neighbours slow single ones; what is much slower is
+        not tried twice.
+        """
+        usual_s = median(self._recent)
+        tried_s = median(self._tried)
+        if len(self._tried) < _NUM_TRIED and min(self._tried) < _HOPELESS * usual_s:
+            return
+        takes_more = _cores_taken(self.mode) > _cores_taken(self.usual)
+        if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
+            self._wait[self._move] = _steps_for(
+                sum(self._tried) - len(self._tried) * usual_s, usual_s
+            )
+            self.mode = self.usual
+            self._move = ""
+        else:
+            self._wait = dict.fromkeys(self._wait, 1)
+            self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
+            self.usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
+            self._compared_s = tried_s
+
+
+def _cores_taken(mode: Mode) -> tuple[int, bool]:
+    return mode.num_threads, not mode.is_asleep
+
+
+def _steps_for(lost_s: float, step_s: float) -> int:
+    """Steps until so much may be lost again."""
+    return min(_MOST_WAIT, max(_LEAST_WAIT, round(lost_s / (_LOST_SHARE * step_s))))
+
+
+_BYTES_PER_THREAD = 1 << 17  # of an addition that torch spreads over all threads
+
+
+class ThreadWaiting:
+    """Sets how the threads of this process wait; at first they look for work."""
+
+    def __init__(self) -> None:
+        self._ended: threading.Event | None = None
+        self._thread = threading.Thread()
+
+    def let_sleep(self, is_asleep: bool) -> None:
+        """From now on threads that wait sleep, or look for work for a while first."""
+        if is_asleep and self._ended is None:
+            self._ended, started = threading.Event(), threading.Event()
+            arguments = started, self._ended
+            self._thread = threading.Thread(
+                target=_keep_team, args=arguments, name="offload-idle", daemon=True
+            )
+            self._thread.start()
+            started.wait()
+        elif not is_asleep and self._ended is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Give the idle team back."""
+        if self._ended is not None:
+            self._ended.set()
+            self._thread.join()
+            self._ended = None
+
+
+def _keep_team(started: threading.Event, ended: threading.Event) -> None:
+    num_threads = max(2, len(os.sched_getaffinity(0)))
+    torch.set_num_threads(num_threads)
+    torch.zeros(num_threads * _BYTES_PER_THREAD, dtype=torch.uint8).add_(1)
+    started.set()
+    ended.wait()
+
+
+def fastest_mode(
+    ladder: Sequence[int], num_rows: int, width: int, dtype: torch.dtype, *, budget_s: float = 0.06
+) -> Mode:
+    """That with the shortest product of `num_rows` rows and a (width, width) matrix, and what
+    follows such products.
+
+    Counts are those of the rising `ladder`. Ties within a tenth go to fewer threads, and to those
+    that sleep while they
+    wait: these leave the cores to others.
+    """
+    weight = torch.ones(width, width, dtype=dtype)
+    rows = torch.ones(num_rows, width, dtype=dtype)
+    before = torch.get_num_threads()
+    best = (float("inf"), Mode(ladder[0], is_asleep=True))
+    modes = [
+        Mode(count, is_asleep)
+        for count in ladder
+        for is_asleep in (True, False)
+        if is_asleep or count > 1
+    ]
+    with closing(ThreadWaiting()) as waiting:
+        for mode in modes:
+            torch.set_num_threads(mode.num_threads)
+            waiting.let_sleep(mode.is_asleep)
+            _compute(rows, weight)  # the first is not like the others
+            elapsed_s = median_s(
+                partial(timed, partial(_compute, rows, weight)),
+                budget_s / len(modes),
+                least_rounds=3,
+            )
+            if elapsed_s < 0.9 * best[0]:
+                best = (elapsed_s, mode)
+    torch.set_num_threads(before)
+    return best[1]
+
+
+def _compute(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    """Two products, and the elementwise work between them: threads wait for each other three times."""
+    linear(silu(linear(rows, weight)), weight)

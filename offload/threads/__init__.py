@@ -1,1 +1,0 @@
-"""How many threads compute, and how they wait for each other."""

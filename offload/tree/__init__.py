@@ -1,1 +1,0 @@
-"""Token trees: topologies, their names, their tokens, the distributions these came from."""

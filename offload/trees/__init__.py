@@ -1,0 +1,1 @@
+"""Topologies, their names, token trees, proposals, and the rules that verify them."""

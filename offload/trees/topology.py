@@ -1,0 +1,413 @@
+"""The shape of a token tree: which nodes exist, chosen so that one sweep is expected to yield the
+most tokens.
+
+Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], whatever
+its position, so a node is reached with f(v) = product of p[rank] along its path and a sweep yields
+F(T) = sum of f over the nodes. For a non-increasing p the n best scores *are* the best tree, found
+by a heap; a measured p is fitted so that it falls.
+
+Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand
+in level order: by depth (edges from the root, the number of draft steps), then by parent, then by
+rank.
+
+Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K ranks (the children one
+node may have).
+
+How many rows a draft pass runs while a dynamic tree grows: large passes are few, and run a few more
+rows in vain.
+
+In vain is a row that children of the same pass would have ousted. Trees of every pace are worth the
+same; which pace is fastest is a matter of what a pass costs here, see `planning.cost_model.paced`.
+Invariant: the cache of a draft has room for the rows of any pace, so that one may be chosen after
+memory is planned.
+
+The one grid of tree sizes: whoever chooses or compares trees looks at these.
+
+A larger tree costs rows of a sweep, memory for them and draft passes, and yields ever less: which
+size pays is found by what they cost, not by a bound of any caller. The grid ends where rows of
+Llama-2-70B are still free on an L40 (a pass of 2,048 computes for 2.6 s, its link takes 4.7 s) and
+those of twice as many no longer are.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import UserError
+from offload.units import require
+
+_ROOM = 1.25  # rows for every node, those that are run in vain included
+# of one pass: the most that a device replays from a recording, and no longer free on any
+_MOST_ROWS = 128
+
+
+class GrowthSchedule(NamedTuple):
+    """One way to divide the growth of a tree of N nodes; passes and rows as counted on the packaged
+    pair.
+    """
+
+    num_parts: int  # a pass runs N over so many rows, at most
+    more_passes: int  # than the N have binary digits: a tree is about as deep as these are many
+    rows_share: float  # of N: rows that are run
+
+    def rows_per_pass(self, num_nodes: int) -> int:
+        """At most, of a tree with so many nodes."""
+        return min(_MOST_ROWS, max(1, num_nodes // self.num_parts))
+
+    def widths(self, num_nodes: int, least_passes: int = 0) -> list[int]:
+        """Rows of every pass behind the root's, as many as are expected: `least_passes` or more."""
+        num_rows = self.rows_share * num_nodes
+        num_passes = max(
+            num_nodes.bit_length() + self.more_passes,
+            math.ceil(num_rows / self.rows_per_pass(num_nodes)),
+        )
+        num_passes = max(num_passes, least_passes)
+        return [max(1, round(num_rows / num_passes))] * min(num_nodes - 2, num_passes)
+
+
+# the first where nothing is known of costs
+PACES = (GrowthSchedule(4, 2, 1.1), GrowthSchedule(8, 4, 1.03))
+
+
+def most_rows(num_nodes: int) -> int:
+    """Rows, the root included, after which the growth of a tree of so many nodes ends at any pace."""
+    return int(_ROOM * num_nodes)
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+AcceptanceVector = Sequence[float] | Floats
+Follow = Callable[[int | None, int], tuple[float, int | None] | None]
+
+# The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail
+# is assumed, not measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft
+# never lists.
+DEFAULT_ACCEPTANCE: tuple[float, ...] = (
+    *(0.80, 0.11, 0.04, 0.02, 0.01),
+    *(round(0.01 * (5 / k) ** 3.5, 6) for k in range(6, 33)),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """An immutable, hashable tree shape in level order; build it with `from_parents`."""
+
+    parent_N: Ints  # -1 for the root, else smaller than the node's own index
+    rank_N: Ints  # index among its siblings; 0 for the root
+    depth_N: Ints  # edges from the root
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int] | Ints) -> "Topology":
+        """The tree whose node i hangs from `parents[i]`; `parents[0]` is -1 and the nodes are in
+        level order.
+        """
+        parent_N = np.array(parents, dtype=np.int64)
+        assert parent_N[:1].tolist() == [-1] and (np.diff(parent_N) >= 0).all(), (
+            "nodes are not in level order"
+        )
+        depths = [0]
+        for parent in parent_N[1:].tolist():
+            assert 0 <= parent < len(depths), "a parent must stand before its children"
+            depths.append(depths[parent] + 1)
+        # distance from the first sibling
+        rank_N = np.arange(parent_N.size) - np.searchsorted(parent_N, parent_N)
+        arrays = parent_N, rank_N, np.array(depths, dtype=np.int64)
+        for array_N in arrays:
+            array_N.setflags(write=False)
+        return cls(*arrays)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many rows the sweep scores, the root included."""
+        return self.parent_N.size
+
+    @property
+    def depth(self) -> int:
+        """Edges on the longest path: the number of draft steps, and the most drafted tokens one
+        sweep can commit.
+        """
+        return int(self.depth_N[-1])
+
+    @property
+    def levels(self) -> tuple[slice, ...]:
+        """One slice of node ids per depth, from (0, 1) for the root to the deepest level; together
+        all nodes.
+        """
+        bounds = np.searchsorted(self.depth_N, np.arange(self.depth + 2)).tolist()
+        return tuple(slice(lo, hi) for lo, hi in pairwise(bounds))
+
+    @property
+    def num_children_N(self) -> Ints:
+        """Children of every node; the ranks below a node are 0 to this number, exclusive."""
+        return np.bincount(self.parent_N[1:], minlength=self.num_nodes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and np.array_equal(self.parent_N, other.parent_N)
+
+    def __hash__(self) -> int:
+        return hash(self.parent_N.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicShape:
+    """Bounds of a tree whose shape is settled anew in every step, by what the draft says."""
+
+    num_nodes: int  # at most, the root included
+    depth: int  # at most, in edges from the root
+    # of growth; the bounds are the same at any
+    pace: GrowthSchedule = field(default=PACES[0], compare=False)
+    # that a sweep is expected to yield: each takes a pass
+    num_tokens: float = field(default=1.0, compare=False)
+
+    @property
+    def draft_widths(self) -> list[int]:
+        """Rows of every draft step: the root's, then those that its pace is expected to take."""
+        return (
+            [1] * self.depth
+            if self.depth <= 1
+            else [1, *self.pace.widths(self.num_nodes, round(self.num_tokens) - 1)]
+        )
+
+
+Shape = Topology | DynamicShape
+
+
+def check_acceptance(p: AcceptanceVector) -> Floats:
+    """`p` as float64 `p_K`, proved to be chances of which at most one comes true. Raises
+    `UserError`.
+    """
+    try:
+        p_K = np.array(p, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"an acceptance vector must be a list of numbers, got {p!r}: measure it again"
+        ) from error
+    require(
+        p_K.ndim == 1 and p_K.size > 0,
+        "an acceptance vector needs one entry per rank",
+        p,
+        "give one or more",
+    )
+    outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]  # catches nan too
+    require(
+        not outside_K.size,
+        "acceptance entries must lie in [0, 1]",
+        outside_K.tolist(),
+        "measure them again",
+    )
+    rule = "acceptance entries must sum to 1 at most, since one child at most is accepted"
+    require(
+        float(p_K.sum()) <= 1 + 1e-9, rule, f"{p_K.sum():.6g}", "divide by the sum or measure again"
+    )
+    return p_K
+
+
+def isotonic(p: AcceptanceVector) -> Floats:
+    """The non-increasing vector nearest to a noisy `p` (least squares, pool adjacent violators), of
+    the same mean.
+    """
+    pools: list[tuple[float, int]] = []  # (sum, count) of each flat stretch
+    for value in check_acceptance(p).tolist():
+        total = value
+        count = 1
+        while pools and pools[-1][0] / pools[-1][1] < total / count:
+            total = total + pools[-1][0]
+            count = count + pools[-1][1]
+            pools.pop()
+        pools.append((total, count))
+    return np.repeat([total / count for total, count in pools], [count for _, count in pools])
+
+
+def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
+    """F(T): tokens that one sweep over the tree is expected to commit, the bonus token included
+    (Prop. 3.4).
+    """
+    p_K = check_acceptance(p)
+    top_rank = int(topology.rank_N.max())
+    rule = f"the acceptance vector must reach the tree's highest rank, {top_rank}"
+    require(
+        top_rank < p_K.size,
+        rule,
+        f"{p_K.size} entries",
+        "append zeros for ranks that are never accepted",
+    )
+    return float(path_chances(topology, p_K).sum())
+
+
+def path_chances(topology: Topology, p_K: Floats) -> Floats:
+    """(N,) the chance that a sweep reaches each node; ranks beyond `p_K` are never accepted."""
+    chance_K = np.zeros(max(p_K.size, int(topology.rank_N.max()) + 1))
+    chance_K[: p_K.size] = p_K
+    score_N = np.ones(topology.num_nodes)
+    for level in topology.levels[1:]:
+        score_N[level] = score_N[topology.parent_N[level]] * chance_K[topology.rank_N[level]]
+    return score_N
+
+
+class OrderedNode(NamedTuple):
+    """A node of an order: parents and elder siblings come first, so the first n nodes of any order
+    are a tree.
+    """
+
+    parent: int  # index in the order; -1 for the root
+    rank: int
+    depth: int
+    score: float  # the chance that a sweep reaches the node
+
+
+def grow_order(
+    num_nodes: int, max_depth: int, follow: Follow, root: int | None = None
+) -> list[OrderedNode]:
+    """The likeliest nodes first, as far as parents and elder siblings allow; ties go to the
+    shallower node.
+
+    `follow` gives the chance of a rank behind a path, and that path; None where there is no such
+    rank.
+    """
+    order: list[OrderedNode] = []
+    paths: list[int | None] = []
+    # (-score, depth, parent, rank, path); no two agree in parent and rank
+    heap = [(-1.0, 0, -1, 0, root)]
+    while heap and len(order) < num_nodes:
+        negative, depth, parent, rank, path = heapq.heappop(heap)
+        order.append(OrderedNode(parent, rank, depth, -negative))
+        paths.append(path)
+        for above, next_rank in ((len(order) - 1, 0), (parent, rank + 1)):
+            if (
+                above >= 0
+                and order[above].depth < max_depth
+                and (found := follow(paths[above], next_rank))
+            ):
+                chance, path = found
+                heapq.heappush(
+                    heap,
+                    (-order[above].score * chance, order[above].depth + 1, above, next_rank, path),
+                )
+    return order
+
+
+def tree_of(order: Sequence[OrderedNode]) -> Topology:
+    """The tree of all nodes of an order."""
+    return in_level_order([node.parent for node in order])
+
+
+def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
+    """The best tree of `num_nodes` nodes and at most `max_depth` draft steps for a non-increasing
+    `p`, in O(n log n).
+
+    Scores rise neither along a path nor along siblings, so the n best nodes of the infinite tree
+    make a tree. Where fewer fit under `max_depth`, all that fit are taken. Raises `UserError` where
+    `p` rises.
+    """
+    p_K = check_acceptance(p)
+    for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
+        found = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
+        raise UserError(
+            f"best-first needs a non-increasing acceptance vector, got {found}: isotonic(p) smooths it"
+        )
+    chances = p_K.tolist()
+    _check_sizes(num_nodes, max_depth)
+    return tree_of(
+        grow_order(
+            num_nodes, max_depth, lambda _, rank: (chances[rank], None) if rank < p_K.size else None
+        )
+    )
+
+
+def in_level_order(parents: Sequence[int]) -> Topology:
+    """The tree of nodes that were found in any order that has parents before children and siblings
+    by rank.
+    """
+    order = level_order(parents)
+    place = dict(zip(order, range(len(order)), strict=True))
+    return Topology.from_parents([-1, *(place[parents[node]] for node in order[1:])])
+
+
+def level_order(parents: Sequence[int]) -> list[int]:
+    """The nodes as `in_level_order` places them."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    order = [0]
+    for node in order:  # grows while it is read: a queue that remembers
+        order.extend(children[node])
+    return order
+
+
+def chain(length: int) -> Topology:
+    """One path of `length` draft tokens, 1 + length nodes (Leviathan et al.); `chain(0)` is the
+    root alone.
+    """
+    require(
+        length >= 0, "a chain's length must be 0 or more", length, "0 decodes without speculation"
+    )
+    return Topology.from_parents(range(-1, length))
+
+
+def sequences(count: int, length: int) -> Topology:
+    """`count` independent sequences of `length` draft tokens below the root, 1 + count * length
+    nodes (Table 1).
+    """
+    require(
+        min(count, length) >= 1,
+        "sequences need a count and a length of 1 or more",
+        (count, length),
+        "try 4, 8",
+    )
+    return Topology.from_parents([-1, *[0] * count, *range(1, count * (length - 1) + 1)])
+
+
+def k_ary(k: int, num_nodes: int) -> Topology:
+    """The complete k-ary tree, filled level by level up to `num_nodes` nodes; k = 2 is Table 1's
+    binary tree.
+    """
+    require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
+    _check_sizes(num_nodes, 0)
+    return Topology.from_parents((np.arange(num_nodes) - 1) // k)
+
+
+def _check_sizes(num_nodes: int, max_depth: int) -> None:
+    require(
+        num_nodes >= 1,
+        "num_nodes must be 1 or more",
+        num_nodes,
+        "1 is the root alone, no speculation",
+    )
+    require(
+        max_depth >= 0,
+        "max_depth must be 0 or more",
+        max_depth,
+        "0 is the root alone, no speculation",
+    )
+
+
+SIZES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+)

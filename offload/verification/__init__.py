@@ -1,1 +1,0 @@
-"""Rules of acceptance: which nodes of a tree the target keeps."""

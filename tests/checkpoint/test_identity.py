@@ -1,0 +1,285 @@
+"""A model is taken for the same where its weights are the same to the last byte, and for another where anything is."""
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, save_pair
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from offload.checkpoint.block_sum import BlockSum
+from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
+from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.engine.identities import Identities
+from offload.errors import ReadError
+from offload.memory.planner import ModelFiles
+from offload.streaming import summing
+from offload.streaming.summing import with_sum
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    target = saved(0, tmp_path / "model")
+    (target / "tokenizer.json").write_text('{"version": "1.0"}')
+    (target / "tokenizer_config.json").write_text('{"chat_template": "a", "name_or_path": "x"}')
+    (target / "generation_config.json").write_text('{"eos_token_id": 2}')
+    return target
+
+
+def saved(seed: int, folder: Path) -> Path:
+    """In one file, with matrices that samples do not cover."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 131}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model.save_pretrained(folder)
+    return folder
+
+
+def copy_of(folder: Path) -> Path:
+    return shutil.copytree(folder, folder.with_name(f"{folder.name}-copy"))
+
+
+def identity(folder: Path) -> ModelIdentity:
+    return identity_of(open_checkpoint(folder))
+
+
+def summed(folder: Path) -> ModelIdentity:
+    checkpoint = open_checkpoint(folder)
+    return with_sum(checkpoint, identity_of(checkpoint))
+
+
+def set_json(folder: Path, name: str, **changes: Any) -> None:
+    path = folder / name
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "config": (lambda one: set_json(one, "config.json", rms_norm_eps=1e-4), "config differs"),
+    "end": (lambda one: set_json(one, "generation_config.json", eos_token_id=3), "generation config differs"),
+    "template": (lambda one: set_json(one, "tokenizer_config.json", chat_template="b"), "chat template differs"),
+    "beside": (lambda one: (one / "chat_template.jinja").write_text("b"), "chat template differs"),
+    "tokens": (lambda one: (one / "tokenizer.json").write_text('{"version": "1.1"}'), "tokenizer differs"),
+    "flag": (lambda one: set_json(one, "tokenizer_config.json", add_bos_token=True), "tokenizer differs"),
+    "new words": (lambda one: (one / "added_tokens.json").write_text("{}"), "tokenizer differs"),
+    "both": (
+        lambda one: set_json(one, "tokenizer_config.json", chat_template="b", split=1),
+        "tokenizer and chat template differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_text_depends_on_beside_weights_is_named(change: str, folder: Path) -> None:
+    other, (make, words) = copy_of(folder), CHANGES[change]
+    make(other)
+    assert same_model(summed(folder), summed(other)) == words
+
+
+def test_names_of_places_and_other_files_are_no_difference(folder: Path) -> None:
+    other = copy_of(folder)
+    set_json(other, "config.json", _name_or_path="elsewhere", transformers_version="9")
+    set_json(other, "tokenizer_config.json", name_or_path="elsewhere")
+    set_json(other, "generation_config.json", temperature=0.5)  # part of a request
+    (other / "README.md").write_text("words")
+    assert same_model(summed(folder), summed(other)) == ""
+
+
+def test_another_model_of_the_same_shapes_is_told_at_start(folder: Path, tmp_path: Path) -> None:
+    other = copy_of(folder)
+    shutil.copy(saved(1, tmp_path / "tuned") / "model.safetensors", other)
+    assert same_model(identity(folder), identity(other)) == "weights differ"
+
+
+def test_a_fine_tune_of_one_matrix_is_told_at_start(folder: Path) -> None:
+    other, name = copy_of(folder), "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(other / "model.safetensors")
+    tensors[name] += 1e-3
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    assert same_model(identity(folder), identity(other)) == "weights differ"
+
+
+def test_a_single_byte_is_told_by_samples_or_by_the_sum(folder: Path) -> None:
+    """50 places at random: never taken for the same, before the sum is known or after."""
+    mine, generator, num_unsampled = summed(folder), np.random.default_rng(0), 0
+    spans = [(one.lo, one.hi) for one in open_checkpoint(folder).tensors.values()]
+    for turn in range(50):
+        other = copy_of(folder)
+        lo, hi = spans[turn % len(spans)]
+        with (other / "model.safetensors").open("r+b") as file:
+            file.seek(int(generator.integers(lo, hi)))
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ (1 << int(generator.integers(8)))]))
+        found = identity(other)
+        num_unsampled += not mine.difference(found)
+        assert same_model(mine, found) in ("weights differ", "nothing proves that the weights are the same")
+        assert same_model(mine, summed(other)) == "weights differ"
+        shutil.rmtree(other)
+    assert num_unsampled, "some of these edits lie between the samples: else nothing is tried of the sum"
+
+
+def test_a_copy_is_the_same_once_all_is_read_and_the_next_time_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = copy_of(folder)
+    told, mine = summed(folder), identity(other)
+    assert same_model(told, mine) == "nothing proves that the weights are the same"
+    assert same_model(identity(folder), identity(folder)) == "", "nobody has touched these files"
+    identities = Identities(ModelFiles(open_checkpoint(other), None))
+    assert identities.difference(told) == "" and identities.target.has_sum
+    monkeypatch.setattr(summing, "read_left", None)
+    assert identity(other).has_sum and Identities(ModelFiles(open_checkpoint(other), None)).difference(told) == ""
+    path = other / "model.safetensors"
+    path.touch()
+    assert not identity(other).has_sum, "what is kept is of the files as they were"
+
+
+def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
+    told = identity(folder)
+    mine = Identities(ModelFiles(open_checkpoint(copy_of(folder)), None))
+    assert mine.difference(told) == "nothing proves that the weights are the same"
+
+
+@pytest.mark.parametrize(
+    ("told", "mine", "is_same"),
+    [
+        ({"files": "a"}, {"files": "a"}, True),
+        ({"files": "a"}, {"files": "b"}, None),
+        ({"files": "a", "sum": "1"}, {"files": "a", "sum": "2"}, False),
+        ({"files": "a", "sum": "1"}, {"files": "b", "sum": "1"}, True),
+        ({"files": "a", "hub": "1"}, {"files": "b", "hub": "2"}, False),
+        ({"files": "a", "hub": "1"}, {"files": "b", "sum": "1"}, None),
+        ({"files": "a", "manifest": "1"}, {"files": "b", "manifest": "1"}, True),
+        ({"files": "a", "manifest": "1", "sum": "1"}, {"files": "b", "manifest": "1", "sum": "2"}, False),
+    ],
+)
+def test_proofs_agree_contradict_or_say_nothing(told: Any, mine: Any, is_same: bool | None) -> None:
+    assert proved(told, mine) is is_same is proved(mine, told)
+
+
+def test_sums_of_the_hub_and_of_verify_are_used_where_they_lie(folder: Path, tmp_path: Path) -> None:
+    from offload.checkpoint.whole import open_whole
+    from offload.integrity import verify
+
+    other = copy_of(folder)
+    for one in (folder, other):
+        verify(open_whole(str(one)), None, progress=lambda *_: None)
+    assert identity(folder).has_weights_of(identity(other)), "both manifests have the same sums"
+    (other / "model.safetensors").touch()
+    assert identity(folder).has_weights_of(identity(other)) is None, "that file was written to since"
+    blob, snapshot = tmp_path / "blobs" / ("ab" * 32), copy_of(other)
+    blob.parent.mkdir()
+    shutil.move(snapshot / "model.safetensors", blob)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    assert "hub" in identity(snapshot).proofs
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_has_gone_or_changed_is_one_line(name: str, folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    (folder / name).touch()
+    with pytest.raises(ReadError, match=f"{name} changed since the model was opened: load the model again"):
+        identity_of(checkpoint)
+    (folder / name).unlink()
+    with pytest.raises(ReadError, match=rf"reading .*{name} failed: No such file"):
+        identity_of(checkpoint)
+
+
+@pytest.mark.parametrize("told", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
+def test_what_is_no_identity_is_none(told: Any) -> None:
+    assert ModelIdentity.parse(told) is None
+    assert ModelIdentity.parse({**dict.fromkeys(PARTS, "a"), "proofs": {"sum": 5}}) is None
+    good = ModelIdentity(dict.fromkeys(PARTS, "a"), {"sum": "b"})
+    assert ModelIdentity.parse(json.loads(json.dumps(good.as_dict()))) == good
+
+
+# The sum of all bytes
+
+
+def bytes_of(checkpoint: Checkpoint) -> np.ndarray:
+    (path,) = checkpoint.shards
+    return np.fromfile(path, np.uint8)
+
+
+def sum_of(checkpoint: Checkpoint, content: np.ndarray, cuts: list[tuple[int, int]]) -> str | None:
+    total = BlockSum(checkpoint)
+    for lo, hi in cuts:
+        total.look(0, lo, content[lo:hi])
+    return total.result
+
+
+def cut(size: int, step: int) -> list[tuple[int, int]]:
+    return [(lo, min(size, lo + step)) for lo in range(0, size, step)]
+
+
+def test_the_sum_does_not_depend_on_how_it_was_read(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    content, generator = bytes_of(checkpoint), np.random.default_rng(1)
+    whole = sum_of(checkpoint, content, [(0, len(content))])
+    assert whole is not None and len(content) % BLOCK_BYTES, "its end is no whole block"
+    for step in (BLOCK_BYTES, 5 * BLOCK_BYTES, 300 * BLOCK_BYTES):
+        parts = cut(len(content), step)
+        generator.shuffle(parts)
+        pieces = [(int(lo), int(hi)) for lo, hi in [*parts, *parts[:3]]]  # some are read twice
+        assert sum_of(checkpoint, content, pieces) == whole
+        assert sum_of(checkpoint, content, pieces[3:-3]) is None, "some are missing"
+    total = BlockSum(checkpoint)
+    with ThreadPoolExecutor(8) as pool:
+        [*pool.map(lambda one: total.look(0, one[0], content[one[0] : one[1]]), cut(len(content), BLOCK_BYTES) * 2)]
+    assert total.result == whole
+
+
+def swapped(content: np.ndarray, first: int, second: int, size: int) -> np.ndarray:
+    other = content.copy()
+    other[first : first + size], other[second : second + size] = (
+        content[second : second + size],
+        content[first : first + size],
+    )
+    return other
+
+
+@pytest.mark.parametrize(("first", "second", "size"), [(0, 8, 8), (0, 4096, 8), (0, 4096, 4096), (3, 8, 2), (0, 12, 4)])
+def test_what_has_changed_its_place_changes_the_sum(first: int, second: int, size: int, folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    content = bytes_of(checkpoint)
+    lo = max(one.lo for one in checkpoint.tensors.values() if one.num_bytes > 3 * BLOCK_BYTES)
+    lo = -(-lo // BLOCK_BYTES) * BLOCK_BYTES
+    other = swapped(content, lo + first, lo + second, size)
+    assert (other != content).any()
+    parts = cut(len(content), BLOCK_BYTES)
+    assert sum_of(checkpoint, content, parts) != sum_of(checkpoint, other, parts)
+
+
+def test_weights_are_summed_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one more read of the files, and to the same sum as by reading them."""
+    from offload.engine import identities
+    from offload.engine.load import open_decoder
+    from offload.engine.request import Request
+    from offload.planning.options import LoadOptions
+
+    pair = save_pair(FAMILIES["llama"](), tmp_path)
+    wanted = [summed(one).proofs["sum"] for one in pair]
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(identities, "_LITTLE_BYTES", 0)
+    monkeypatch.setattr(summing, "read_left", None)
+    options = LoadOptions(ram="1GiB", tree="4x2", dtype="float32", context=64, threads=1)
+    with open_decoder(*pair, options, Request(is_named=True)) as decoder:
+        decoder.generate([5, 6], max_new_tokens=1)
+        found = [decoder.identities.of(part) for part in ("target", "draft")]
+    assert [one and one.proofs.get("sum") for one in found] == wanted
+    with open_decoder(*pair, options) as decoder:
+        assert decoder.identities.target.has_sum, "it is kept"

@@ -1,0 +1,193 @@
+"""Ranks that are processes: what arrives, what is counted, and what the others learn of one that fails."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from matrix import matrix
+from processes import Ranks
+
+from offload.distributed.join import joined
+from offload.distributed.transport import Channel, Kind, Message
+from offload.errors import RankError, UserError
+from offload.interrupts import terminated_later
+
+NUM_MESSAGES = 40
+
+
+def test_everything_arrives_whole_and_in_order():
+    reports = Ranks(3, _exchange).reports()
+    assert reports == {0: ["well"], 1: ["well"], 2: ["well"]}
+
+
+def _exchange(place, report):
+    with joined(place, "same", "same", [], limit_s=30) as ranks:
+        transport, rank = ranks.transport, place.rank
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            whole = torch.arange(42).reshape(6, 7).to(dtype)
+            widths = [3, 0, 4]
+            mine = whole[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
+            assert torch.equal(transport.gather(mine, widths), whole)
+            filled = transport.broadcast(whole.clone() if rank == 1 else torch.zeros_like(whole), source=1)
+            assert torch.equal(filled, whole)
+        sizes = (4 + 2 + 8) * 6
+        assert transport.bytes_sent["gather"] == 4 * sizes * 2, "the widest, to two others"
+        assert transport.bytes_sent["broadcast"] == (7 * sizes * 2 if rank == 1 else 0)
+        assert 0 < transport.exchange_s < 20
+        _messages(transport, rank)
+    report("well")
+
+
+def _messages(transport, rank):
+    """Every rank to every rank, itself included, on two channels that are read one after the other."""
+    before = transport.bytes_sent.total()
+    for number in range(NUM_MESSAGES):
+        for to in range(3):
+            rows = torch.full((number % 3, 5), number + rank, dtype=torch.bfloat16)
+            transport.send(to, Channel.DATA, Message(Kind.RUN, [number, -(2**62)], rows))
+            transport.send(to, Channel.CONTROL, Message(Kind.CANCEL, range(number)))
+    for source in range(3):
+        for number in range(NUM_MESSAGES):
+            kind, numbers, _ = transport.receive(source, Channel.CONTROL)
+            assert (kind, list(numbers)) == (Kind.CANCEL, [*range(number)])
+        for number in range(NUM_MESSAGES):
+            kind, numbers, rows = transport.receive(source, Channel.DATA)
+            assert (kind, list(numbers)) == (Kind.RUN, [number, -(2**62)])
+            assert torch.equal(rows, torch.full((number % 3, 5), number + source, dtype=torch.bfloat16))
+    assert all(transport.poll(source, Channel.DATA) is None for source in range(3))
+    sent = transport.bytes_sent.total() - before
+    transport.gather(torch.zeros(1, 1), [1, 1, 1])  # nobody leaves before all have asked
+    header_bytes, num_sent = 16, 2 * NUM_MESSAGES  # to oneself nothing is sent
+    numbers = 8 * (2 * num_sent + 2 * sum(range(NUM_MESSAGES)))
+    rows = 2 * sum(number % 3 * 5 * 2 for number in range(NUM_MESSAGES))
+    assert sent == 2 * header_bytes * num_sent + numbers + rows
+
+
+@matrix(
+    "how, line",
+    [
+        ("kill", "rank 2 is gone (connection closed)"),
+        ("raise", "rank 2 ended: the disk is broken"),
+        ("refuse", "rank 2: `ram` is too small"),
+        ("lie", "rank 2 sent what cannot be: a payload of shape (1073741824, 8) is not possible"),
+        ("leave", "rank 2 has ended"),
+        ("exit", "rank 2 has ended"),
+    ],
+    daily=3,
+)
+def test_the_others_learn_within_seconds_why_a_rank_has_failed(how, line):
+    ranks = Ranks(3, _fail, how)
+    reports = ranks.reports()
+    for rank in (0, 1):
+        [(told, is_refusal, waited_s)] = reports[rank]
+        assert told.startswith(line) and is_refusal == (how == "refuse")
+        assert waited_s < 5
+    assert (ranks.by_rank[2].exitcode == -signal.SIGKILL) == (how == "kill")
+
+
+def _fail(place, report, how):
+    """Rank 2 fails while rank 1 waits for an order of rank 0, which waits in an exchange, or for rank 2's lie."""
+    try:
+        with joined(place, "same", "same", [], limit_s=30) as ranks:
+            ranks.transport.broadcast(torch.zeros(1))
+            began_s = time.monotonic()
+            if place.rank == 2:
+                _come_to_an_end(ranks.transport, how)
+            elif how == "lie":
+                ranks.transport.receive(2, Channel.RESULT)
+            elif place.rank == 1:
+                ranks.transport.receive(2 if how in ("leave", "exit") else 0, Channel.DATA)
+            else:
+                ranks.transport.gather(torch.zeros(1, 1), [1, 1, 1])
+    except (RankError, UserError, OSError) as error:
+        if place.rank != 2:
+            report((str(error), getattr(error, "is_refusal", None), time.monotonic() - began_s))
+
+
+def _come_to_an_end(transport, how):
+    time.sleep(0.2)  # the others wait by now
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raise":
+        raise OSError("the disk is broken")
+    if how == "refuse":
+        raise UserError("`ram` is too small")
+    if how == "exit":
+        raise SystemExit(0)
+    if how == "lie":
+        for to in (0, 1):
+            header = torch.tensor([Kind.RUN | 1 << 8 | 2 << 16, 0, 2**30, 8], dtype=torch.int32)
+            transport._send(to, Channel.RESULT, [header])
+        time.sleep(1)
+
+
+def test_a_rank_that_stops_delays_and_one_that_stays_away_ends_it():
+    ranks = Ranks(2, _wait_for_a_sleeper)
+    for silent_s in (1.0, 60.0):
+        while ranks.next_report() != (1, "asleep soon"):
+            pass
+        time.sleep(0.1)
+        os.kill(ranks.by_rank[1].pid, signal.SIGSTOP)
+        wake = threading.Timer(silent_s, os.kill, (ranks.by_rank[1].pid, signal.SIGCONT))
+        wake.start()
+        rank, (what, waited_s) = ranks.next_report()
+        if silent_s < 2:
+            assert (rank, what) == (0, "delayed") and 0.7 < waited_s < 2
+        else:
+            assert (rank, what) == (0, "rank 1 has been silent for 2 s") and 1.3 < waited_s < 15
+        wake.cancel()
+    ranks.kill(1, 0)
+
+
+def _wait_for_a_sleeper(place, report):
+    with joined(place, "same", "same", [], limit_s=30, exchange_limit_s=2) as ranks:
+        for _ in range(2):
+            ranks.transport.broadcast(torch.zeros(1))
+            began_s = time.monotonic()
+            if place.rank == 1:
+                report("asleep soon")
+                time.sleep(0.5)
+                ranks.transport.send(0, Channel.DATA, Message(Kind.STOP))
+                continue
+            try:
+                ranks.transport.receive(1, Channel.DATA)
+                report(("delayed", time.monotonic() - began_s))
+            except RankError as error:
+                report((str(error), time.monotonic() - began_s))
+
+
+def test_ctrl_c_waits_until_an_exchange_is_over():
+    assert Ranks(2, _interrupted).reports() == {0: ["whole, then interrupted"], 1: ["whole"]}
+
+
+def _interrupted(place, report):
+    with joined(place, "same", "same", [], limit_s=30) as ranks:
+        if place.rank == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(1.0)
+        rows = torch.full((2, 2), float(place.rank))
+        try:
+            rows = ranks.transport.broadcast(rows, source=1)
+        except KeyboardInterrupt:
+            report("whole, then interrupted" if rows.eq(1).all() else "broken off")
+        else:
+            report("whole")
+        ranks.transport.broadcast(rows)
+
+
+def test_a_loss_that_sigterm_tells_of_is_raised_where_it_is_heard():
+    loss = RankError("rank 1 is gone")
+    with pytest.raises(RankError, match="rank 1 is gone"), terminated_later(lambda: loss, is_head=True):
+        _Deleted()
+        time.sleep(5)
+
+
+class _Deleted:
+    """Is ended in a place where Python passes over what is raised."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,250 @@
+"""The head's orders: what goes where and when, over a simulated pipeline, and what becomes of failures."""
+
+import threading
+from collections import Counter
+from statistics import mean
+
+import pytest
+import torch
+from in_memory import in_memory
+from simulator import Speeds, World, own_text, simulated, written
+
+from offload.distributed.head import Head, RowPrice, TokenTime
+from offload.distributed.transport import Channel, Kind, Message
+from offload.errors import RankError, UserError
+from offload.memory.plan import PROMPT_ROWS
+from offload.rank_roles import Roles, parse_pipeline
+from offload.units import Sampling
+
+STEADY = Speeds(is_random=False)
+FOUR = Roles(5, (0, 1, 2, 3), 4)
+
+
+def sent(world: World, *kinds: Kind) -> list[tuple[int, Channel, Message]]:
+    return [order for order in world.sent if order[2].kind in kinds]
+
+
+def test_a_text_is_told_as_the_messages_say() -> None:
+    world = simulated(parse_pipeline("plain"), 0, roles=Roles(2, (0, 1)))
+    world.head.begin([3, 1, 4], Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.25, seed=11), 6)
+    first, second = world.head.advance(), world.head.advance()
+    assert [*first, *second, *world.head.advance()] == own_text([3, 1, 4], 6) and world.head.advance() == []
+    assert {(to, channel) for to, channel, _ in world.sent} == {(0, Channel.DATA)}
+    reset, *others = [message for _, _, message in world.sent]
+    assert list(reset.numbers) == [0, 11, 7] and reset.payload.tolist() == [0.5, 0.9, 0.25]
+    assert [(message.kind, list(message.numbers)) for message in others] == [
+        (Kind.RUN, [0, 0, 3, 1, *(3, 0), *(1, 1), *(4, 2), *(1, 0), *(2, 0, 1), *(3, 0, 1, 2)]),
+        (Kind.COMMIT, [3, 0, 1, 2]),
+        (Kind.COMMIT, [0]),
+        (Kind.RUN, [1, 0, 1, 1, *(first[0], 3), *(1, 0)]),
+        (Kind.COMMIT, [1, 0]),
+        (Kind.RUN, [2, 0, 1, 1, *(second[0], 4), *(1, 0)]),
+        (Kind.COMMIT, [1, 0]),
+    ]
+
+
+def test_a_prompt_goes_in_parts_each_committed_at_once_before_anything_comes_back() -> None:
+    world, prompt = simulated(parse_pipeline("plain"), 0), [1, 2, 3, 4] * 300
+    world.head.begin(prompt, Sampling(), len(prompt) + 2)
+    orders = [message for _, _, message in sent(world, Kind.RUN, Kind.COMMIT)]
+    assert [order.kind for order in orders] == [Kind.RUN, Kind.COMMIT] * 3 and world.now_s == 0
+    assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [
+        (PROMPT_ROWS, 0),
+        (PROMPT_ROWS, 0),
+        (176, 1),
+    ]
+    assert world.head.advance() + world.head.advance() == own_text(prompt, len(prompt) + 2)
+
+
+def test_the_next_text_keeps_what_agrees_and_passes_over_answers_for_the_last_one() -> None:
+    for seed in range(10):
+        world = simulated(parse_pipeline("async,rows=2"), seed)
+        world.head.begin([1, 2, 3], Sampling(), 60)
+        begun = [1, 2, 3, *world.head.advance(), *world.head.advance()]
+        assert world.head._table.alive, "a run is on its way when the text is left"
+        prompt = [*begun, 5, 5]
+        assert written(world, prompt, 40) == own_text(prompt, 40)
+        num_kept = sent(world, Kind.RESET)[-1][2].numbers[0]
+        assert len(begun) - 1 <= num_kept <= len(begun)
+        repeated = written(world, prompt, 40)
+        assert repeated == own_text(prompt, 40) and sent(world, Kind.RESET)[-1][2].numbers[0] == len(prompt) - 1
+
+
+def test_one_run_at_a_time_is_a_tree_and_guesses_wait_for_it() -> None:
+    world = simulated(parse_pipeline("sync,rows=9"), 3, accuracy=0.6)
+    assert written(world, [1, 2], 80) == own_text([1, 2], 80)
+    runs = [message.numbers for _, _, message in sent(world, Kind.RUN)][1:]
+    assert {numbers[2] for numbers in runs[:-8]} == {9} and world.most_on_way == 1
+    on_way = 0
+    for order in world.sent:
+        on_way += (order[2].kind == Kind.RUN) - (order[2].kind == Kind.COMMIT and len(order[2].numbers) > 0)
+        assert order[2].kind != Kind.GROW or on_way <= 0, "asked while a run was on its way"
+
+
+def test_runs_are_on_their_way_while_the_caller_has_the_tokens() -> None:
+    world = simulated(parse_pipeline("async"), 1)
+    world.head.begin([1], Sampling(), 60)
+    while world.head.advance():
+        assert (
+            world.head._table.is_complete or world.head._table.root.run is not None or not world.head._table.has_credit
+        )
+
+
+def test_the_head_sleeps_until_something_arrives() -> None:
+    world, waits = simulated(parse_pipeline("async"), 2), Counter[str]()
+    wait_any, poll = world.wait_any, world.poll
+
+    def counted_wait(ways):
+        waits["waits"] += 1
+        return wait_any(ways)
+
+    def counted_poll(*way):
+        waits["messages"] += (message := poll(*way)) is not None
+        return message
+
+    world.wait_any, world.poll = counted_wait, counted_poll
+    written(world, [1, 2], 80)
+    assert 0 < waits["waits"] <= waits["messages"]
+
+
+def test_without_cancellation_everything_is_computed() -> None:
+    kept, stopped = (simulated(parse_pipeline(text), 4, accuracy=0.4) for text in ("async,no-cancel", "async"))
+    for world in (kept, stopped):
+        assert written(world, [1, 2], 80) == own_text([1, 2], 80)
+        world.head.end()
+        world.run_out()
+    assert not sent(kept, Kind.CANCEL) and {to for to, _, _ in sent(stopped, Kind.CANCEL)} == {0, 1, 2}
+    num_rows = [sum(message.numbers[2] for _, _, message in sent(world, Kind.RUN)) for world in (kept, stopped)]
+    assert kept.stages[-1].num_computed == num_rows[0] and stopped.stages[-1].num_computed < 0.7 * num_rows[1]
+
+
+def test_a_guess_that_is_not_worth_its_time_is_not_run() -> None:
+    rows = []
+    for row_s in (0.0, 2.0, 1000.0):
+        world = simulated(parse_pipeline("async"), 5, price=RowPrice(row_s))
+        assert written(world, [1, 2], 80) == own_text([1, 2], 80)
+        rows.append(world.stages[0].num_computed)
+    assert rows[0] > rows[1] > rows[2]
+
+
+def rate(text: str, accuracy: float = 0.8) -> tuple[float, float]:
+    """(tokens a second after the first ones, seconds to these) of two texts, steady times: a stage takes 3 s and half
+    a second a row, a hop 1 s."""
+    found = []
+    for seed in range(2):
+        world = simulated(parse_pipeline(text), seed, roles=FOUR, speeds=STEADY, accuracy=accuracy, capacity=100)
+        assert written(world, [seed, 2, 5], 70) == own_text([seed, 2, 5], 70)
+        begun, *later = [event for event in world.events if event.what in ("begun", "emitted")]
+        num, span_s = sum(event.num for event in later[1:]), later[-1].time_s - later[0].time_s
+        found.append((num / span_s, later[0].time_s - begun.time_s))
+    tokens_per_s, first_token_s = (mean(column) for column in zip(*found, strict=True))
+    return tokens_per_s, first_token_s
+
+
+def test_asynchronous_speculation_is_the_fastest_and_each_of_its_parts_pays() -> None:
+    (whole, first_s), (plain, plain_first_s) = rate("async"), rate("plain")
+    sync = max(rate(f"sync,rows={rows}")[0] for rows in (4, 8))
+    assert whole > 1.2 * sync > 1.2 * plain and first_s <= plain_first_s
+    for ablation in ("async,no-cancel", "async,no-continuous"):
+        assert rate(ablation, 0.5)[0] < rate("async", 0.5)[0]
+
+
+def test_what_listeners_hear_is_whole() -> None:
+    world = simulated(parse_pipeline("async,runs=3"), 6, accuracy=0.5)
+    written(world, [1, 2], 80)
+    times = [event.time_s for event in world.events]
+    assert times == sorted(times) and world.events[0].what == "begun"
+    on_way, most = set[int](), 0
+    for event in world.events:
+        if event.what == "issued":
+            on_way.add(event.run)
+        elif event.what in ("drawn", "dead"):
+            on_way.remove(event.run)
+        most = max(most, len(on_way))
+    assert most == 3 and sum(event.num for event in world.events if event.what == "emitted") == 78
+
+
+def test_the_time_of_a_token_leaves_the_prompt_out() -> None:
+    token_time = TokenTime()
+    for num, now_s in ((1, 10.0), (2, 14.0), (1, 26.0)):
+        token_time.emitted(num, now_s)
+    token_time.begin()
+    token_time.emitted(1, 99.0)
+    assert token_time.token_s == pytest.approx(0.9 * 2 + 0.1 * 12), "the first tokens wait for the prompt"
+
+
+@pytest.mark.parametrize(
+    ("source", "channel", "message", "what"),
+    [
+        (1, Channel.CONTROL, Message(Kind.ERROR, (), torch.tensor([*b"disk is gone"])), "rank 1: disk is gone"),
+        (0, Channel.RESULT, Message(Kind.ERROR, (), torch.tensor([*b"no memory"])), "rank 0: no memory"),
+        (3, Channel.DRAFT, Message(Kind.STOP), "rank 3 has sent STOP"),
+        (1, Channel.RESULT, Message(Kind.DRAWN, [0, 0, 1]), "rank 1 has sent DRAWN"),
+        (2, Channel.RESULT, Message(Kind.DRAWN, [77, 0, 1]), "rank 2: run 77 is not on its way"),
+        (2, Channel.RESULT, Message(Kind.DRAWN, [0, 1]), "rank 2: run 0 came back with 0 draws of 1, and is needed"),
+    ],
+)
+def test_a_failing_rank_ends_the_text_with_its_reason(source, channel, message, what) -> None:
+    world = simulated(parse_pipeline("async"), 7)
+    world.head.begin([1], Sampling(), 60)
+    world.post((source, 0, channel), message)
+    with pytest.raises(RankError, match=what):
+        while world.head.advance():
+            pass
+
+
+def test_scores_that_are_no_numbers_are_told_where_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.target", lambda path: -1)
+    world = simulated(parse_pipeline("plain"), 0)
+    world.head.begin([1], Sampling(), 60)
+    with pytest.raises(UserError, match="not finite"):
+        world.head.advance()
+
+
+def test_guesses_need_a_draft() -> None:
+    with pytest.raises(UserError, match="guesses need a draft"):
+        simulated(parse_pipeline("async"), 0, roles=Roles(2, (0, 1)))
+
+
+def test_everybody_is_told_to_stop() -> None:
+    world = simulated(parse_pipeline("async"), 8)
+    world.head.begin([1], Sampling(), 60)
+    world.head.advance()
+    world.head.stop()
+    stops = {(to, channel) for to, channel, _ in sent(world, Kind.STOP)}
+    assert stops == {*((rank, Channel.CONTROL) for rank in range(4)), (0, Channel.DATA), (3, Channel.DRAFT)}
+    assert world.head._table.alive == []
+
+
+def test_ranks_of_threads_wait_for_whatever_is_due_first() -> None:
+    ranks = in_memory(3, lambda source, *_: 0.2 if source == 1 else 0.02, limit_s=5)
+    ways = [(1, Channel.RESULT), (2, Channel.DRAFT)]
+    thread = threading.Timer(0.05, lambda: ranks[2].send(0, Channel.DRAFT, Message(Kind.TREE)))
+    ranks[1].send(0, Channel.RESULT, Message(Kind.DRAWN))
+    thread.start()
+    assert ranks[0].wait_any(ways) == (2, Channel.DRAFT) and ranks[0].poll(1, Channel.RESULT) is None
+    assert ranks[0].poll(2, Channel.DRAFT).kind == Kind.TREE
+    assert ranks[0].wait_any(ways) == (1, Channel.RESULT) and ranks[0].poll(1, Channel.RESULT).kind == Kind.DRAWN
+    thread.join()
+    with pytest.raises(RankError, match="silent"):
+        in_memory(1, limit_s=0.01)[0].wait_any([(0, Channel.DATA)])
+
+
+def test_a_head_serves_itself_over_threads() -> None:
+    """One stage on the head's own rank, in a thread: nothing of it is simulated."""
+    (rank,) = in_memory(1, lambda *_: 0.001, limit_s=5)
+
+    def stage() -> None:
+        while (order := rank.receive(0, Channel.DATA)).kind != Kind.STOP:
+            if order.kind == Kind.RUN:
+                tokens = [number % 5 for number in order.numbers[4 : 4 + 2 * order.numbers[3] : 2]]
+                rank.send(0, Channel.RESULT, Message(Kind.DRAWN, [order.numbers[0], 0, *tokens]))
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    head = Head(rank, Roles(1, (0,)), parse_pipeline("plain"), 4)
+    head.begin([3], Sampling(), 6)
+    tokens = [token for _ in range(5) for token in head.advance()]
+    head.stop()
+    thread.join(5)
+    assert tokens == [3] * 5 and not thread.is_alive()

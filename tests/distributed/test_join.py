@@ -1,0 +1,146 @@
+"""Ranks that find each other, or learn why not: who has not come, who is another, who shares a disk."""
+
+import json
+import time
+
+import pytest
+import torch.distributed as dist
+from processes import Ranks
+
+from offload.checkpoint.identity import PARTS, ModelIdentity
+from offload.cli.launch import free_port
+from offload.distributed.join import (
+    Joined,
+    RankHandshake,
+    compare,
+    joined,
+    leave_reason,
+    meet,
+    require_same_weights,
+)
+from offload.errors import TOLD, RankError, UserError
+from offload.rank_roles import RankInfo
+
+SHORT_S = 1.5
+
+
+def model(weights: str, **proofs: str) -> ModelIdentity:
+    return ModelIdentity({**dict.fromkeys(PARTS, "same"), "weights": weights}, proofs)
+
+
+def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+    reports = Ranks(4, _join, absent=(1, 3)).reports()
+    [(kind, line, is_told, waited_s)] = reports[0]
+    assert kind == "UserError" and is_told
+    assert line == "all 4 ranks must come within 1.5 s, got none of ranks 1 and 3: see why there"
+    assert waited_s < SHORT_S + 10 and len(reports[2]) == 1, "which is refused as well, or sees rank 0 leave"
+
+
+def _join(place: RankInfo, report) -> None:
+    began_s = time.monotonic()
+    try:
+        with joined(place, model("same"), "same", [], limit_s=SHORT_S if place.num_ranks == 4 else 30):
+            report("joined")
+    except (UserError, RankError) as error:
+        is_told = TOLD in getattr(error, "__notes__", ())
+        report((type(error).__name__, str(error), is_told, time.monotonic() - began_s))
+
+
+def test_a_rank_that_fails_before_it_joins_is_heard() -> None:
+    reports = Ranks(2, _fail_early).reports()
+    assert reports[1] == [True]
+    [(kind, line, _, waited_s)] = reports[0]
+    assert (kind, line) == ("UserError", "rank 1: --ram must be a size") and waited_s < 10
+
+
+def _fail_early(place: RankInfo, report) -> None:
+    if place.rank == 0:
+        _join(place, report)
+    else:
+        report(leave_reason(place, "--ram must be a size", meet_s=20, heard_s=20))
+
+
+def test_a_meeting_place_that_is_not_there_is_named() -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=rf"rank 1 must reach 127\.0\.0\.1:{port} within 1 s, .*is it started there"):
+        meet(RankInfo(1, 2, 0, 1, 2, "127.0.0.1", port), 1.0)
+
+
+def test_ranks_that_are_not_alike_are_refused_everywhere() -> None:
+    reports = Ranks(2, _join_unlike).reports()
+    for rank in (0, 1):
+        [(line, is_told)] = reports[rank]
+        rule = "ranks must have the same weights, got 'of 0' on rank 0 and 'of 1' on rank 1"
+        assert (line, is_told) == (f"{rule}: give both the same files", True)
+
+
+def _join_unlike(place: RankInfo, report) -> None:
+    with pytest.raises(UserError) as refused, joined(place, model(f"of {place.rank}"), "same", [], limit_s=30):
+        pass
+    report((str(refused.value), TOLD in refused.value.__notes__))
+
+
+@pytest.mark.parametrize("what", ["offload", "torch", "protocol", "options", *PARTS])
+def test_each_difference_is_named_with_both_values(what: str) -> None:
+    first = RankHandshake.of_this(model("abc"), "--ranks shards", [])
+    other = first._replace(must_agree={**first.must_agree, what: "another"})
+    compare([first, first])
+    with pytest.raises(UserError, match=f"same {what}, got '.*' on rank 0 and 'another' on rank 2: "):
+        compare([first, first, other])
+    less = first._replace(must_agree={key: value for key, value in first.must_agree.items() if key != what})
+    with pytest.raises(UserError, match=f"same {what}, got .* and 'none' on rank 1"):
+        compare([first, less])
+
+
+def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
+    """Files that differ may hold the same; sums that differ do not, and in the end one of them must prove it."""
+    first, copy, other = {"files": "a", "sum": "1"}, {"files": "b"}, {"files": "c", "sum": "2"}
+    cards = [RankHandshake.of_this(model("abc", **own), "", []) for own in (first, copy, other)]
+    compare(cards[:2])
+    with pytest.raises(UserError, match="same weights, to the last byte, got others on rank 2 than on rank 0"):
+        compare(cards)
+    with pytest.raises(UserError, match="others on rank 1"):
+        require_same_weights([first, copy], is_final=True)
+    require_same_weights([first, {**copy, "sum": "1"}, {"files": "a"}], is_final=True)
+
+
+def test_cards_of_strangers_are_checked() -> None:
+    card = RankHandshake.of_this(model("abc"), "text", [])
+    assert RankHandshake.parse(json.dumps(card._asdict()).encode(), 1) == card
+    for content in (
+        b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, json.dumps({**card._asdict(), "more": 1}).encode(),
+        json.dumps({**card._asdict(), "host": 7}).encode(), json.dumps({**card._asdict(), "disks": {}}).encode(),
+        json.dumps({**card._asdict(), "proofs": []}).encode(),
+        json.dumps({**card._asdict(), "host": "x" * 70_000}).encode(),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="rank 1 says of itself what is no card"):
+            RankHandshake.parse(content, 1)
+
+
+def test_ranks_that_read_one_disk_are_told() -> None:
+    def note(*where: tuple[str, list[str]]) -> str:
+        return Joined(None, [RankHandshake({}, {}, host, disks) for host, disks in where]).note()  # type: ignore[arg-type]
+
+    assert note(("a", ["1"]), ("b", ["1"]), ("a", ["2"])) == ""
+    assert note(("a", ["1"]), ("a", ["1"])) == "ranks 0 and 1 read one disk, its speed is divided"
+    assert note(("a", ["1", "2"]), ("a", ["1", "2"])) == "ranks 0 and 1 read one disk, its speed is divided"
+    assert "ranks 0, 1 and 3 read one disk" in note(("a", ["1"]), ("a", ["1"]), ("b", ["1"]), ("a", ["1"]))
+
+
+def test_a_store_that_closes_is_rank_0_leaving() -> None:
+    reports = Ranks(2, _leave_the_store).reports()
+    [(kind, line, _, waited_s)] = reports[1]
+    assert kind == "RankError" and line.startswith("rank 0 is gone") and waited_s < 20
+
+
+def _leave_the_store(place: RankInfo, report) -> None:
+    if place.rank == 1:
+        _join(place, report)
+        return
+    store = meet(place, 20)
+    while not store.check(["card/1"]):
+        time.sleep(0.05)
+
+
+def test_torch_has_what_ranks_need() -> None:
+    assert dist.is_available() and dist.is_gloo_available()

@@ -1,0 +1,135 @@
+"""Ranks that compute on a GPU beside ranks that do not: all exchange in one way, and write what one process writes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_device import FakeDevice
+from in_memory import InMemory
+from rank_threads import as_started_by_torchrun, rank_threads
+from strict_place import OnCard, StrictDevice, place
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.distributed import join
+from offload.distributed.shards import Exchange
+from offload.engine import load
+from offload.planning.options import LoadOptions
+from offload.rank_roles import RankInfo
+from offload.streaming.device import Device
+
+PROMPT, NUM_NEW = list(range(5, 25)), 10
+
+
+class Card(FakeDevice):
+    """A device of which there may be some beside the host."""
+
+    place = property(lambda self: place())  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
+def on_cards(patch: pytest.MonkeyPatch, ranks: set[int]) -> None:
+    """These ranks have a GPU of their own, the others compute on their host."""
+    open_decoder = load.open_decoder
+
+    def opened(*args: Any, transport: InMemory, **more: Any) -> Any:
+        device: Device | None = Card(seed=transport.rank) if transport.rank in ranks else None
+        if device is None or transport.rank == 0:  # the head's mode is that of the test
+            return open_decoder(*args, transport=transport, device=device, **more)
+        with StrictDevice():
+            return open_decoder(*args, transport=transport, device=device, **more)
+
+    patch.setattr("rank_threads.open_decoder", opened)
+
+
+def options_of(ranks: set[int], rank: int) -> LoadOptions:
+    budgets = {"device": "cuda", "gpu_memory": "1100MiB"} if rank in ranks else {"device": "cpu"}
+    return LoadOptions(ranks="shards", tree="8x3", ram="2GiB", context=64, threads=1, profile="none", **budgets)
+
+
+@pytest.mark.parametrize("ranks", [{0, 1}, {0}, {1}], ids=["both", "the head", "the other"])
+def test_ranks_on_gpus_write_what_one_process_writes(
+    ranks: set[int], pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offload.load(*pair, ram="1GiB", context=64, tree="8x3", threads=1, profile="none") as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
+    as_started_by_torchrun(monkeypatch, 2)
+    on_cards(monkeypatch, ranks)
+    with StrictDevice(), rank_threads(2, *pair, lambda rank: options_of(ranks, rank)) as decoder:
+        assert decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
+        assert any("by way of host memory" in note for note in decoder.notes)
+
+
+def test_ranks_on_hosts_are_told_nothing_of_gpus(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    as_started_by_torchrun(monkeypatch, 2)
+    with rank_threads(2, *pair, lambda rank: options_of(set(), rank)) as decoder:
+        assert not any("host memory" in note for note in decoder.notes)
+
+
+def test_rows_that_stay_on_a_gpu_are_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake that was: the head gave a tensor of its GPU, and others gave one of their hosts."""
+    monkeypatch.setattr(Exchange, "share", lambda self, rows: self._transport.broadcast(rows))
+    as_started_by_torchrun(monkeypatch, 2)
+    on_cards(monkeypatch, {0})
+    refused = pytest.raises(AssertionError)
+    with refused, StrictDevice(), rank_threads(2, *pair, lambda rank: options_of({0}, rank)) as decoder:
+        decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+
+
+class Recorded:
+    """Who was asked for what, by the kind of place that the rows lie in, as torch.distributed chooses a backend."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self) -> None:
+        self.kinds = list[str]()
+
+    def broadcast(self, rows: torch.Tensor) -> torch.Tensor:
+        self.kinds.append(rows.device.type)
+        return rows
+
+    def gather(self, part_TR: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        self.kinds.append(part_TR.device.type)
+        return part_TR.repeat(1, 2)
+
+
+@pytest.mark.parametrize("where", [place, lambda: torch.device("cpu")], ids=["card", "host"])
+def test_rows_are_exchanged_on_the_host_and_come_back(where: Any) -> None:
+    transport = Recorded()
+    exchange = Exchange(transport)  # type: ignore[arg-type]
+    with StrictDevice(), exchange.opened():
+        exchange.send = lambda rows: rows.to(where())
+        rows = torch.arange(6.0).view(2, 3).to(where())
+        for got in (exchange.share(rows), exchange.gather(rows[None], [3, 3])):
+            assert got.device == where() and isinstance(got, OnCard) == (where().type != "cpu")
+    assert transport.kinds == ["cpu", "cpu"]
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Backends of the process groups that are made on a host with two GPUs and NCCL."""
+    made = list[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
+    monkeypatch.setattr(dist, "new_group", lambda *, backend, **_: made.append(backend))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(join, "choose_interface", lambda *_: None)
+    monkeypatch.setattr(join, "Gloo", lambda *_: None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
+    yield made
+
+
+@pytest.mark.parametrize("num_on_host", [1, 4], ids=["a GPU each", "more ranks than GPUs"])
+def test_every_host_opens_the_same_groups(num_on_host: int, groups: list[str]) -> None:
+    join._open(None, RankInfo(0, 4, 0, 0, num_on_host, "localhost", 1), 1.0, 1.0)  # type: ignore[arg-type]
+    assert set(groups) == {"gloo"} and len(groups) > 2

@@ -1,0 +1,193 @@
+"""The run table by itself, and 200 schedules of a simulated pipeline: the target's own text, whatever arrives when."""
+
+import random
+
+import pytest
+from simulator import Speeds, World, own_text, simulated, written
+
+from offload.distributed import head
+from offload.distributed.head import RowPrice
+from offload.distributed.runs import RunNode, RunTable
+from offload.errors import RankError
+from offload.rank_roles import PaperCut, PipelineOptions, Roles
+
+ON, A, MAT, RUG, HAT = range(10, 15)
+END = 40
+
+
+def picture() -> tuple[RunTable, dict[str, RunNode]]:
+    """That of `runs.py`: "on" was drawn after the prompt "the cat sat", the others are guessed."""
+    table = RunTable(credits=4, capacity=8)
+    table.begin(2, position=2, end=20)
+    table.commit_prompt(table.new_run(), 3)
+    table.drawn(0, False, [ON])
+    assert table.walk().tokens == [ON]
+    on = table.root
+    assert table.offer(1, 0, ON, 1.0) is None and table.root is on, "the draft's node is the one that is there"
+    a, rug = table.offer(2, 1, A, 0.9), table.offer(4, 1, RUG, 0.1)
+    mat, hat = table.offer(3, 2, MAT, 0.8), table.offer(5, 2, HAT, 0.05)
+    return table, {"on": on, "a": a, "mat": mat, "rug": rug, "hat": hat}
+
+
+def test_rows_are_committed_kept_and_renumbered_as_drawn_in_the_docstring() -> None:
+    table, node = picture()
+    runs = [table.issue([node[name] for name in names]) for names in (["on"], ["a"], ["mat", "rug"], ["hat"])]
+    assert [run.sees for run in runs] == [[[0]], [[0, 1]], [[0, 1, 2], [0, 3]], [[0, 1, 4]]]
+    assert runs[2].positions == [5, 4] and not table.has_credit
+    table.drawn(runs[0].run, False, [A])
+    assert table.walk() == ([A], [0, 1], [2, 4], [])
+    assert (table.num_committed, table.num_rows, node["mat"].row, node["hat"].row) == (5, 2, 0, 1)
+    table.drawn(runs[1].run, False, [HAT])
+    assert table.walk() == ([HAT], [1], [], [runs[2].run]), "the run of mat and rug is dead"
+    assert table.root is node["hat"] and table.num_committed == 6
+
+
+def test_a_token_that_nobody_guessed_is_the_root_and_has_no_row() -> None:
+    table, node = picture()
+    run = table.issue([node["on"], node["a"]]).run
+    table.drawn(run, False, [RUG + 50, MAT])
+    assert table.walk() == ([RUG + 50], [0], [], [])
+    assert table.root.run is None and table.best(5) == [], "what was guessed is dead"
+    assert table.offer(9, 2, HAT, 1.0) is None and table.offer(9, 77, HAT, 1.0) is None
+    table.offer(10, 1, RUG + 50, 1.0)
+    assert table.offer(11, 10, MAT, 0.5).parent is table.root, "a draft that hears of it later means the same node"
+
+
+def test_several_draws_are_emitted_at_once_in_any_order_of_arrival() -> None:
+    table, node = picture()
+    first, second = (table.issue([node[name] for name in names]).run for names in (["on"], ["a", "mat"]))
+    table.drawn(second, False, [MAT, HAT])
+    assert table.walk() is None
+    table.drawn(first, False, [A])
+    assert table.walk() == ([A, MAT, HAT], [0, 1, 2], [], [])
+
+
+def test_the_best_come_parents_first_and_leave_a_row_for_the_root() -> None:
+    table, node = picture()
+    assert table.best(9) == [node["a"], node["mat"], node["rug"], node["hat"]]
+    assert table.best(9, least_f=0.2) == [node["a"], node["mat"]]
+    assert RunTable(1, 1).best(3) == []
+    chain = [table.offer(20 + depth, 19 + depth if depth else 3, 1, float("nan")) for depth in range(3)]
+    assert table.best(9)[-3:] == chain, "a chance that is no number is none"
+
+
+def test_chances_are_those_below_the_root() -> None:
+    table, node = picture()
+    assert node["mat"].f == pytest.approx(0.72)
+    table.drawn(table.issue([node["on"]]).run, False, [A])
+    table.walk()
+    assert (node["mat"].f, node["hat"].f) == (0.8, 0.05)
+
+
+def test_answers_that_were_not_asked_for_are_refused() -> None:
+    table, node = picture()
+    run = table.issue([node["on"]]).run
+    with pytest.raises(ValueError, match="not on its way"):
+        table.drawn(run + 1, False, [1])
+    with pytest.raises(ValueError, match="is needed"):
+        table.drawn(run, True, [])
+    with pytest.raises(AssertionError, match="a child before its parent"):
+        table.issue([node["mat"]])
+
+
+def test_numbers_of_dead_nodes_are_forgotten_in_a_long_text() -> None:
+    table = RunTable(2, 8)
+    table.begin(0, 0, 10**6)
+    table.commit_prompt(table.new_run(), 1)
+    table.drawn(0, False, [1])
+    for step in range(500):
+        table.walk()
+        for number in range(20):
+            table.offer(20 * step + number + 1, 0 if step == 0 else 20 * step - 19, number, 0.5)
+        table.drawn(table.issue([table.root]).run, False, [0])
+    assert len(table._nodes) < 4000
+
+
+def some_world(seed: int) -> World:
+    """A pipeline, speeds and options, all by chance."""
+    draw = random.Random(seed)
+    num_stages, first = draw.randint(1, 4), draw.randint(0, 1)
+    mode = draw.choice(["plain", "sync", "async", "async", "async", "async"])
+    is_async = mode == "async"
+    options = PipelineOptions(
+        mode=mode,
+        cancels=not is_async or draw.random() < 0.7,
+        is_continuous=not is_async or draw.random() < 0.7,
+        credits=draw.choice([None, 1, 2, 7]) if is_async else None,
+        micro_batch=draw.choice([None, 1, 2, 9]) if mode != "plain" else None,
+        cut=draw.choice([None, PaperCut(0.5, 0.2, 0.1), PaperCut(0.1, 0.0, 0.0)]) if mode != "plain" else None,
+    )
+    roles = Roles(first + num_stages + 1, tuple(range(first, first + num_stages)), draw.choice([0, first + num_stages]))
+    speeds = Speeds(*(10 ** draw.uniform(-2, 1) for _ in range(4)))
+    price = RowPrice(draw.choice([0.0, speeds.row_s]))
+    accuracy, capacity = draw.choice([0.0, 0.5, 0.9, 1.0]), draw.choice([1, 2, 5, 40])
+    return simulated(options, seed, roles=roles, speeds=speeds, accuracy=accuracy, capacity=capacity, price=price)
+
+
+def prompt_of(seed: int) -> list[int]:
+    return [seed % 7, *(index % 5 for index in range(seed % 11))]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_schedule_gives_the_targets_own_text(part: int) -> None:
+    for seed in range(50 * part, 50 * part + 50):
+        world = some_world(seed)
+        assert written(world, prompt_of(seed), END) == own_text(prompt_of(seed), END), f"schedule {seed}"
+        assert world.most_on_way <= world.head._options.num_runs(len(world.stages))
+        world.head.stop()
+        world.run_out()
+        last = world.stages[-1]
+        assert all(stage.num_orders == last.num_orders for stage in world.stages), "a stage has not done everything"
+
+
+class RenumbersLate(RunTable):
+    """When an answer arrives instead of when the COMMIT is sent."""
+
+    due: tuple[tuple[RunNode, int | None], ...] = ()
+
+    def _renumber(self, passed):
+        before = [(node, node.row) for node in self._rows]
+        found = super()._renumber(passed)
+        self.due = tuple((node, node.row) for node, _ in before)
+        for node, row in before:
+            node.row = row
+        return found
+
+    def drawn(self, *args):
+        for node, row in self.due:
+            node.row = row
+        self.due = ()
+        super().drawn(*args)
+
+
+class KeepsDeadRows(RunTable):
+    def _stays(self, node: RunNode) -> bool:
+        return node.row is not None
+
+
+class CancelsALiveRun(RunTable):
+    def _newly_dead(self) -> list[int]:
+        return super()._newly_dead() + self.alive[:1]
+
+
+class SeesASibling(RunTable):
+    """A row too many, of the same run."""
+
+    def issue(self, nodes):
+        issued = super().issue(nodes)
+        if len(nodes) > 1:
+            issued.sees[-1][:] = sorted({*issued.sees[-1], nodes[0].row})
+        return issued
+
+
+@pytest.mark.parametrize("mistaken", [RenumbersLate, KeepsDeadRows, CancelsALiveRun, SeesASibling])
+def test_a_planted_mistake_shows(mistaken: type[RunTable], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "RunTable", mistaken)
+    options, num_caught = PipelineOptions(micro_batch=3), 0
+    for seed in range(10):
+        world = simulated(options, seed, accuracy=0.5)
+        try:
+            assert written(world, [1, 2], END) == own_text([1, 2], END)
+        except (AssertionError, RankError):
+            num_caught += 1
+    assert num_caught == 10

@@ -1,0 +1,134 @@
+"""Who has which rows: all of them once, in whole heads where that can be, and as near to the shares as that allows."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from matrix import matrix
+from tiny import FAMILIES, build, save
+from torch import nn
+
+from offload.checkpoint.cuts import MatrixRows
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.tensors import Coded
+from offload.distributed.layout import Sharding, ShardRole, share_layers, split_rows
+from offload.distributed.shards import cut_model
+from offload.encoding.gguf import GgufBlocks
+from offload.errors import UserError
+from offload.model.meta import build_meta_model
+
+EVEN_3 = (1 / 3, 1 / 3, 1 / 3)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder = tmp_path_factory.mktemp("families")
+    return {name: open_checkpoint(save(build(make()), folder / name)) for name, make in FAMILIES.items()}
+
+
+def _roles(sharding: Sharding) -> set[ShardRole]:
+    return {matrix.role for matrix in sharding.matrices.values()}
+
+
+@matrix("seed", range(30), always=[0, 1, 2], daily=3)
+def test_rows_are_split_exactly(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_ranks, step = int(rng.integers(1, 6)), int(rng.choice([1, 4, 16]))
+    num_rows, fractions = int(rng.integers(num_ranks * step, 4000)), rng.dirichlet(np.ones(num_ranks))
+    parts = split_rows(num_rows, fractions.tolist(), step)
+    assert [row for rows in parts for row in range(*rows)] == list(range(num_rows))
+    assert all(rows.num for rows in parts)
+    assert num_rows < 4 * step * num_ranks or all(rows.lo % step == 0 for rows in parts)
+    wanted = np.cumsum(fractions)[:-1] * num_rows
+    assert all(abs(rows.hi - hi) <= step * num_ranks for rows, hi in zip(parts, wanted, strict=False))
+
+
+def test_of_gguf_the_coding_of_blocks_is_named(checkpoints: dict[str, Checkpoint]) -> None:
+    """Not that of norms, which are plain numbers with 1 added."""
+    made = checkpoints["gemma3"]
+    norms_first = sorted(made.tensors, key=lambda name: "norm" not in name)
+    tensors = {
+        name: made.tensors[name]._replace(coded=Coded(GgufBlocks("F32" if "norm" in name else "Q4_K")))
+        for name in norms_first
+    }
+    with pytest.raises(UserError, match="weights are stored as Q4_K: run it as stages"):
+        share_layers(replace(made, tensors=tensors), EVEN_3)
+
+
+def test_fewer_rows_than_ranks_are_refused() -> None:
+    assert [rows.num for rows in split_rows(32, EVEN_3)] == [11, 10, 11]
+    with pytest.raises(UserError, match="a matrix of 2 rows cannot be shared by 3 ranks"):
+        split_rows(2, EVEN_3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral-sliding"])
+def test_llama_like_layers_are_cut_by_heads(checkpoints: dict[str, Checkpoint], family: str) -> None:
+    sharding = share_layers(checkpoints[family], (0.5, 0.5))
+    assert _roles(sharding) == {ShardRole.OWN, ShardRole.JOINED}
+    assert sharding.matrices["self_attn.q_proj"].rows_R == (MatrixRows(0, 32), MatrixRows(32, 64))
+    assert sharding.matrices["self_attn.k_proj"].rows_R == (MatrixRows(0, 16), MatrixRows(16, 32))
+    assert sharding.input_widths("self_attn.o_proj") == [32, 32]
+    assert sharding.input_widths("mlp.down_proj") == sharding.widths("mlp.gate_proj") == sharding.widths("mlp.up_proj")
+
+
+def test_more_ranks_than_heads_and_fused_matrices_are_cut_by_rows_alone(checkpoints: dict[str, Checkpoint]) -> None:
+    assert _roles(share_layers(checkpoints["llama"], EVEN_3)) == {ShardRole.GATHERED}
+    assert _roles(share_layers(checkpoints["phi3"], (0.5, 0.5))) == {ShardRole.GATHERED}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_are_refused(checkpoints: dict[str, Checkpoint], family: str) -> None:
+    with pytest.raises(UserError, match=r"layers cannot be shared, .* cannot be cut by rows: run it on one rank"):
+        share_layers(checkpoints[family], (0.5, 0.5))
+
+
+@pytest.mark.parametrize("fractions", [(0.5, 0.5), (0.3, 0.7), EVEN_3])
+def test_ranks_read_every_byte_of_the_layers_once(
+    checkpoints: dict[str, Checkpoint], fractions: tuple[float, ...]
+) -> None:
+    for family in ("llama", "qwen2", "phi3", "gemma3"):
+        whole = checkpoints[family]
+        sharding = share_layers(whole, fractions)
+        parts = [sharding.checkpoint_of(rank, whole) for rank in range(len(fractions))]
+        for name, entry in whole.tensors.items():
+            cuts = [part.tensors[name] for part in parts]
+            if cuts[0] == entry:  # norms, and what lies around the layers
+                is_whole = "k_proj" in name or "v_proj" in name  # where all ranks compute attention
+                assert len(entry.shape) == 1 or "layers" not in name or is_whole > sharding.has_own_heads
+                continue
+            assert [cut.lo for cut in cuts] == [entry.lo, *(cut.hi for cut in cuts[:-1])]
+            assert cuts[-1].hi == entry.hi
+            assert sum(cut.shape[0] for cut in cuts) == entry.shape[0]
+
+
+def test_features_even_out_what_whole_heads_leave_uneven(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.intermediate_size, config.hidden_size, config.num_attention_heads = 1024, 256, 16
+    config.num_key_value_heads, config.num_hidden_layers = 4, 1
+    whole = open_checkpoint(save(build(config), tmp_path))
+    sharding = share_layers(whole, (0.4, 0.6))
+    assert sharding.matrices["self_attn.k_proj"].rows_R[0].num == 2 * 16  # of four heads, 1.6
+    sizes = []
+    for rank in range(2):
+        tensors = sharding.checkpoint_of(rank, whole).tensors.items()
+        sizes.append(sum(entry.hi - entry.lo for name, entry in tensors if "layers" in name))
+    assert sizes[0] / sum(sizes) == pytest.approx(0.4, abs=0.012)
+
+
+class Doubled(nn.Linear):
+    """A product, and something else."""
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(row)
+
+
+def test_what_is_more_than_a_product_is_not_cut(checkpoints: dict[str, Checkpoint]) -> None:
+    meta_model = build_meta_model(checkpoints["llama"], torch.float32)
+    layer = meta_model.model.layers[1].self_attn
+    layer.q_proj = Doubled(64, 64, bias=False, device="meta")
+    sharding = share_layers(checkpoints["llama"], (0.5, 0.5))
+    with pytest.raises(UserError, match="q_proj is no plain product: run it on one rank, or as stages"):
+        cut_model(meta_model, sharding, Mock(), 1)

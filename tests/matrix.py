@@ -1,0 +1,68 @@
+"""Rows of a table of which a quick run takes some: those that always run, and a few that the seed of the day draws.
+
+Everything runs in `make test-full`, so nothing that a table proves is lost; a quick run sees each row every few days.
+Invariant: which rows are drawn depends on the seed and on the table alone, so that every worker collects the same ones,
+and `TEST_SEED=...` repeats a day.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+# Set for the workers, too: a run that goes on past midnight stays one run.
+TEST_SEED = os.environ.setdefault("TEST_SEED", time.strftime("%Y%m%d", time.gmtime()))
+
+
+def matrix(
+    name: str,
+    all_: Iterable[Any],
+    always: Iterable[Any] = (),
+    daily: int = 0,
+    ids: Sequence[str] | Callable[[Any], Any] | None = None,
+) -> pytest.MarkDecorator:
+    """Return a `parametrize` of all rows, of which those outside of a quick run are marked `full`.
+
+    `name` is one name, or several with commas between. `always` names rows by their value or, where a row is a
+    `pytest.param` with an id, by that id. `daily` counts the other rows that the seed of the day draws.
+    """
+    return pytest.mark.parametrize(name, rows(name, all_, always, daily), ids=ids)
+
+
+def rows(name: str, all_: Iterable[Any], always: Iterable[Any] = (), daily: int = 0) -> list[Any]:
+    """Return the rows of `matrix`, for the `params` of a fixture."""
+    found = [*all_]
+    wanted = [*always]
+    unknown = [one for one in wanted if not any(_is_named(row, one) for row in found)]
+    assert not unknown, f"{unknown} are no rows of the table of {name}"
+    others = [index for index, row in enumerate(found) if not any(_is_named(row, one) for one in wanted)]
+    drawn = random_of_the_day(name, len(found)).sample(others, min(daily, len(others)))
+    left_out = set(others) - set(drawn)
+    is_single = "," not in name
+    return [_only_in_full(row, is_single) if index in left_out else row for index, row in enumerate(found)]
+
+
+def random_of_the_day(*what: object) -> random.Random:
+    """Return numbers of the day's seed, other ones for each `what`."""
+    return random.Random(" ".join(map(str, (TEST_SEED, *what))))
+
+
+def _is_named(row: Any, name: Any) -> bool:
+    if not _is_param(row):
+        return bool(row is name or row == name)
+    values = row.values[0] if len(row.values) == 1 else tuple(row.values)
+    return bool(row.id == name or values is name or values == name)
+
+
+def _only_in_full(row: Any, is_single: bool) -> Any:
+    if _is_param(row):
+        return pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.full])
+    values = (row,) if is_single else tuple(row)
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def _is_param(row: Any) -> bool:
+    return isinstance(row, type(pytest.param()))

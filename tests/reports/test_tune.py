@@ -1,0 +1,377 @@
+"""Tuning: what grown trees yield is counted, work survives an interruption, and load() makes use of it."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantised import save_quantised
+from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.decoder import Decoder
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.memory import prompt_rows
+from offload.memory.plan import PROMPT_ROWS
+from offload.memory.planner import ModelFiles, plan_memory
+from offload.planning.acceptance import bounds_to_count
+from offload.planning.cost_model import Costs
+from offload.planning.options import LoadOptions
+from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder
+from offload.planning.room import MemoryBudget
+from offload.planning.selector import TreeSelector
+from offload.reports import tune as room
+from offload.reports.estimate import estimate
+from offload.reports.tune import (
+    TracedWindow,
+    TuneResult,
+    TuneSpec,
+    cut_windows,
+    expert_uses,
+    trace_window,
+    trace_windows,
+    tune,
+)
+from offload.trees.spec import parse_tree
+from offload.trees.topology import DynamicShape
+from offload.units import Sampling
+
+NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
+
+IDENTITY = Identity(
+    target="a",
+    draft="b",
+    rule="match",
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    machine=Machine(cpu="", num_cores=1, torch="", dtype="", device=""),
+)
+SETTINGS = {"ram": "1GiB", "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
+    monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
+    monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (DynamicShape(16, 8),))  # growing takes longest
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
+    with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
+        yield decoder
+
+
+def window(seed: int) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("usual_rows")
+def test_a_tune_counts_what_grown_trees_yield(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "bounds_to_count", bounds_to_count)
+    tuned = run(pair, text, num_tokens=2 * NUM_NEW)
+    counted = tuned.profile.dynamic_yields
+    assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
+    assert all(one.num_sweeps > 12 for one in counted)
+    assert all(
+        isinstance(candidate.shape, DynamicShape) or candidate.shape.num_nodes == 1
+        for candidate in tuned.choice.candidates
+    )
+    slow = {"link_limit": 2_000_000, "threads": 1}  # and no layer stays: a tree pays whatever else this machine does
+    with offload.load(*pair, streaming_ram(*pair, num_nodes=1), context=256, **slow) as decoder:  # type: ignore[arg-type]
+        choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert choice.is_dynamic and choice.shape == choice.candidates[0].shape
+        assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
+    fixed = run(pair, text, rule="sequoia")
+    assert fixed.profile.dynamic_yields == () and not any(
+        isinstance(one.shape, DynamicShape) for one in fixed.choice.candidates
+    )
+
+
+def test_windows_are_spread_over_all_texts() -> None:
+    texts = [list(range(10_000)), list(range(10_000, 10_100)), [1, 2, 3]]
+    windows = cut_windows(texts, 4 * NUM_NEW, False)
+    assert [len(w) for w in windows] == [NUM_PROMPT] * 4
+    assert windows[0][0] == 0 and windows[-1][0] > 6000
+    every = cut_windows(texts, 10**6, False)
+    assert len(every) == len(set(every)) == 115, "no more than there are, none of them twice"
+    assert {len(w) for w in cut_windows(texts, NUM_NEW, True)} == {NUM_PROMPT + NUM_NEW}
+
+
+@pytest.fixture
+def usual_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget without room for a prompt's usual rows is refused: fewer would make room for all of a small model."""
+    monkeypatch.setattr(prompt_rows, "_LEAST_ROWS", PROMPT_ROWS)
+
+
+class Words:
+    """A tokenizer in spirit: one id per character."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(character) % (VOCAB_SIZE - 3) for character in text]}
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for module in ("engine.build", "tuning.tune"):
+        monkeypatch.setattr(f"offload.{module}.load_tokenizer", lambda directory: Words())
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
+    return path
+
+
+def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
+    how = {"num_tokens": NUM_NEW, "is_teacher_forced": False}
+    how |= {name: options.pop(name) for name in how.keys() & options.keys()}
+    loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
+    return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Is filled by the first test that wants what a tune with usual settings finds."""
+    return {"folder": tmp_path_factory.mktemp("kept") / "profiles"}
+
+
+@pytest.fixture
+def usual(pair: tuple[Path, Path], text: Path, kept: dict[str, Any]) -> TuneResult:
+    """What such a tune finds, with its profile where `load` looks for it."""
+    if "tuned" not in kept:
+        kept["tuned"] = run(pair, text)
+        shutil.copytree(profiles_folder(), kept["folder"])
+    tuned: TuneResult = kept["tuned"]
+    shutil.copytree(kept["folder"], profiles_folder(), dirs_exist_ok=True)
+    return tuned._replace(path=profiles_folder() / tuned.path.name)
+
+
+def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], usual: TuneResult) -> None:
+    profile = usual.profile
+    assert profile.num_tokens == NUM_NEW and profile.num_threads == 1
+    assert sum(profile.acceptance) <= 1 and profile.acceptance[0] > 0.3
+    assert profile.costs.compute_s.sizes == (1, 16, 32, 64)
+    assert not list(profiles_folder().glob("*.unfinished"))
+    with offload.load(*pair, context=256, **SETTINGS) as decoder:
+        choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert f"{profile.num_tokens} traced tokens" in choice.why and choice.candidates
+        assert choice.shape.num_nodes <= decoder.plan.num_nodes
+        assert decoder.generate([5], max_new_tokens=40).as_dict()["tree_choice"] == choice.as_dict()
+        other = decoder.run([5], Sampling(temperature=0.5), max_new_tokens=1).tree_choice
+        assert "temperature 0.0, not 0.5" in other.why
+    with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
+        named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert named == TreeSelector("match", profile).choose(parse_tree("24x6")) and "traced tokens" in named.why
+
+
+class Counting:
+    """Stands in for a pool of experts."""
+
+    uses_LE, num_rows = np.array([[3, 0], [1, 2]]), 3
+
+
+def test_uses_of_experts_come_into_the_profile(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was counted while tracing, not while timing."""
+    measure, pool = room.measure_costs, Counting()
+
+    def timed(decoder: Decoder, *others: Any) -> Costs:
+        pool.uses_LE, pool.num_rows = np.full((2, 2), 50), 50
+        return measure(decoder, *others)
+
+    monkeypatch.setattr(room, "expert_uses", lambda _: expert_uses(pool))
+    monkeypatch.setattr(room, "measure_costs", timed)
+    tuned = run(pair, text)
+    assert tuned.profile.expert_uses == ExpertUses(((3, 0), (1, 2)), 3)
+    assert parse_profile(tuned.path).expert_uses == tuned.profile.expert_uses
+    pool.num_rows = 0
+    assert expert_uses(pool) is None and expert_uses(None) is None
+
+
+def test_named_profile_must_hold(pair: tuple[Path, Path], usual: TuneResult) -> None:
+    path = str(usual.path)
+    with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
+        assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
+    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
+        offload.load(*pair, profile=path, context=256, request=Request([5], Sampling(temperature=0.7)), **SETTINGS)
+    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
+        offload.load(*pair, profile=path, context=256, request=Request(sampling=Sampling(temperature=0.7)), **SETTINGS)
+    values = json.loads(Path(path).read_text())
+    Path(path).write_text(json.dumps({**values, "schema": 0}))
+    with pytest.raises(UserError, match="schema 0"):
+        offload.load(*pair, profile=path, context=256, **SETTINGS)
+    with offload.load(*pair, context=256, **SETTINGS) as decoder:
+        assert "schema 0" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
+
+
+@pytest.mark.usefixtures("usual")
+def test_other_thread_count_measures_times_again(pair: tuple[Path, Path]) -> None:
+    with offload.load(*pair, "1GiB", context=256, threads=2) as decoder:
+        assert decoder.num_threads == 2
+        assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
+
+
+def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
+    started = time.process_time()  # what else runs on this machine is not counted
+    with offload.load(*pair, context=256, **SETTINGS) as decoder:
+        assert time.process_time() - started < 5
+        result = decoder.generate(window(3), max_new_tokens=40)
+    assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
+    assert result.stats.tree_num_nodes == result.tree_choice.shape.num_nodes
+
+
+def test_interrupted_tune_goes_on_behind_its_last_window(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(decoder: Decoder, question: TuneSpec, index: int) -> TracedWindow:
+        calls.append(index)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return trace_window(decoder, question, index)
+
+    monkeypatch.setattr(room, "trace_window", counted)
+    monkeypatch.setattr(room, "NUM_NEW", 16)
+    with pytest.raises(KeyboardInterrupt):
+        run(pair, text, num_tokens=4 * 16)
+    (state,) = profiles_folder().glob("*.unfinished")
+    assert len(json.loads(state.read_text())["windows"]) == 2
+    run(pair, text, num_tokens=4 * 16)
+    assert calls == [0, 1, 2, 2, 3], "finished windows are not measured again"
+
+
+def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "NUM_NEW", 16)
+
+    def question(seed: int) -> TuneSpec:
+        windows = (tuple(window(0)), tuple(window(1)))
+        return TuneSpec(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
+
+    traces = trace_windows(decoder, question(0), lambda *_: None)
+    seen: list[int] = []
+    assert trace_windows(decoder, question(0), lambda done, *_: seen.append(done)) == traces and seen == [2]
+    assert trace_windows(decoder, question(1), lambda done, *_: seen.append(done)) == traces and seen == [2, 0, 1, 2]
+    question(0).state_path.write_text('{"windows": [[[0, 99], []]]}')
+    assert trace_windows(decoder, question(0), lambda *_: None) == traces, "what is not sound counts for nothing"
+
+
+def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
+    profile = run(pair, text, num_tokens=2 * NUM_NEW, is_teacher_forced=True).profile
+    assert (
+        profile.is_teacher_forced
+        and profile.dynamic_yields == ()
+        and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"short", f"{NUM_PROMPT} tokens for one window, the longest has 5"),
+        (b"caf\xe9 " * 100, "must be UTF-8, .* at byte 3"),
+        (None, "cannot read the text"),
+    ],
+)
+def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[Path, Path], text: Path) -> None:
+    text.unlink() if content is None else text.write_bytes(content)
+    with pytest.raises(UserError, match=reason):
+        run(pair, text)
+
+
+def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"one\r\ntwo\n")
+    assert room.read_text(tmp_path / "text") == "one\ntwo\n"
+
+
+def test_a_tune_is_of_the_device_that_is_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "open_decoder", None)
+    with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
+
+
+@pytest.mark.usefixtures("usual_rows")
+def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
+    files = ModelFiles(*map(open_checkpoint, pair))
+    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto"}
+    roomy = plan_memory(files, num_nodes=64, context=512, gpu="4GiB", **how)
+    least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
+    for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
+        budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
+        assert room.largest_that_fits(budgets, files, room.SIZES) == (replace(budgets, context=512), wanted)
+
+
+def test_a_tune_reads_the_config_that_was_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = list[object]()
+
+    def fetched(models: object, check: object, on_phase: object, config: object = None) -> None:
+        named.append(config)
+        raise UserError("seen")
+
+    monkeypatch.setattr(room, "fetch", fetched)
+    with pytest.raises(UserError, match="seen"):
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(config=pair[0], **SETTINGS))
+    assert named == [pair[0]]
+
+
+def test_what_computes_in_another_type_than_it_says_is_found_again(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    """Coded weights in float16 are computed with in bfloat16 on a CPU: by tune, by plan and by a run alike."""
+    target = save_quantised(pair[0], "awq", tmp_path / "coded").directory
+    config = target / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
+    tuned = run((target, pair[1]), text)
+    assert tuned.profile.identity.machine.dtype == "bfloat16"
+    found = estimate(str(target), str(pair[1]), LoadOptions(ram="1GiB"))
+    assert found.basis.startswith("profile ") and any("computing in bfloat16" in note for note in found.notes)
+    with offload.load(target, pair[1], context=256, **SETTINGS) as decoder:
+        assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("usual_rows")
+def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
+    limit, ram = 2_000_000, streaming_ram(*pair, num_nodes=64)
+    with offload.load(*pair, ram, "64x16", context=256, threads=1, link_limit=f"{limit}/s") as decoder:
+        stats = decoder.generate(window(4), max_new_tokens=20).stats
+    assert 0.3 * limit < stats.link_bytes_per_s < 1.1 * limit, "as fast as that, or slower on a busy machine"
+    with offload.load(*pair, streaming_ram(*pair, num_nodes=1), context=256, threads=1, link_limit=limit) as decoder:
+        candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
+    assert {candidate.step.limit for candidate in candidates} == {"link"}
+    with pytest.raises(UserError, match="`link_limit` must be a size"):
+        offload.load(*pair, ram, link_limit="fast")
