@@ -63,6 +63,8 @@ def form_of(dtype: str, name: str = "") -> Form | None:
 def top_bits(stored: np.ndarray, form: Form) -> int:
     """The largest bits, signs left out, among bytes (uint8) that are whole items; 0 where all are
     zero.
+
+    Rows of bytes may lie apart, each of them whole items in one piece.
     """
     if form.places is not None:
         stored = np.ascontiguousarray(
