@@ -49,7 +49,7 @@ _HOMES = {
     "ReadError": "errors",
     "Request": "engine.request",
     "RunError": "errors",
-    "Sampling": "config",
+    "Sampling": "units",
     "UserError": "errors",
     "load": "engine.load",
 }

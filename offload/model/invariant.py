@@ -286,10 +286,8 @@ class InvariantRows(TorchFunctionMode):
         rows = left.reshape(-1, left.shape[-1])
         is_host = left.device.type == "cpu"
         multiply = product_for(functional.linear, left) if is_host else _linear_into
-        sizes, work = (
-            self._sizes_of(multiply, widened, bias),
-            lambda part, **out: multiply(part, widened, bias, **out),
-        )
+        sizes = self._sizes_of(multiply, widened, bias, is_transposed=True)
+        work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
         if is_host and widened is weight:
             self._plain[
                 weight.shape, weight.stride(), weight.dtype, bias is None, weight.device
@@ -328,14 +326,19 @@ class InvariantRows(TorchFunctionMode):
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _sizes_of(
-        self, product: Callable[..., Tensor], factor: Tensor, bias: Tensor | None = None
+        self,
+        product: Callable[..., Tensor],
+        factor: Tensor,
+        bias: Tensor | None = None,
+        *,
+        is_transposed: bool = False,
     ) -> RowSizes:
-        """Found when a factor of this shape first comes; one size where a GPU's lies at an odd
-        place.
+        """Return the row counts for a factor, tried when one of its shape first comes.
+
+        A factor of a GPU that lies at an odd address has one size, without a trial.
         """
         if factor.device.type != "cpu" and factor.data_ptr() % 16:
             return DEVICE_LADDER[:1]
-        is_transposed = product in _LINEAR
         what = (
             product,
             factor.shape[-2:],
@@ -403,9 +406,6 @@ def _linear_into(
         if bias is None
         else torch.addmm(bias, rows, weight.t(), out=out)
     )
-
-
-_LINEAR = (functional.linear, _linear_into, wide_products.linear)
 
 
 def in_parts(
