@@ -27,6 +27,10 @@ _SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_att
 _SHARING = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
            "first_k_dense_replace": 1}  # fmt: skip
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"] * 2}  # fmt: skip
+_DELTA_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 32}  # fmt: skip
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {**_SLIDING, "tie_word_embeddings": True},
     "gemma3n": {**_SLIDING, **_SHARING, "laurel_rank": 8, "altup_num_inputs": 2,
@@ -34,6 +38,7 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma4": {**_SLIDING, **_SHARING, "global_head_dim": 16, "tie_word_embeddings": True, "num_hidden_layers": 8,
                "layer_types": ["sliding_attention", "full_attention"] * 4},
     "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "qwen3_vl": _MROPE, "glm46v": _MROPE, "glm_ocr": _MROPE,
+    "qwen3_5": {**_MROPE, **_DELTA}, "qwen3_5_moe": {**_MROPE, **_DELTA, **_DELTA_EXPERTS},
     "glm4v_moe": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, **_ROUTED},
     "qwen3_vl_moe": {**_MROPE, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "glm4v": {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},

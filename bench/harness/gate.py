@@ -145,7 +145,7 @@ def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Seque
         rows.append(
             decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole()
         )
-        decoder.target.commit(range(len(path_N)), ids[:lo], cache)
+        decoder.target.commit(range(len(path_N)), lo, cache)
     return torch.cat(rows)
 
 

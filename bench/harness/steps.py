@@ -61,7 +61,7 @@ class PassRunner:
         target.wait()
         seconds = time.perf_counter() - started
         token = int(scores.whole()[0].argmax())
-        target.commit([0], tokens, cache)
+        target.commit([0], len(tokens), cache)
         tokens.append(token)
         return Pass(
             num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes, host_s

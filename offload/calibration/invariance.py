@@ -2,16 +2,18 @@
 
 Nobody promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
 layer is run with its real weights, once with all rows and in parts, and its activation functions
-are computed again for fewer rows.
+are computed again for fewer rows. Of a model with recurrent layers one of each kind is run, with a
+tree as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
@@ -22,6 +24,8 @@ from offload.model.streamed import StreamedModel
 _NUM_ROWS = 72
 # other ways to take in the first rows, which then have these keys for themselves
 _CUTS = ((1, 1, 5), (12,))
+# of trees, two rows each; of the smaller one even large states take steps together
+_NUM_LEVELS = (12, 2)
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
@@ -44,31 +48,47 @@ class _DifferError(Exception):
 
 
 def make_invariant(
-    model: StreamedModel, slab: np.ndarray, thread_counts: Sequence[int], context: int
+    model: StreamedModel,
+    fetch: Callable[[SlabLayout], np.ndarray],
+    thread_counts: Sequence[int],
+    context: int,
 ) -> Invariance:
     """Make `model` invariant, or leave it as it was where that does not hold here.
 
     Args:
-        slab: of the typical layer, which is not bound yet; embeddings and head are.
+        fetch: reads layers, none of which is bound yet; embeddings and head are.
         thread_counts: that passes may be computed with.
         context: the longest text.
     """
     if _turns_by_length(model, context):
         return Invariance(reason="its rotary embeddings depend on the length of the text")
     found = Invariance()
-    typical = model.typical_layer
-    model.bind_layer(typical, slab)
+    rows = _CheckedRows(thread_counts)
     try:
-        with model.cut_to(slice(typical, typical + 1)):
-            rows = _require_invariance(model, thread_counts)
+        for layer in model.layers_to_try:
+            _try_layer(model, fetch, rows, layer)
         found = Invariance(tuple(thread_counts), rows=rows)
     except (_DifferError, UserError, torch.OutOfMemoryError) as error:
         found = Invariance(reason=str(error).partition("\n")[0])
     finally:
-        model.unbind_layer(typical)
         if not found.holds:
             model.be_invariant(None)
     return found
+
+
+def _try_layer(
+    model: StreamedModel,
+    fetch: Callable[[SlabLayout], np.ndarray],
+    rows: "_CheckedRows",
+    layer: int,
+) -> None:
+    """Raises `_DifferError`."""
+    model.bind_layer(layer, fetch(model.layer_layouts[layer]))
+    try:
+        with model.cut_to(slice(layer, layer + 1)):
+            _require_invariance(model, rows)
+    finally:
+        model.unbind_layer(layer)
 
 
 def _turns_by_length(model: StreamedModel, context: int) -> bool:
@@ -92,32 +112,53 @@ def _length(stated: Any) -> int:
     return stated if type(stated) is int else 0
 
 
-def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> InvariantRows:
-    """What makes it so from now on. Raises `_DifferError`."""
+def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
+    """Let the model be so from now on, by `rows`. Raises `_DifferError`."""
     most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
-    rows = _CheckedRows(thread_counts)
+    rows.is_checking = True
     model.be_invariant(rows)
-    num_layers = model.typical_layer + 1
-    cache = KVCache(num_layers, len(token_T))
+    cache = model.new_cache(len(token_T))
     wanted_TV = _logits(model, token_T, (len(token_T),), cache)
-    if isinstance(model.attend, InvariantAttention):  # no kernel computes them
-        model.attend.try_out(cache.layers[-1].keys[0], cache.layers[-1].values[0])
+    filled = [layer for layer in cache.layers if layer.is_initialized]
+    if filled and isinstance(model.attend, InvariantAttention):  # no kernel computes them
+        model.attend.try_out(filled[-1].keys[0], filled[-1].values[0])
     if rows.num_refused:
-        counts = ", ".join(map(str, thread_counts))
+        counts = ", ".join(map(str, rows.thread_counts))
         raise _DifferError(
             f"a product has other bits for each number of rows, with {counts} threads"
         )
     rows.is_checking = False
     for cut in _CUTS:
         if sum(cut) <= len(token_T):
-            logits = _logits(model, token_T[: sum(cut)], cut, KVCache(num_layers, sum(cut)))
+            logits = _logits(model, token_T[: sum(cut)], cut, model.new_cache(sum(cut)))
             if not torch.equal(logits, wanted_TV[: len(logits)]):
                 raise _DifferError(
                     "a layer gives other bits when a text is taken in at once than in parts"
                 )
-    return rows
+    for num_levels in _NUM_LEVELS if model.has_states else ():
+        if 2 * num_levels <= len(token_T):
+            got = _logits_by_tree(model, token_T, num_levels)
+            if not torch.equal(got, wanted_TV[: len(got)]):
+                raise _DifferError("a layer gives other bits in a tree than to a text by itself")
+
+
+def _logits_by_tree(model: StreamedModel, token_T: Tensor, num_levels: int) -> Tensor:
+    """Scores of the first rows of a chain, which come with a sibling each, and of as many behind
+    them.
+    """
+    cache = model.new_cache(4 * num_levels)
+    level_N = torch.arange(2 * num_levels) // 2
+    is_beside_N = torch.arange(2 * num_levels) % 2 == 1
+    token_N = torch.where(is_beside_N, token_T.flip(0)[level_N], token_T[level_N])
+    sees_NN = (level_N[:, None] > level_N) & ~is_beside_N | torch.eye(
+        len(level_N), dtype=torch.bool
+    )
+    logits_NV = model.forward(token_N, level_N, sees_NN, cache)
+    cache.commit(range(0, 2 * num_levels, 2))
+    behind = _logits(model, token_T[num_levels : 2 * num_levels], (1, num_levels - 1), cache)
+    return torch.cat([logits_NV[::2], behind])
 
 
 def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
@@ -143,7 +184,7 @@ class _CheckedRows(InvariantRows):
                 _require_equal(work(rows[..., part, :]), out[..., part, :], "beside other rows")
             before = torch.get_num_threads()
             try:
-                for num_threads in {*self._thread_counts} - {before}:
+                for num_threads in {*self.thread_counts} - {before}:
                     torch.set_num_threads(num_threads)
                     _require_equal(work(rows), out, f"with {num_threads} threads")
             finally:

@@ -285,6 +285,8 @@ ON_DEMAND = frozenset(
         "phimoe",
         "qwen2_moe",
         "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
         "solar_open",
         "glm4v_moe_text",
         "minimax_m3_vl_text",

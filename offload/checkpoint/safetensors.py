@@ -29,7 +29,7 @@ from offload.checkpoint.download import (
 from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
 from offload.checkpoint.remembered import remembered
-from offload.checkpoint.tensors import TensorEntry, check_method, with_codings
+from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
 from offload.encoding.exponents import Exponents
@@ -410,7 +410,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """A model's config. Raises `UserError` where it is missing, or does not describe the language
     model inside.
     """
-    return with_text_sizes(path.parent.name, read_json(path))
+    return with_text_sizes(path.parent.name, spelled_out(read_json(path)))
 
 
 def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError:

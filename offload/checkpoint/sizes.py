@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.held import FEW_ROWS, held_sizes
 from offload.checkpoint.layout import ON_DEMAND, group_by_layer, slab_bytes_bound, slice_of
+from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.t5 import decoder_config, has_encoder
@@ -273,6 +274,7 @@ class ModelShape:
     # whether functions that are compiled on the spot may expand its weights
     is_compiled: bool = False
     shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
+    recurrent: RecurrentShape = NO_STATES  # of layers that keep states beside keys and values
     # that may come one by one; None without any, or where all are multiplied with
     experts: ExpertShape | None = None
 
@@ -307,6 +309,9 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         )
     computed = PLAIN_OF[dtype]
     routed = [entry for name, entry in checkpoint.tensors.items() if ROUTED_NAME.match(name)]
+    recurrent = recurrent_shape(
+        text_config(checkpoint), checkpoint.tensors, num_layers, computed.align_bytes
+    )
     item_bytes, (table, head) = (
         computed.align_bytes,
         table_and_head(checkpoint, rest, sizes.get("vocab_size", 0)),
@@ -318,7 +323,8 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         rest_bytes=_rest_bytes(rest, computed),
         kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes))
         * item_bytes,
-        row_bytes=_row_bytes(sizes, item_bytes),
+        row_bytes=_row_bytes(sizes, item_bytes) + recurrent.row_bytes,
+        recurrent=recurrent,
         inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),

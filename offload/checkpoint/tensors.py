@@ -259,6 +259,10 @@ _MOST_LAYERS = 10_000
 _MOST_LABELS = 100_000
 _LAYERS = re.compile(r"(?:(?<!per_)layers?|depth)$")  # `..._per_layer` is a size
 _LABELS = ("id2label", "label2id")
+_FLOAT = "__float__"
+_FLOATS = ("Infinity", "-Infinity", "NaN")
+# one of each layer, in a list or as letters
+_LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")
 
 
 def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
@@ -271,6 +275,30 @@ def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json
                 require(
                     size <= most, f"{where}: {key} in {file} must be at most {most}", size, "fix it"
                 )
+
+
+def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config, with numbers that JSON has no words for, and with the count of layers whose
+    kinds are listed.
+
+    transformers writes infinity as `{"__float__": "Infinity"}`.
+    """
+    left: list[Any] = [config]
+    while left:
+        part = left.pop()
+        for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+            if isinstance(value, dict) and value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+                part[key] = float(value[_FLOAT])
+            elif isinstance(value, dict | list):
+                left.append(value)
+        kinds = (
+            next((part[name] for name in _LAYER_KINDS if part.get(name)), None)
+            if isinstance(part, dict)
+            else None
+        )
+        if isinstance(kinds, list | str) and "num_hidden_layers" not in part:
+            part["num_hidden_layers"] = len(kinds)
+    return config
 
 
 def _most(key: str) -> int | None:

@@ -83,6 +83,7 @@ class Draft:
 
     def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
         position_T = torch.arange(len(token_T)) + self._cache.length
+        self._cache.promise(len(token_T))
         logits = self._model.forward(
             self._known(token_T),
             position_T,
@@ -126,6 +127,7 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
         for chunk in long:
             draft._run_committed(chunk, num_logits=1)
         num_rows = len(last)
+        draft._cache.promise(num_rows)
         position_U = torch.arange(num_rows) + draft._cache.length
         sees_UU = _causal(num_rows)
         before += (

@@ -53,7 +53,7 @@ from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.machine import num_cores
 from offload.memory.plan import LayerTier, MemoryPlan
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import ModelFiles, require_no_states
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
 from offload.options import ModelChoice, ModelOptions
@@ -294,7 +294,10 @@ def _read_headers(
         if options.ranks is None
         else _accept
     )
-    return as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
+    files = as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
+    if options.ranks is not None:
+        require_no_states(files, options.dtype)
+    return files
 
 
 def _settled_room(
@@ -412,14 +415,13 @@ def _make_invariant(
     if pair.target.place.type != "cpu" and pair.target.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")
     on_phase("trying how sums are rounded")
-    slab = pair.store.fetch(pair.target.layer_layouts[pair.target.typical_layer])
     counts = [torch.get_num_threads()]
     if pair.device is None:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
-    invariance = make_invariant(pair.target, slab, counts, plan.context)
+    invariance = make_invariant(pair.target, pair.store.fetch, counts, plan.context)
     # it may hold with these alone
     if not invariance.holds and options.threads is not None and len(counts) > 1:
-        invariance = make_invariant(pair.target, slab, [options.threads], plan.context)
+        invariance = make_invariant(pair.target, pair.store.fetch, [options.threads], plan.context)
     if not invariance.holds:
         pair.notes.append(
             f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})"

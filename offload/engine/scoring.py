@@ -107,7 +107,7 @@ class Scorer:
         held = list[int]()
         while waiting:
             index = waiting.popleft()
-            lo = min(num_shared(held, rows[index]), firsts[index])
+            lo = self._cache.keepable(min(num_shared(held, rows[index]), firsts[index]))
             while len(rows[index]) - lo > (most := self._room_behind(lo)):
                 part = _Branches(lo)
                 part.add(index, rows[index][lo : lo + most])
@@ -132,6 +132,7 @@ class Scorer:
         self, texts: Sequence[ScoreRequest], batch: "_Branches"
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
         self._cache.clear(batch.first)
+        self._cache.promise(batch.num_rows if batch.is_chain else 0, keeps_others=False)
         logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), self._cache)
         self.num_passes += 1
         for row, index, depth in sorted(batch.rows_of_texts()):

@@ -363,7 +363,7 @@ class CachePool:
         """
         num = num_shared(place.tokens, tokens)
         is_other = any(one not in tokens[:num] for one in self._start)
-        return 0 if is_other else min(num, len(tokens) - 1, place.caches.target.length)
+        return 0 if is_other else place.caches.target.keepable(min(num, len(tokens) - 1))
 
     def release(self, sequence: Sequence) -> None:
         """Its caches may go to others; what they hold stays until then."""

@@ -27,14 +27,16 @@ from torch import Tensor
 
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
+from offload.checkpoint.recurrent_sizes import RecurrentLayer, recurrent_layers
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.drafting.hybrid import HybridState
-from offload.encoding.base import PLAIN_OF, STORED
+from offload.encoding.base import PLAIN_OF, STORED, Encoding
 from offload.engine.identities import Identities
 from offload.engine.sequence import CachePool
 from offload.errors import ReadError, UserError, ensure, reason
 from offload.model.kv_cache import KVCache
+from offload.model.recurrent_cache import Point, RecurrentCache
 from offload.units import require
 
 SUM = "crc32"  # the note that has the checksum of all that lies behind the header
@@ -94,6 +96,9 @@ _TOLD = ("role", "content")
 _TOKENS = "tokens"
 _PARTS = ("target", "draft")
 _KINDS = ("keys", "values")
+# of recurrent layers
+_TAILS = "tails"
+_STATES = "states"
 _AFRESH = "name another file, or delete it to begin anew"
 
 
@@ -153,6 +158,7 @@ def save_session(
             tensors |= {
                 _name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)
             }
+        tensors |= _recurrent_tensors(part, cache, len(tokens))
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
     try:
         write_tensors(path, {**_identities(models), **told, "format": _FORMAT}, tensors)
@@ -202,6 +208,8 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
                     for index in kept
                 )
                 cache.refill(states, _num_kept(file, part) if kept else 0)
+                if kept and isinstance(cache, RecurrentCache):
+                    cache.restore(_point(file, part))
     pool.filled_for(session.tokens)
     return session
 
@@ -291,13 +299,14 @@ def _check_states(
     num_own = sizes["num_hidden_layers"] - (
         text_config(checkpoint).get("num_kv_shared_layers") or 0
     )
-    ensure(
-        kept == list(range(num_own)),
-        f"{part} has {num_own} layers with keys and values, not {kept}",
-    )
+    recurrent = recurrent_layers(text_config(checkpoint), checkpoint.tensors, num_own)
+    is_sound = set(kept) <= set(range(num_own)) if recurrent else kept == list(range(num_own))
+    ensure(is_sound, f"{part} has {num_own} layers with keys and values, not {kept}")
+    _check_recurrent(file, part, recurrent, computed)
     num_kept = _num_kept(file, part)
     total_bytes = 0
     num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
+    num_own = len(kept)
     per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
     ensure(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
     is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
@@ -317,6 +326,7 @@ def _check_states(
 def _kept_layers(file: Any, part: str) -> list[int]:
     """Layers with keys and values in the file, each with both. Raises `ValueError`."""
     names = {name for name in file.keys() if name.startswith(f"{part}.")}  # noqa: SIM118
+    names -= _names(file, part, (_TAILS, _STATES))
     kept = sorted({int(name.rsplit(".", 1)[1]) for name in names})
     ensure(
         names == {_name(part, kind, index) for kind in _KINDS for index in kept},
@@ -326,7 +336,65 @@ def _kept_layers(file: Any, part: str) -> list[int]:
 
 
 def _num_kept(file: Any, part: str) -> int:
-    return int(file.get_slice(_name(part, "keys", 0)).get_shape()[2])
+    return int(file.get_slice(_name(part, "keys", _kept_layers(file, part)[0])).get_shape()[2])
+
+
+def _names(file: Any, part: str, kinds: tuple[str, ...]) -> set[str]:
+    return {
+        name
+        for name in file.keys()  # noqa: SIM118
+        if name.startswith(tuple(f"{part}.{kind}." for kind in kinds))
+    }
+
+
+def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, Tensor]:
+    """States of recurrent layers behind the positions whose keys and values are kept; each is a row
+    of numbers.
+    """
+    if not isinstance(cache, RecurrentCache):
+        return {}
+    point = cache.point_at(cache.keepable(num_tokens))
+    tails = {_name(part, _TAILS, layer): tail for layer, tail in point.tails.items()}
+    return tails | {
+        _name(part, _STATES, layer): state.flatten() for layer, state in point.states.items()
+    }
+
+
+def _check_recurrent(
+    file: Any, part: str, layers: Mapping[int, RecurrentLayer], computed: Encoding
+) -> None:
+    """States are those that the model's config and headers tell of. Raises `ValueError`."""
+    wanted = {
+        _name(part, _TAILS, layer): ([one.num_taps - 1, one.num_channels], computed.name)
+        for layer, one in layers.items()
+    } | {
+        _name(part, _STATES, layer): ([one.state], "F32")
+        for layer, one in layers.items()
+        if one.state
+    }
+    found = _names(file, part, (_TAILS, _STATES))
+    ensure(
+        found == {*wanted}, f"{part} has states of {len(wanted)} kinds, not {sorted(found)}"[:200]
+    )
+    for name, (shape, kind) in wanted.items():
+        header = file.get_slice(name)
+        is_sound = header.get_shape() == shape and header.get_dtype() == kind
+        ensure(
+            is_sound,
+            f"{name} has shape {header.get_shape()} and type {header.get_dtype()}, not {shape} and {kind}",
+        )
+
+
+def _point(file: Any, part: str) -> Point:
+    """States of recurrent layers."""
+    layers = {name: int(name.rsplit(".", 1)[1]) for name in _names(file, part, (_TAILS, _STATES))}
+    found = {
+        kind: {
+            layer: file.get_tensor(name) for name, layer in layers.items() if f".{kind}." in name
+        }
+        for kind in (_TAILS, _STATES)
+    }
+    return Point(_num_kept(file, part), found[_TAILS], found[_STATES])
 
 
 def _caches(pool: CachePool) -> dict[str, KVCache]:

@@ -100,6 +100,10 @@ class NullCache(NoState):
 
     length = 0
 
+    def keepable(self, num_positions: int) -> int:
+        """As many as there are."""
+        return min(num_positions, self.length)
+
     def clear(self, num_kept: int = 0) -> None:
         """From now on so many."""
         self.length = num_kept

@@ -158,12 +158,14 @@ class SpeculationStep:
         accepted = text.rule.verify(
             tree, sampler.adjusted_rows(tree, rows), sampler, len(tokens) - 1
         )
-        self._target.commit(accepted.nodes, tokens, caches.target)
-        self._drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
         num_top = text.num_logprobs
         path = (accepted.nodes, accepted.tokens)
+        num_tokens = len(tokens)
         logprobs = [] if num_top is None else path_logprobs(rows, *path, num_top)
         counted = text.accept(accepted.tokens, logprobs)
+        nodes = accepted.nodes[: len(counted)]  # a state cannot go back to where a text has ended
+        self._target.commit(nodes, num_tokens, caches.target)
+        self._drafter.commit(drafted, nodes, accepted.tokens[: len(counted)], sampler, caches.draft)
         text.stats.first_guess.add(accepted.guesses[: len(counted)])
         seconds = {
             "draft_s": times.draft_s,

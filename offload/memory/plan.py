@@ -28,6 +28,11 @@ MIN_EXPERTS = 2
 # of experts that are read meanwhile: a disk is busy with less, and goes on while they compute
 _AHEAD_BYTES = 32 << 20
 _RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
+# of all rows of a pass: recurrent layers with larger ones take row by row
+WIDE_STATES_BYTES = 16 << 20
+# of a text: behind what is committed, behind its last prompt, and what a pass or a commit makes
+_KEPT_STATES = 3
+_STATE_COPIES = 6  # while states take a step
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 
 
@@ -308,6 +313,24 @@ def num_slots(context: int, num_nodes: int, parallel: int) -> int:
     return context + num_nodes + (min(PROMPT_ROWS, context) if parallel == 1 else 0)
 
 
+def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
+    """What texts keep of recurrent layers, with so many rows in a tree; see
+    `model.recurrent_cache`.
+    """
+    kept = shape.recurrent
+    return parallel * (_KEPT_STATES * kept.state_bytes + num_rows * kept.kept_bytes)
+
+
+def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
+    """States of a recurrent layer while a tree of so many rows passes through, see
+    `model.recurrent_rows`.
+    """
+    largest_bytes = shape.recurrent.largest_bytes
+    if num_rows * largest_bytes <= WIDE_STATES_BYTES:
+        return _STATE_COPIES * num_rows * largest_bytes
+    return (num_rows.bit_length() + 2 + _STATE_COPIES) * largest_bytes
+
+
 def draft_bytes(
     draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1
 ) -> int:
@@ -316,7 +339,9 @@ def draft_bytes(
     """
     source_tokens = context if draft.encoder_bytes else 0
     slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
-    kv_bytes = parallel * draft.kv_bytes_per_token * slots
+    kv_bytes = parallel * draft.kv_bytes_per_token * slots + states_bytes(
+        draft, most_rows(num_nodes), parallel
+    )
     weights_bytes = draft.num_bytes + draft.cast_bytes * len(
         (*draft.layer_bytes, *draft.encoder_bytes)
     )
@@ -369,4 +394,5 @@ def activation_bytes(
     source_bytes = (
         context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
     )
+    pass_bytes += stepping_bytes(shape, num_rows)
     return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once

@@ -31,6 +31,7 @@ from offload.memory.plan import (
     draft_bytes,
     noise_bytes,
     num_slots,
+    states_bytes,
 )
 from offload.memory.prompt_rows import Rates, with_prompt_rows
 from offload.memory.tiers import ExpertPoolSize, Filling, MemoryTier, fill_all
@@ -122,6 +123,14 @@ def plan_memory(
         parallel=parallel,
     )
     return replace(plan, max_context=_longest_context(target))
+
+
+def require_no_states(files: "ModelFiles", dtype: str) -> None:
+    """Raises `UserError` for models that ranks cannot share, since layers keep states."""
+    for checkpoint in files:
+        if checkpoint is not None and model_shape(checkpoint, dtype).recurrent.state_bytes:
+            what = "has recurrent or convolutional layers, whose states stay on one rank"
+            raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
 
 
 class Budgets(NamedTuple):
@@ -224,7 +233,8 @@ def _make_plan(
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes)
         if keeps_distributions and draft
         else 0,
-        "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots,
+        "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots
+        + states_bytes(target, num_nodes, parallel),
         "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
         + activation_bytes(target, rows + num_nodes, num_logits, context, is_gpu=is_gpu)
         + target.cast_bytes

@@ -185,6 +185,8 @@ def use_graphs(model: StreamedModel) -> str | None:
     """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user
     where it cannot.
     """
+    if model.has_states:
+        return "the draft runs without CUDA graphs, which is slower (it has recurrent layers)"
     if model.attend is None:
         return "the draft runs without CUDA graphs, which is slower (its attention takes masks)"
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))

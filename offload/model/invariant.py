@@ -239,7 +239,8 @@ _LEAST_STACKED = 32  # the same for stacks
 # set_block_dimension)
 _LEAST_SUMS = 16
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
-                Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
+                Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu, torch.exp,
+                Tensor.exp)  # fmt: skip
 _SUMS = (torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var)
 # By product, and by what decides how it is tried: what a library does with a shape stays what it
 # is, for any model.
@@ -254,12 +255,13 @@ class InvariantRows(TorchFunctionMode):
         thread_counts: that products may be computed with.
 
     Attributes:
+        thread_counts: the same.
         num_refused: products whose rows have other bits with every number of rows.
     """
 
     def __init__(self, thread_counts: Sequence[int]) -> None:
         super().__init__()
-        self.num_refused, self._thread_counts = 0, tuple(thread_counts)
+        self.num_refused, self.thread_counts = 0, tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product
         # of a CPU's weights: as many rows need no padding, nor to be cut
         self._plain: dict[Any, RowSizes] = {}
@@ -356,14 +358,14 @@ class InvariantRows(TorchFunctionMode):
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
             settings = (
                 find_sizes,
-                self._thread_counts,
+                self.thread_counts,
                 torch.get_float32_matmul_precision(),
                 mkldnn.enabled,
             )
             tried = _TRIED if is_tried_by_likeness(factor) else {}
             if (key, settings) not in tried:
                 tried[key, settings] = find_sizes(
-                    trial, factor, self._thread_counts, is_transposed=is_transposed
+                    trial, factor, self.thread_counts, is_transposed=is_transposed
                 )
             self._found[key] = tried[key, settings]
         self.num_refused += not self._found[key]

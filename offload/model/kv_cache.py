@@ -14,7 +14,7 @@ alone (`parts.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -193,6 +193,24 @@ class KVCache(Cache):
         self._num_placed = num_uncommitted + num_rows
         return self._window.lo
 
+    def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
+        """The first rows behind the committed ones are a chain that will be committed.
+
+        Of the others of the next pass nothing is needed later unless `keeps_others`. Caches of keys
+        and values alone do not care.
+        """
+
+    def take_rows(self, sees_TU: Tensor, mode: AbstractContextManager[Any] | None) -> Any:
+        """What a pass that was placed will run: (T, U), which uncommitted rows its rows see.
+
+        `mode` is what passes are computed in where their bits are the same for any tree. Returns
+        what recurrent layers have to know of it.
+        """
+
+    def keepable(self, num_positions: int) -> int:
+        """How many of so many first positions `clear` can keep."""
+        return min(num_positions, self.length)
+
     def fix(self) -> None:
         """From the first pass on keep one slot more, for rows that are padding, and zeros in slots
         not written yet.
@@ -289,6 +307,7 @@ class CacheRows(NamedTuple):
     lo: int
     hi: int
     position: int  # of the slot where the first of them goes
+    run: Any = None  # what recurrent layers have to know, see `KVCache.take_rows`
 
 
 class JointCache(Cache):
@@ -305,6 +324,7 @@ class JointCache(Cache):
         super().__init__(
             layers=[_JointLayer(layer, parts) for layer in range(len(parts[0].cache.layers))]
         )
+        self.parts = parts
 
 
 class _JointLayer(DynamicLayer):
@@ -318,7 +338,7 @@ class _JointLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        for cache, lo, hi, position in self._parts:
+        for cache, lo, hi, position, _ in self._parts:
             cache.write(self._layer, position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
         return self._parts[0].cache.buffers_of(self._layer)
 

@@ -1,8 +1,8 @@
 """Building the model without storage, and refusing what a token tree cannot be verified on.
 
-A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings
-and keep nothing but
-keys and values: a recurrent state cannot be rolled back to the accepted path.
+A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings,
+or by what comes before in recurrent layers, and keep keys and values, or a state that can be
+computed anew along an accepted path.
 
 A language model with its head, of families that transformers only has inside of a model that also
 sees.
@@ -32,7 +32,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from offload.checkpoint.cuts import Section
@@ -69,6 +70,7 @@ from offload.errors import UserError, reason
 from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
 from offload.model.kv_cache import KVCache
+from offload.model.recurrent import follow_trees, new_cache
 from offload.units import require
 
 
@@ -150,6 +152,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     verified on.
     """
     check_counts(checkpoint.directory.name, checkpoint.config)
+    _refuse_unknown_kinds(checkpoint)
     with _refusing(checkpoint):
         whole = _config(checkpoint.config)
         config = whole.get_text_config(decoder=True)
@@ -161,14 +164,15 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
             config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
-    with _refusing(checkpoint):
+    with _refusing(checkpoint, _missing_kinds(config)):
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
         decoder = meta_model.get_decoder()
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(
-        decoder, "rotary_emb"
-    ):
+    layers = getattr(decoder, "layers", None)
+    is_following = follow_trees(layers) if isinstance(layers, nn.ModuleList) else []
+    if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
+    _refuse_states(checkpoint, config, is_following)
     if any(
         ".layers." in f".{name}"
         for pair in meta_model.all_tied_weights_keys.items()
@@ -209,15 +213,26 @@ def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
 
 @contextmanager
 def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
-    """Meanwhile the decoder has these layers only."""
+    """Meanwhile the decoder has these layers only, and its config tells of their kinds."""
     decoder = meta_model.get_decoder()
     name = _stack_name(meta_model)
     layers = getattr(decoder, name)
-    setattr(decoder, name, layers[kept])
+    config = decoder.config
+    kinds = getattr(config, "layer_types", None)
     try:
+        setattr(decoder, name, layers[kept])
+        _tell_kinds(config, kinds and kinds[kept])
         yield
     finally:
         setattr(decoder, name, layers)
+        _tell_kinds(config, kinds)
+
+
+def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
+    """Families that compute them from something else ask their layers."""
+    if kinds:
+        with suppress(AttributeError):
+            config.layer_types = kinds
 
 
 def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
@@ -272,12 +287,15 @@ def _num_keys(config: Any, name: str) -> int | None:
 
 
 @contextmanager
-def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
-    """transformers says what it dislikes about a config with any exception that lies at hand."""
+def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
+    """transformers says what it dislikes about a config with any exception; `likely` explains one
+    of a wrong type.
+    """
     try:
         yield
     except Exception as error:
-        raise _unsupported(checkpoint, reason(error)) from None
+        is_likely = bool(likely) and isinstance(error, TypeError)
+        raise _unsupported(checkpoint, likely if is_likely else reason(error)) from None
 
 
 _INSEPARABLE = {
@@ -294,6 +312,10 @@ _NAMED_CODE = ("_attn_implementation", "_experts_implementation")
 # accelerate changes how all modules, of whatever thread, are made meanwhile
 _ONE_AT_A_TIME = threading.Lock()
 _MAX_WINDOW = 1 << 31
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
+_KIND_LISTS = ("layer_types", "layers_block_type")
+_BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
 # of torch and of transformers
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 
@@ -344,7 +366,7 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     meta = torch.device("meta")
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
-    cache = KVCache(len(_kinds(meta_model)), 2)
+    cache = _trial_cache(meta_model)
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
     more = {
         "position_ids": rows,
@@ -362,6 +384,13 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     else:
         if logits.shape != (1, 2, meta_model.get_output_embeddings().weight.shape[0]):
             raise ValueError(f"its scores have shape {tuple(logits.shape)}")
+
+
+def _trial_cache(meta_model: PreTrainedModel) -> KVCache:
+    """For two rows."""
+    cache = new_cache(layer_stacks(meta_model)[0], 2)
+    cache.take_rows(torch.ones(2, 2, dtype=torch.bool).tril(), None)
+    return cache
 
 
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
@@ -416,11 +445,45 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
 def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _unsupported(checkpoint, "attention that looks ahead")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-    }
+    _refuse_kinds(checkpoint, set(_kinds_of(config)) - {*_ATTENTION, *_RECURRENT, *_BY_ROW})
+
+
+def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
+    """Kinds of layers that transformers would refuse without naming them."""
+    known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_BY_ROW}
+    parts = (checkpoint.config, checkpoint.config.get("text_config"))
+    lists = (part.get(name) for part in parts if isinstance(part, dict) for name in _KIND_LISTS)
+    kinds = [kind for found in lists if isinstance(found, list) for kind in found]
+    _refuse_kinds(
+        checkpoint, {str(kind) for kind in kinds if not isinstance(kind, str) or kind not in known}
+    )
+
+
+def _missing_kinds(config: Any) -> str:
+    """What a family with kinds of layers stumbles over where its config names none."""
+    is_missing = hasattr(config, "layer_types") and config.layer_types is None
+    return "config.json has no layer_types" if is_missing else ""
+
+
+def _refuse_states(checkpoint: Checkpoint, config: Any, is_following: list[bool]) -> None:
+    """Layers that keep a state, and are of no kind that follows trees."""
+    kinds = _kinds_of(config)
+    allowed = {*_ATTENTION, *_BY_ROW}
+    if len(kinds) != len(is_following) and {*kinds} - allowed:
+        raise _unsupported(
+            checkpoint, f"{len(kinds)} kinds of layers for {len(is_following)} layers"
+        )
+    pairs = zip(kinds, is_following, strict=False)
+    _refuse_kinds(
+        checkpoint, {kind for kind, follows in pairs if kind not in allowed and not follows}
+    )
+
+
+def _kinds_of(config: Any) -> list[str]:
+    return list(next((kinds for name in _KIND_LISTS if (kinds := getattr(config, name, None))), ()))
+
+
+def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
     if kinds:
         raise _unsupported(
             checkpoint,

@@ -15,6 +15,7 @@ whatever rows are beside it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
@@ -79,14 +80,17 @@ class Laid(NamedTuple):
     rows: tuple[CacheRows, ...]
 
 
-def lay(parts: Sequence[BatchPart]) -> Laid:
-    """Give every part its rows of the pass, and its caches their places."""
+def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = None) -> Laid:
+    """Give every part its rows of the pass, and its caches their places; `mode` is for
+    `KVCache.take_rows`.
+    """
     rows = list[CacheRows]()
     lo = 0
     for _, __, ancestor_TU, cache in parts:
         num_rows, num_uncommitted = ancestor_TU.shape
+        position = cache.place(num_uncommitted - num_rows, num_rows)
         rows.append(
-            CacheRows(cache, lo, lo + num_rows, cache.place(num_uncommitted - num_rows, num_rows))
+            CacheRows(cache, lo, lo + num_rows, position, cache.take_rows(ancestor_TU, mode))
         )
         lo += num_rows
     position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
@@ -98,7 +102,7 @@ def lay(parts: Sequence[BatchPart]) -> Laid:
 def seen_by(rows: Sequence[CacheRows], masks: Sequence[Any]) -> BatchMask:
     """One mask for each part."""
     parts = []
-    for (cache, lo, hi, position), mask in zip(rows, masks, strict=True):
+    for (cache, lo, hi, position, _), mask in zip(rows, masks, strict=True):
         parts.append(
             PartMask(lo, hi, cache.first_slot, cache.first_slot + position + hi - lo, mask)
         )

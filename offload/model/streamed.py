@@ -34,6 +34,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import BatchMask, BatchPart, lay, seen_by, take_rows_in_parts
 from offload.model.path_attention import InvariantAttention, path_attention, path_rows
+from offload.model.recurrent import has_states, new_cache
 from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.sampler import Logits
 
@@ -136,6 +137,7 @@ class StreamedModel(BoundModel):
                 return logits
         num_rows, num_uncommitted = ancestor_TU.shape
         cache.place(num_uncommitted - num_rows, num_rows)
+        cache.take_rows(ancestor_TU, self._invariant)
         position_T = self.send(position_U[-num_rows:])
         masks = self._masks_of(position_U, ancestor_TU, cache)
         return self.run(token_T, position_T, masks, cache, num_logits=num_logits)
@@ -143,7 +145,7 @@ class StreamedModel(BoundModel):
     @torch.inference_mode()
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
         """The same for the rows of several texts, part behind part; see `share_passes`."""
-        token_T, position_T, cache, rows = lay(parts)
+        token_T, position_T, cache, rows = lay(parts, self._invariant)
         masks = [self._masks_of(*part[1:]) for part in parts]
         joint = {window: seen_by(rows, [one[window] for one in masks]) for window in self.windows}
         return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
@@ -243,8 +245,8 @@ class StreamedModel(BoundModel):
     def new_cache(
         self, num_slots: int, gather: Callable[..., None] = kv_commit_reference
     ) -> KVCache:
-        """An empty one, for one text."""
-        cache = KVCache(self.num_layers, num_slots, gather, self.send)
+        """An empty one, for one text, with states where layers keep any."""
+        cache = new_cache(self._layers, num_slots, gather, self.send)
         if self._replay is not None:
             cache.fix()  # now: its first pass may be one that is not replayed
         return cache
@@ -311,6 +313,28 @@ class StreamedModel(BoundModel):
     def windows(self) -> set[Window]:
         """How far back layers see, without repetition; None is without limit."""
         return set(self._windows)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state beside keys and values."""
+        return has_states(self._layers)
+
+    @property
+    def layers_to_try(self) -> list[int]:
+        """By which all can be judged: the typical one, and where layers keep states one of every
+        kind.
+        """
+        if not self.has_states:
+            return [self.typical_layer]
+        first: dict[object, int] = {}
+        for index, layer in enumerate(self._layers):
+            own = (
+                (name, one.shape)
+                for name, one in layer.named_parameters()
+                if ".experts." not in name
+            )
+            first.setdefault(tuple(own), index)
+        return sorted({self.typical_layer, *first.values()})
 
     def replay_with(self, replay: Replay) -> None:
         """From now on ask `replay` for each pass first; what it declines is computed as ever."""

@@ -124,6 +124,7 @@ class Target:
         self._model.take_in(tokens, cache, self.stream.begin_prompt)
         pending = torch.tensor(tokens[cache.length : -1], dtype=torch.long)
         while len(pending) > self._max_rows:
+            cache.promise(self._max_rows)
             self._sweep(
                 pending[: self._max_rows],
                 _causal(self._max_rows),
@@ -133,6 +134,7 @@ class Target:
             )
             cache.commit(range(self._max_rows))
             pending = pending[self._max_rows :]
+        cache.promise(len(pending))
         depth_N = torch.from_numpy(tree.topology.depth_N.copy())
         offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
         sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
@@ -146,6 +148,8 @@ class Target:
         Nothing is taken in beyond what is said to be pending. Of a text without a tree they are
         none.
         """
+        for one in planted:
+            one.cache.promise(one.num_pending)
         prompts = [self._chain(one) for one in planted if one.num_pending]
         trees = [self._tree(one, one.tree) for one in planted if one.tree]
         num_logits = max(1, sum(len(part.token_T) for part in trees))  # some rows have to be scored
@@ -200,11 +204,11 @@ class Target:
         """The most memory that this process has taken on the device; 0 on a CPU."""
         return 0 if self._device is None else self._device.peak_bytes()
 
-    def commit(self, nodes: Sequence[int], tokens: Sequence[int], cache: KVCache) -> None:
-        """Keep what the last sweep over `tokens` has taken in, and of its tree the accepted path,
-        root first.
+    def commit(self, nodes: Sequence[int], num_tokens: int, cache: KVCache) -> None:
+        """Keep what the last sweep over so many tokens has taken in, and of its tree the accepted
+        path, root first.
         """
-        num_pending = len(tokens) - 1 - cache.length
+        num_pending = num_tokens - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 
     def _sweep(

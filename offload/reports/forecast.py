@@ -35,7 +35,7 @@ from offload.distributed.layout import (
     lay_out_stages,
 )
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import ModelFiles, require_no_states
 from offload.model.meta import describe
 from offload.planning.cluster import Cluster, Gathers, read_cluster
 from offload.planning.cost_model import (
@@ -244,6 +244,7 @@ def forecast(
     files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
+    require_no_states(files, options.dtype)
     profile = (
         None
         if options.profile is None or options.has_no_profile

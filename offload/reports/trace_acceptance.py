@@ -161,4 +161,4 @@ def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]
         token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
         path = TokenTree(chain(len(token_N) - 1), token_N)
         yield from decoder.target.score(path, tokens[:lo], cache)
-        decoder.target.commit(range(path.num_nodes), tokens[:lo], cache)
+        decoder.target.commit(range(path.num_nodes), lo, cache)

@@ -53,7 +53,7 @@ def found(
     model, source = StreamedModel(checkpoint, dtype), DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
     try:
         model.bind_rest(source.fetch(model.rest_layout))
-        return make_invariant(model, source.fetch(model.layer_layouts[0]), thread_counts, context)
+        return make_invariant(model, source.fetch, thread_counts, context)
     finally:
         source.close()
         model.close()

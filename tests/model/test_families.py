@@ -76,6 +76,31 @@ _SHARING = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size_per_layer_input": 16,
 }
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_MIXED = ["linear_attention", "full_attention"] * 2
+# With layers that are recurrent, or short convolutions.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),
+    "olmo_hybrid": _DELTA,
+    "kimi_linear": {**_LATENT, "layer_types": _MIXED, "linear_num_heads": 4, "linear_head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _MIXED, "shared_intermediate_size": 32},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "jamba": {"num_hidden_layers": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+              "mamba_dt_rank": 8},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 3,
+                   "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+                   "moe_shared_expert_intermediate_size": 32},
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), _LATENT),
     "minicpm3": {**_LATENT, "dim_model_base": 64},
@@ -85,6 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 24, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 96,
                     "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
                     "no_rope_layers": [1, 0, 1] * 2},
+    **HYBRIDS,
     "cwm": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 _SEEDS = {"phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
@@ -103,7 +129,7 @@ WORKING = (
         "llama4_text",
     ),
     *("mimo_v2_flash", "minicpm3", "minimax_m2", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phimoe"),
-    *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
+    *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu", *HYBRIDS),
 )
 # Each of another kind: latent attention, sinks, chunks, layers that share keys, norms behind, gated inputs.
 CORE = ("deepseek_v3", "gpt_oss", "llama4_text", "gemma4_text", "olmo2", "gemma3n_text")
@@ -153,7 +179,10 @@ def assert_decodes_like_transformers(directory: Path) -> None:
         layers = [layer for layer in cache.layers if layer.is_initialized]
         kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
-    assert got.plan.num_slots == 3 and got.plan.num_resident == 0
+    slots_bytes = got.plan.num_slots * got.plan.slot_bytes
+    if max(got.plan.layer_bytes) < 2 * min(got.plan.layer_bytes):
+        assert got.plan.num_slots == 3 and got.plan.num_resident == 0
+    assert got.plan.resident_bytes + slots_bytes < 3 * got.plan.slot_bytes + 200 and got.plan.is_streamed
     assert kv_bytes <= got.plan.kv_bytes, "the cache takes more than was planned"
     assert got.stats.tokens_per_sweep > 2, "a draft that is the model itself must be believed"
     assert len(set(got.token_ids)) >= 4, "a text of one token puts nothing to the test"
@@ -183,18 +212,12 @@ def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
 
 
 REFUSED = {  # "|" where older transformers call a kind of layer otherwise
-    "mamba": "(linear_attention|mamba), whose state cannot be rolled back",
-    "falcon_mamba": "(linear_attention|mamba), whose state cannot be rolled back",
+    "mamba": "it makes a cache of its own",
+    "falcon_mamba": "it makes a cache of its own",
     "recurrent_gemma": "(linear_attention, whose state cannot be rolled back|no layers.i. with rotary positions)",
     "minimax": "linear_attention, whose state cannot be rolled back",
-    "qwen3_next": "linear_attention, whose state cannot be rolled back",
-    "jamba": "(linear_attention|mamba), whose state cannot be rolled back",
-    "bamba": "(linear_attention|mamba), whose state cannot be rolled back",
-    "granitemoehybrid": "(linear_attention|mamba), whose state cannot be rolled back",
-    "olmo_hybrid": "linear_attention, whose state cannot be rolled back",
-    "falcon_h1": "hybrid, whose state cannot be rolled back",
-    "zamba2": "(linear_attention|hybrid, mamba), whose state cannot be rolled back",
-    "nemotron_h": "(attention, mamba|linear_attention), mlp, moe, whose state cannot be rolled back",
+    "lfm2_moe": "config.json has no layer_types",
+    "zamba2": "layers that share weights",
     "deepseek_v32": "(indexed|deepseek_sparse)_attention",
     "opt": "no layers.i. with rotary positions",
     "gpt2": "no layers.i. with rotary positions",
@@ -208,7 +231,6 @@ REFUSED = {  # "|" where older transformers call a kind of layer otherwise
     "embedding_gemma2": "it does not write text",
     "blip-2": "no layers.i. with rotary positions",
     "mllama": "transformers has no language model of type mllama_text_model",
-    "qwen3_5": "linear_attention, whose state cannot be rolled back",
 }
 
 
@@ -218,14 +240,6 @@ def test_families_that_trees_cannot_be_verified_on_are_refused(family: str, tmp_
         pytest.skip(f"this transformers has no {family}")
     with pytest.raises(offload.UserError, match=f"model type {family} is not supported .*{REFUSED[family]}"):
         meta_model_of(CONFIG_MAPPING[family](), tmp_path)
-
-
-def test_convolutions_between_attention_layers_are_refused(tmp_path: Path) -> None:
-    if "lfm2" not in CONFIG_MAPPING:
-        pytest.skip("this transformers has no lfm2")
-    config = CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    with pytest.raises(offload.UserError, match="layers of kind conv"):
-        meta_model_of(config, tmp_path)
 
 
 def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:

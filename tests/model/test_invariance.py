@@ -52,7 +52,7 @@ def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
     source = DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
     try:
         streamed.bind_rest(source.fetch(streamed.rest_layout))
-        found = make_invariant(streamed, source.fetch(streamed.layer_layouts[0]), (1,), NUM_TOKENS)
+        found = make_invariant(streamed, source.fetch, (1,), NUM_TOKENS)
     finally:
         source.close()
         streamed.close()
@@ -70,7 +70,7 @@ def score(model: StreamedModel, cache: KVCache, tokens: list[int], topology: Top
 
 def taken_in(model: StreamedModel, cut: tuple[int, ...]) -> Tensor:
     """Logits of the text, taken in by passes of so many tokens."""
-    cache, parts, lo = KVCache(model.num_layers, 2 * NUM_TOKENS), [], 0
+    cache, parts, lo = model.new_cache(2 * NUM_TOKENS), [], 0
     for size in cut:
         parts.append(score(model, cache, TEXT[lo : lo + size], chain(size - 1)))
         cache.commit(range(size))
@@ -94,7 +94,7 @@ def scattered(num_prefix: int) -> tuple[Topology, list[int], list[int]]:
 
 
 def on_path(model: StreamedModel, num_prefix: int) -> Tensor:
-    cache = KVCache(model.num_layers, 3 * NUM_TOKENS)
+    cache = model.new_cache(3 * NUM_TOKENS)
     score(model, cache, TEXT[:num_prefix], chain(num_prefix - 1))
     cache.commit(range(num_prefix))
     topology, tokens, path = scattered(num_prefix)
@@ -175,7 +175,7 @@ def test_sums_in_another_order_than_that_of_columns_are_found() -> None:
 def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
     """What an abandoned pass left behind may be no number."""
     model = invariant_model("llama", "float32", base)
-    cache = KVCache(model.num_layers, 3 * NUM_TOKENS)
+    cache = model.new_cache(3 * NUM_TOKENS)
     score(model, cache, TEXT[:50], chain(49))
     with torch.inference_mode():
         for layer in cache.layers:
@@ -293,7 +293,7 @@ def test_threads_share_activations_in_whole_vectors(name: str) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])
 def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
-    wanted = score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19))
+    wanted = score(model, model.new_cache(30), TEXT[:20], chain(19))
     model.be_invariant(InvariantRows([1]))
     model.be_invariant(None)
-    assert_same_bits(score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19)), wanted, Promise.INVARIANT)
+    assert_same_bits(score(model, model.new_cache(30), TEXT[:20], chain(19)), wanted, Promise.INVARIANT)

@@ -35,7 +35,7 @@ PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().man
 NUM_NEW = 30
 FAMILIES = ("gemma3", "gemma3n", "gemma4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
             "llama4", "internvl", "llava", "llava_next", "idefics3", "glm4v", "glm4v_moe", "aya_vision", "voxtral",
-            "minimax_m3_vl")  # fmt: skip
+            "minimax_m3_vl", "qwen3_5", "qwen3_5_moe")  # fmt: skip
 
 
 def saved(kind: str, directory: Path, **changes: Any) -> PreTrainedModel:

@@ -1,0 +1,133 @@
+"""What recurrent and convolutional layers keep and compute with, from a model's config and tensor
+headers alone.
+
+Invariant: a size is never smaller than what the cache of a text, or a pass, will take of it.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from offload.checkpoint.tensors import TensorEntry
+
+_LAYER = re.compile(
+    r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv1d\.weight|conv\.conv\.weight|A_log)$"
+)
+_FLOAT_BYTES = 4  # states and what they are computed with
+# of a row's heads, while a prompt is read: what `torch_chunk_gated_delta_rule` holds at once
+_COPIES = 12
+_CHUNK_ROWS = 64  # of the same
+_CHUNKS = 5  # chunk-wide numbers of a row and head that it holds, or a scan of Mamba2
+
+
+class RecurrentShape(NamedTuple):
+    """The sizes of states, of all layers where nothing else is said."""
+
+    state_bytes: int = 0  # of one text behind one of its positions
+    kept_bytes: int = 0  # of one row of a tree, so that its path can be run again
+    largest_bytes: int = 0  # of one layer's state
+    row_bytes: int = 0  # of a row that passes through a layer
+
+
+NO_STATES = RecurrentShape()
+
+
+class RecurrentLayer(NamedTuple):
+    """Counts of numbers of one layer."""
+
+    num_taps: int  # of its convolution, whose last inputs but one are kept; 1 without any
+    num_channels: int
+    state: int = 0
+    kept: int = 0  # of a row, as they come
+    kept_floats: int = 0
+    row_floats: int = 0
+
+
+def recurrent_shape(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int, item_bytes: int
+) -> RecurrentShape:
+    """The sizes of a model that computes in numbers of so many bytes; zeros for one without
+    recurrent layers.
+    """
+    layers = recurrent_layers(config, tensors, num_layers).values()
+    tails = (item_bytes * (one.num_taps - 1) * one.num_channels for one in layers)
+    return RecurrentShape(
+        state_bytes=sum(tails) + sum(_FLOAT_BYTES * one.state for one in layers),
+        kept_bytes=sum(item_bytes * one.kept + _FLOAT_BYTES * one.kept_floats for one in layers),
+        largest_bytes=max((_FLOAT_BYTES * one.state for one in layers), default=0),
+        row_bytes=max((_FLOAT_BYTES * one.row_floats for one in layers), default=0),
+    )
+
+
+def recurrent_layers(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int
+) -> dict[int, RecurrentLayer]:
+    """Layers that keep anything beside keys and values."""
+    convolutions = defaultdict[int, list[tuple[int, ...]]](list)
+    decays = dict[int, tuple[int, ...]]()
+    for name, entry in tensors.items():
+        match = _LAYER.match(name)
+        if match is not None and int(match[1]) < num_layers:
+            if match[3] == "A_log":
+                decays[int(match[1])] = entry.shape
+            elif len(entry.shape) == 3:
+                convolutions[int(match[1])].append(entry.shape)
+    layers = sorted({*convolutions, *decays})
+    return {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
+
+
+def _layer(
+    config: Mapping[str, Any],
+    convolutions: Sequence[tuple[int, ...]],
+    decays: tuple[int, ...] | None,
+) -> RecurrentLayer:
+    """By what its tensors are called; a convolution without decays has no state but its last
+    inputs.
+    """
+    channels = sum(shape[0] for shape in convolutions)
+    taps = max((shape[2] for shape in convolutions), default=1)
+    if decays is None:
+        return RecurrentLayer(taps, channels, kept=channels, row_floats=4 * channels)
+    if len(decays) == 2:  # Mamba has a decay for each channel and state
+        width, num_states = decays
+        state = width * num_states
+        kept = width + num_states
+        kept_floats = width
+        row_floats = 8 * width
+    elif _size(config, "linear_key_head_dim", "linear_head_dim"):
+        state, kept, kept_floats, row_floats = _delta(config)
+    else:
+        state, kept, kept_floats, row_floats = _mamba2(config, channels, math.prod(decays))
+    return RecurrentLayer(
+        taps, channels, state, channels + kept, kept_floats, 4 * channels + row_floats
+    )
+
+
+def _delta(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    key_width, value_width = (
+        _size(config, name, "linear_head_dim")
+        for name in ("linear_key_head_dim", "linear_value_head_dim")
+    )
+    num_heads = _size(config, "linear_num_value_heads", "linear_num_heads")
+    heads = num_heads * (key_width + value_width)
+    row = _COPIES * num_heads * max(key_width, value_width) + _CHUNKS * _CHUNK_ROWS * num_heads
+    decays = num_heads * key_width if _size(config, "linear_head_dim") else num_heads
+    return num_heads * key_width * value_width, heads + num_heads, decays, row
+
+
+def _mamba2(config: Mapping[str, Any], channels: int, num_heads: int) -> tuple[int, int, int, int]:
+    num_states = _size(config, "mamba_d_state", "ssm_state_size", "state_size")
+    groups_width = max(1, _size(config, "mamba_n_groups", "n_groups", "mamba_ngroups")) * num_states
+    width = max(0, channels - 2 * groups_width)
+    chunk = _size(config, "mamba_chunk_size", "chunk_size") or 256
+    row = 6 * width + 4 * num_heads * num_states + _CHUNKS * chunk * num_heads
+    return width * num_states, width + num_heads + groups_width, num_heads, row
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is a size; 0 where none is."""
+    return next(
+        (size for name in names if type(size := config.get(name)) is int and 0 < size < 1 << 31), 0
+    )

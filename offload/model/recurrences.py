@@ -1,0 +1,257 @@
+"""The kinds of recurrence that layers have: what a row brings, how a state takes a step, how rows
+follow each other.
+
+The arithmetic is transformers' own: a step calls the function by which it writes one token, with
+the rows of one level as its batch, and many rows of one text may go through the function by which
+it reads a prompt. Of a row only what the state needs is kept (`kept`), so that a path can be run
+again without any weight.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+RowInputs = dict[str, Tensor]  # (T, ...) each
+_LEAST_CHUNK = 16  # rows: fewer are as quick one by one
+_UNLIMITED = (0.0, float("inf"))
+
+
+class Inputs(NamedTuple):
+    """What one call of a layer's scan is about."""
+
+    rows: RowInputs
+    fixed: dict[str, Any]  # what all rows have in common
+
+
+class Recurrence(Protocol):
+    """One kind, over the functions of one family.
+
+    Attributes:
+        kept: inputs of a row that its step of the state needs; the others decide about its output
+            alone.
+    """
+
+    kept: tuple[str, ...]
+
+    def read(self, *args: Any, **kwargs: Any) -> Inputs:
+        """The arguments of the family's scan over (1, T) rows."""
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """The state before any row, (1, ...)."""
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Outputs (W, ...) and new states (W, ...) of W rows, each behind a state of its own, which
+        stays as it is.
+        """
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs (T, ...) and the last state (1, ...) of T rows, one behind the other.
+
+        `is_exact` asks for the arithmetic of single steps. Rows may lack what is not `kept`; then
+        outputs mean nothing.
+        """
+
+    def give(self, out_T: Tensor) -> Any:
+        """Outputs as the family's scan returns them."""
+
+
+class GatedDelta:
+    """The gated delta rule, with a decay for each head (Qwen3-Next, Qwen3.5) or channel (Kimi): S =
+    S e^g + k u^T.
+    """
+
+    kept: tuple[str, ...] = ("key", "value", "g", "beta")
+
+    def __init__(self, scan: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._scan = scan
+        self._step = step
+
+    def read(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> Inputs:
+        """Queries and keys are (1, T, G, K), values (1, T, H, K)."""
+        rows = {"query": query[0], "key": key[0], "value": value[0], "g": g[0], "beta": beta[0]}
+        return Inputs(rows, {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel})
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, H, K, K) in float32."""
+        key = inputs.rows["key"]
+        value = inputs.rows["value"]
+        return value.new_zeros(1, value.shape[1], key.shape[2], value.shape[2], dtype=torch.float32)
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        alone = {name: row[:, None] for name, row in rows.items()}
+        out, state = self._step(**alone, **fixed, initial_state=state, output_final_state=True)
+        return out[:, 0], state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        function = self._step if is_exact or len(rows["key"]) < _LEAST_CHUNK else self._scan
+        together = {name: row[None] for name, row in ({"query": rows["key"]} | rows).items()}
+        out, state = function(**together, **fixed, initial_state=state, output_final_state=True)
+        return out[0], state
+
+    def give(self, out_T: Tensor) -> tuple[Tensor, None]:
+        """See `Recurrence`."""
+        return out_T[None], None
+
+
+class Mamba2:
+    """State spaces with a decay for each head (Bamba, Granite 4, Falcon-H1, Nemotron-H): S = S e^(A
+    dt) + dt x B^T.
+    """
+
+    kept: tuple[str, ...] = ("x", "dt", "B")
+
+    def __init__(self, scan: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._scan = scan
+        self._step = step
+
+    def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
+        """Inputs are (1, T, H, K), time steps (1, T, H), B and C (1, T, G, K). Time steps are
+        settled here, once.
+        """
+        lowest, highest = more.get("dt_limit", _UNLIMITED)
+        dt = torch.clamp(
+            _settled(dt, more.get("dt_bias"), is_soft=more.get("dt_softplus")),
+            min=lowest,
+            max=highest,
+        )
+        rows = {"x": x[0], "dt": dt[0], "B": B[0], "C": C[0]}
+        return Inputs(rows, {"A": A, "D": more["D"].clone(), "chunk_size": more["chunk_size"]})
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, H, K, K) in float32."""
+        x = inputs.rows["x"]
+        B = inputs.rows["B"]
+        return x.new_zeros(1, *x.shape[1:], B.shape[2], dtype=torch.float32)
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`; the family's function writes over its state."""
+        x, dt, B, C = (rows[name] for name in ("x", "dt", "B", "C"))
+        state = state.clone()
+        width = x.shape[2]
+        A = fixed["A"][:, None, None].expand(-1, width, B.shape[2])
+        D = fixed["D"][:, None].expand(-1, width)
+        return self._step(state, x, dt[:, :, None].expand(-1, -1, width), A, B, C, D, z=None), state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        rows = {"C": rows["B"]} | rows
+        if is_exact or len(rows["x"]) < _LEAST_CHUNK:
+            return one_by_one(self, state, rows, fixed)
+        x, dt, B, C = (rows[name][None] for name in ("x", "dt", "B", "C"))
+        out, state = self._scan(
+            x,
+            dt,
+            fixed["A"],
+            B,
+            C,
+            chunk_size=fixed["chunk_size"],
+            D=fixed["D"],
+            initial_states=state,
+            return_final_states=True,
+        )
+        return out[0].to(x.dtype), state
+
+    def give(self, out_T: Tensor) -> Tensor:
+        """See `Recurrence`."""
+        return out_T[None]
+
+
+class Mamba:
+    """State spaces with a decay for each channel and state (Jamba); prompts, too, are read one by
+    one.
+    """
+
+    kept: tuple[str, ...] = ("x", "dt", "B")
+
+    def __init__(self, scan: Callable[..., Any], step: Callable[..., Any]) -> None:
+        self._step = step
+
+    def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
+        """All inputs are (1, D, T) or (1, K, T)."""
+        bias = more.get("delta_bias")
+        z = more.get("z")
+        dt = _settled(
+            dt, None if bias is None else bias[:, None], is_soft=more.get("delta_softplus")
+        )
+        rows = {"x": x, "dt": dt, "B": B, "C": C} | ({} if z is None else {"z": z})
+        return Inputs(
+            {name: row[0].T for name, row in rows.items()}, {"A": A, "D": more["D"].clone()}
+        )
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, D, K) in float32."""
+        return inputs.rows["x"].new_zeros(1, *inputs.fixed["A"].shape, dtype=torch.float32)
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`; the family's function writes over its state."""
+        state = state.clone()
+        A = fixed["A"]
+        D = fixed["D"]
+        dt = rows["dt"]
+        return self._step(state, rows["x"], dt, A, rows["B"], rows["C"], D, z=rows.get("z")), state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        return one_by_one(self, state, {"C": rows["B"]} | rows, fixed)
+
+    def give(self, out_T: Tensor) -> Tensor:
+        """See `Recurrence`."""
+        return out_T.T[None]
+
+
+def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:
+    """Time steps as a scan would take them."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return functional.softplus(dt) if is_soft else dt
+
+
+def one_by_one(
+    recurrence: Recurrence, state: Tensor, rows: RowInputs, fixed: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The rows of one text by single steps."""
+    outs = list[Tensor]()
+    for row in range(len(next(iter(rows.values())))):
+        out, state = recurrence.step(
+            state, {name: row_T[row : row + 1] for name, row_T in rows.items()}, fixed
+        )
+        outs.append(out)
+    return torch.cat(outs), state
+
+
+class Functions(NamedTuple):
+    """The names of a family's functions for one kind of recurrence, and what makes it of them."""
+
+    scan: str  # of a whole prompt
+    step: str  # of one token
+    kind: Callable[[Callable[..., Any], Callable[..., Any]], Recurrence]
+
+
+KINDS = (
+    Functions("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", GatedDelta),
+    Functions("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", GatedDelta),
+    Functions("mamba2_chunk_scan", "mamba2_selective_state_update", Mamba2),
+    Functions("mamba_selective_scan", "mamba_selective_state_update", Mamba),
+)
+CONVOLUTION = "causal_conv1d_fn"

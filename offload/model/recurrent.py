@@ -1,0 +1,180 @@
+"""Recurrent and convolutional layers of a Hugging Face model over token trees.
+
+Such a layer runs as transformers has it, over all rows of a pass at once and as if their text began
+there; only two functions that it calls have others in their place, a convolution and a scan that
+follow the tree from the committed state. Projections, gates and norms are untouched. Invariant:
+what a layer does across rows goes through these two; a layer of another make is refused.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.activations import ACT2FN
+
+from offload.model.kv_cache import CacheRows, JointCache, KVCache
+from offload.model.recurrences import CONVOLUTION, KINDS, Recurrence
+from offload.model.recurrent_cache import RecurrentCache
+
+_CACHES = ("cache_params", "past_key_values")  # what layers call the cache that they are given
+_MIXING = ("recurrent_state", "get_recurrent_state", "recurrent_states")
+
+
+class _Running(NamedTuple):
+    """The layer that runs in this thread."""
+
+    layer: int
+    parts: Sequence[CacheRows]
+    recurrence: Recurrence | None
+
+
+_RUNNING: ContextVar[_Running] = ContextVar("running")
+
+
+def follow_trees(layers: nn.ModuleList) -> list[bool]:
+    """Let recurrent parts of these layers follow trees; tells which layers have any."""
+    return [_follow(layer) for layer in layers]
+
+
+def has_states(layers: nn.ModuleList) -> bool:
+    """Whether any of these layers keeps a state, which only a `RecurrentCache` has."""
+    return any(hasattr(module, "_follows_trees") for module in layers.modules())
+
+
+def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
+    """A cache for a model of these layers, see `KVCache`."""
+    return (RecurrentCache if has_states(layers) else KVCache)(len(layers), num_slots, *more)
+
+
+def _follow(layer: nn.Module) -> bool:
+    found = [
+        (module, follower)
+        for module in layer.modules()
+        if (follower := _find(type(module))) is not None
+    ]
+    for module, follower in found:
+        module.__class__ = follower
+    return len(found) == 1
+
+
+def _find(own: Any) -> Any:
+    return _follower_of(own)
+
+
+@lru_cache(maxsize=256)
+def _follower_of(own: Any) -> type[nn.Module] | None:
+    """A class like this one whose forward pass follows trees; None for what is not recurrent, or of
+    another make.
+    """
+    forward = inspect.unwrap(own.forward)
+    if not isinstance(forward, FunctionType) or CONVOLUTION not in _names(forward.__code__):
+        return None
+    names = _names(forward.__code__)
+    known = forward.__globals__
+    kinds = [one for one in KINDS if one.scan in names and one.scan in known and one.step in known]
+    is_convolution_alone = not kinds and not any(name in names for name in _MIXING)
+    if CONVOLUTION not in known or len(kinds) != (not is_convolution_alone):
+        return None
+    replaced = {CONVOLUTION: _convolve}
+    recurrence = None
+    for kind in kinds:
+        replaced[kind.scan], recurrence = (
+            _scan,
+            kind.kind(*(_by_device(known[name]) for name in kind[:2])),
+        )
+    clone = FunctionType(
+        forward.__code__,
+        {**known, **replaced},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    clone.__kwdefaults__ = forward.__kwdefaults__
+    more = {
+        "forward": _forward_by(clone, recurrence),
+        "__module__": own.__module__,
+        "_follows_trees": True,
+    }
+    return type(own.__name__, (own,), more)
+
+
+def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's function, which may be another library's kernel; on a CPU its reference,
+    whatever is installed.
+    """
+    reference = inspect.unwrap(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        one = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return (reference if one.device.type in ("cpu", "meta") else function)(*args, **kwargs)
+
+    return call
+
+
+def _names(code: CodeType) -> set[str]:
+    return {*code.co_names, *code.co_varnames}
+
+
+def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert not args, "this family names what it hands on"
+        cache = next(kwargs.pop(name) for name in _CACHES if name in kwargs)
+        kwargs.pop("attention_mask", None)  # which tells of padding, and there is none
+        token = _RUNNING.set(
+            _Running(self.layer_idx, _parts_of(cache, hidden_states.shape[1]), recurrence)
+        )
+        try:
+            return clone(self, hidden_states, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    return forward
+
+
+def _parts_of(cache: Cache, num_rows: int) -> Sequence[CacheRows]:
+    """The rows of each text."""
+    if isinstance(cache, JointCache):
+        return cache.parts
+    if not isinstance(cache, RecurrentCache):
+        # this family does not know `past_key_values`
+        raise ValueError("it makes a cache of its own for its layers")
+    assert cache.running is not None, "a pass that was placed"
+    assert cache.running.num_rows == num_rows, "all rows of the pass"
+    return [CacheRows(cache, 0, num_rows, cache.length, cache.running)]
+
+
+def _convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """In place of transformers' `causal_conv1d_fn`: (1, C, T)."""
+    running = _RUNNING.get()
+    own_TC = hidden_states[0].T
+    outs = [
+        cache.convolve(running.layer, run, own_TC[lo:hi], weight, bias)
+        for cache, lo, hi, _, run in running.parts
+    ]
+    out_TC = outs[0] if len(outs) == 1 else torch.cat(outs)
+    out_TC = out_TC if activation is None else ACT2FN[activation](out_TC)
+    return out_TC.to(hidden_states.dtype).T[None]
+
+
+def _scan(*args: Any, **kwargs: Any) -> Any:
+    """In place of transformers' function that reads a prompt."""
+    running = _RUNNING.get()
+    assert running.recurrence is not None, "a layer with a scan"
+    inputs = running.recurrence.read(*args, **kwargs)
+    outs = list[Tensor]()
+    for cache, lo, hi, _, run in running.parts:
+        own = inputs._replace(rows={name: row_T[lo:hi] for name, row_T in inputs.rows.items()})
+        outs.append(cache.scan(running.layer, run, running.recurrence, own))
+    return running.recurrence.give(outs[0] if len(outs) == 1 else torch.cat(outs))

@@ -1,0 +1,399 @@
+"""States of recurrent and convolutional layers beside keys and values: of one text, at few of its
+positions.
+
+    [0, length) in `_here`   [length, length + C) certain to be committed, in `_trunk`   behind it a
+    tree, as inputs
+
+A pass computes the states of its rows and lets them go; of rows whose fate is open only what they
+bring is kept, from which `commit` runs the accepted path again. Rows that are certain, such as a
+prompt's, leave one state behind the last of them. States are never written over, so whoever holds
+one has it for good: a pass that is abandoned half-way, or a commit, leaves the committed ones.
+Invariant: a state is that of exactly the positions that its `length` says.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.kernels.kv_commit import kv_commit_reference
+from offload.memory.plan import WIDE_STATES_BYTES
+from offload.model.kv_cache import KVCache
+from offload.model.recurrences import Inputs, Recurrence, RowInputs
+from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
+
+_CONVOLVED = "convolved"
+Steps = list[tuple[list[int], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What all layers hold behind the first `length` positions of a text; before any position that
+    is nothing.
+    """
+
+    length: int
+    # (R, C): the last inputs of a layer's convolution
+    tails: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)  # (1, ...)
+
+
+class PassRows:
+    """The rows of one text in one pass: first those that are certain, then those of the tree."""
+
+    def __init__(
+        self, num_certain: int, num_rows: int, base: Point, behind: Point, tree: RowTree
+    ) -> None:
+        self.num_certain = num_certain
+        self.num_rows = num_rows
+        self.base = base
+        self.behind = behind
+        self.tree = tree
+        # of the tree, earlier passes have run the others
+        self.first = len(tree) - (num_rows - num_certain)
+        self._steps = dict[tuple[bool, torch.device], Steps]()
+        self._places = dict[tuple[int, torch.device], Tensor]()
+
+    @property
+    def num_open(self) -> int:
+        """Rows of the tree in this pass."""
+        return self.num_rows - self.num_certain
+
+    @property
+    def end(self) -> int:
+        """Rows of the tree up to the last of this pass."""
+        return self.first + self.num_open
+
+    def places(self, num_taps: int, where: torch.device) -> Tensor:
+        """See `previous_inputs`; of the tree's rows in this pass."""
+        if (num_taps, where) not in self._places:
+            places = previous_inputs(self.tree.parents, num_taps)[self.first : self.end]
+            self._places[num_taps, where] = torch.from_numpy(places).to(where)
+        return self._places[num_taps, where]
+
+    def steps(self, where: torch.device, *, is_wide: bool) -> Steps:
+        """Rows of the tree in the order in which they run, those of earlier passes among them where
+        they are needed.
+        """
+        if (is_wide, where) not in self._steps:
+            needed = self.tree.with_ancestors(range(self.first, self.end))
+            found = self.tree.steps(needed, is_wide=is_wide)
+            self._steps[is_wide, where] = [(rows, torch.tensor(rows).to(where)) for rows in found]
+        return self._steps[is_wide, where]
+
+
+class RecurrentCache(KVCache):
+    """Keys and values, and states."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        gather: Callable[..., None] = kv_commit_reference,
+        send: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(num_layers, num_slots, gather, send)
+        self._here, self._mark, self._trunk = Point(0), Point(0), Point(0)
+        self._num_certain = 0
+        self._num_promised = 0
+        self._keeps_open = True
+        self._tree = RowTree()
+        self._mode: AbstractContextManager[Any] | None = None
+        self._kept = dict[int, RowInputs]()
+        self._num_taps = dict[int, int]()
+        self._recurrences = dict[int, tuple[Recurrence, dict[str, Any]]]()
+        self.is_exact = False
+        self.running: PassRows | None = None
+
+    def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
+        """See `KVCache`."""
+        self._num_promised = num_rows
+        self._keeps_open = keeps_others
+
+    def take_rows(self, sees_TU: Tensor, mode: AbstractContextManager[Any] | None) -> PassRows:
+        """See `KVCache`."""
+        num_rows, num_uncommitted = sees_TU.shape
+        if num_rows == num_uncommitted:
+            self._forget_rows()
+        self._mode = mode
+        self.is_exact = mode is not None
+        num_before = self._num_certain
+        base = self._trunk if num_before else self._here
+        behind = self._trunk
+        num_certain = 0
+        if num_uncommitted - num_rows == num_before:  # no open row stands before them
+            num_certain = max(0, min(self._num_promised, num_uncommitted) - num_before)
+        if num_certain:
+            self._num_certain = num_before + num_certain
+            behind = self._trunk = Point(self.length + self._num_certain)
+        elif not num_before:
+            behind = base
+        sees = sees_TU.cpu().numpy()
+        assert sees[num_certain:, : self._num_certain].all(), "what is certain lies on every path"
+        self._tree.add(sees[num_certain:, self._num_certain :])
+        self.running = PassRows(num_certain, num_rows, base, behind, self._tree)
+        return self.running
+
+    def convolve(
+        self, layer: int, rows: PassRows, own_TC: Tensor, weight_CR: Tensor, bias_C: Tensor | None
+    ) -> Tensor:
+        """Each row with the inputs before it on its path, (T, C): added up in float32, the oldest
+        first.
+        """
+        num_taps = weight_CR.shape[1]
+        num_certain = rows.num_certain
+        self._num_taps[layer] = num_taps
+        tail = rows.base.tails.get(layer)
+        tail = own_TC.new_zeros(num_taps - 1, own_TC.shape[1]) if tail is None else tail
+        outs = list[Tensor]()
+        if num_certain:
+            source = torch.cat([tail, own_TC[:num_certain]])
+            outs.append(
+                _sum_taps(
+                    [source[tap : tap + num_certain] for tap in range(num_taps)], weight_CR, bias_C
+                )
+            )
+            tail = rows.behind.tails[layer] = source[num_certain:].clone()
+        if rows.num_open:
+            source = torch.cat(
+                [tail, *self._earlier(layer, _CONVOLVED, rows), own_TC[num_certain:]]
+            )
+            places = rows.places(num_taps, own_TC.device)
+            outs.append(
+                _sum_taps([source[places[:, tap]] for tap in range(num_taps)], weight_CR, bias_C)
+            )
+            self._keep(layer, {_CONVOLVED: own_TC[num_certain:]}, rows)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def scan(self, layer: int, rows: PassRows, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Outputs (T, ...) of all rows, each behind the state of its parent."""
+        num_certain = rows.num_certain
+        outs = list[Tensor]()
+        state = _state_of(rows.base, layer, recurrence, inputs)
+        self._recurrences[layer] = recurrence, inputs.fixed
+        if num_certain:
+            certain = {name: row_T[:num_certain] for name, row_T in inputs.rows.items()}
+            out, state = recurrence.run(state, certain, inputs.fixed, is_exact=self.is_exact)
+            rows.behind.states[layer] = state
+            outs.append(out)
+        if rows.num_open:
+            own = {name: row_T[num_certain:] for name, row_T in inputs.rows.items()}
+            known = {
+                name: torch.cat([*self._earlier(layer, name, rows), row_T])
+                for name, row_T in own.items()
+            }
+            is_wide = len(known["x" if "x" in known else "key"]) * state.nbytes <= WIDE_STATES_BYTES
+            run = _by_levels if is_wide else _by_branches
+            steps = rows.steps(state.device, is_wide=is_wide)
+            out = run(recurrence, state, Inputs(known, inputs.fixed), steps, rows.tree.parents)
+            outs.append(out[rows.first : rows.end])
+            self._keep(layer, {name: own[name] for name in recurrence.kept}, rows)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _earlier(self, layer: int, name: str, rows: PassRows) -> list[Tensor]:
+        """Inputs of the tree's rows that earlier passes have run; what is not kept of them does not
+        matter.
+        """
+        if not rows.first:
+            return []
+        kept = self._kept[layer]
+        return [kept[name if name in kept else _STAND_IN[name]][: rows.first]]
+
+    def _keep(self, layer: int, inputs: RowInputs, rows: PassRows) -> None:
+        if not self._keeps_open:
+            return
+        kept = self._kept.setdefault(layer, {})
+        num_rows = rows.end
+        for name, row_T in inputs.items():
+            buffer = kept.get(name)
+            if buffer is None or len(buffer) < num_rows:
+                kept[name] = row_T.new_empty(num_rows, *row_T.shape[1:])
+                if buffer is not None:
+                    kept[name][: rows.first] = buffer[: rows.first]
+            kept[name][rows.first : num_rows] = row_T
+
+    @torch.inference_mode()
+    def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """See `KVCache`. A path begins with all rows that are certain, if it has any."""
+        num_certain = self._num_certain
+        assert not path or [*path[:num_certain]] == [*range(num_certain)], (
+            "what was promised is committed first"
+        )
+        here = self._here
+        mark = self._mark
+        if path:
+            rest = [row - num_certain for row in path[num_certain:]]
+            assert not rest or self._keeps_open, "inputs of these rows were not kept"
+            base = self._trunk if num_certain else self._here
+            with self._mode or nullcontext():
+                here = self._behind(base, rest, self.length + len(path))
+            mark = base if num_certain else mark
+            self._keep_rows(rest, [row - num_certain for row in kept])
+        else:
+            assert not kept or not num_certain, "rows that are certain are committed, or dropped"
+            self._keep_rows([], kept)
+        super().commit(path, kept)
+        self._mark = mark
+        self._here = here
+        self._trunk = Point(0)
+        self._num_certain = 0
+        self._num_promised = 0
+        self._keeps_open = True
+
+    def _behind(self, base: Point, path: Sequence[int], length: int) -> Point:
+        """The states behind a path of the tree, by its rows' inputs."""
+        self._tree.check(path)
+        point = Point(length, dict(base.tails), dict(base.states))
+        if not path:
+            return point
+        for layer, inputs in self._kept.items():
+            row_A = torch.tensor(path).to(next(iter(inputs.values())).device)
+            if _CONVOLVED in inputs:
+                own_AC = inputs[_CONVOLVED][row_A]
+                tail = base.tails.get(layer)
+                num_before = self._num_taps[layer] - 1
+                tail = own_AC.new_zeros(num_before, own_AC.shape[1]) if tail is None else tail
+                point.tails[layer] = torch.cat([tail, own_AC])[len(path) :].clone()
+            if layer in self._recurrences:
+                recurrence, fixed = self._recurrences[layer]
+                rows = {name: inputs[name][row_A] for name in recurrence.kept}
+                state = _state_of(base, layer, recurrence, Inputs(rows, fixed))
+                _, point.states[layer] = recurrence.run(state, rows, fixed, is_exact=True)
+        return point
+
+    def _keep_rows(self, path: Sequence[int], kept: Sequence[int]) -> None:
+        """Of the tree's rows only these are left, behind what was committed."""
+        if not kept:
+            self._tree = RowTree()
+            return
+        self._tree.keep(path, kept)
+        for inputs in self._kept.values():
+            for name, row_T in inputs.items():
+                inputs[name] = row_T[torch.tensor(kept).to(row_T.device)]
+
+    def _forget_rows(self) -> None:
+        """No row is open, and none certain that is not committed."""
+        self._trunk, self._num_certain, self._tree = Point(0), 0, RowTree()
+
+    def keepable(self, num_positions: int) -> int:
+        """See `KVCache`: states are there behind what is committed, and behind the last prompt."""
+        lengths = (self._here.length, self._mark.length)
+        return next((length for length in lengths if length <= num_positions), 0)
+
+    def point_at(self, length: int) -> Point:
+        """What layers hold behind so many positions, which must be `keepable`."""
+        known = next(
+            (point for point in (self._here, self._mark) if point.length == length), Point(0)
+        )
+        assert known.length == length, "states are there"
+        return known
+
+    def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """See `KVCache`; of as many positions as there are states for, see `point_at`."""
+        return super().states(self.keepable(most))
+
+    def clear(self, num_kept: int = 0) -> None:
+        """See `KVCache`; what has no states is forgotten as well."""
+        length = self.keepable(num_kept)
+        self.hold(self.point_at(length))
+        super().clear(length)
+
+    def hold(self, point: Point) -> None:
+        """Go on from these states, which belong to the positions that are there or about to be."""
+        self._forget_rows()
+        self._num_promised = 0
+        self._keeps_open = True
+        self._here = point
+        if self._mark.length > point.length:
+            self._mark = Point(0)
+
+    def restore(self, point: Point) -> None:
+        """Go on from states that lie in a file, or anywhere else; see `hold`."""
+        send = self._send or (lambda tensor: tensor)
+        own = (
+            {layer: send(one.clone()) for layer, one in kind.items()}
+            for kind in (point.tails, point.states)
+        )
+        self.hold(Point(point.length, *own))
+
+    def copy_from(self, other: KVCache, num_positions: int) -> None:
+        """See `KVCache`; as far as there are states."""
+        assert isinstance(other, RecurrentCache), "a cache of the same model"
+        length = other.keepable(num_positions)
+        super().copy_from(other, length)
+        self.hold(other.point_at(length))
+
+
+def _state_of(point: Point, layer: int, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+    """Of one layer, or what it begins with; from a file it comes as a row of numbers."""
+    start = recurrence.start(inputs)
+    state = point.states.get(layer)
+    return start if state is None else state.reshape(start.shape)
+
+
+_STAND_IN = {"query": "key", "C": "B", "z": "x"}  # of the same shape, where an output means nothing
+
+
+def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:
+    """What `conv1d` computes, in the type of the weight; each tap is (T, C)."""
+    sum_TC = taps[0].float() * weight_CR[:, 0].float()
+    for tap in range(1, len(taps)):
+        sum_TC += taps[tap].float() * weight_CR[:, tap].float()
+    if bias_C is not None:
+        sum_TC += bias_C.float()
+    return sum_TC.to(weight_CR.dtype)
+
+
+def _by_levels(
+    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
+) -> Tensor:
+    """Outputs of all rows; those of a level take one step together."""
+    outs = _Outputs(len(parents))
+    rows_before = [BASE]
+    before = base
+    for rows, row_W in steps:
+        place = {row: index for index, row in enumerate(rows_before)}
+        chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
+        own = {name: row_T[row_W] for name, row_T in inputs.rows.items()}
+        out, before = recurrence.step(before[chosen], own, inputs.fixed)
+        outs.put(row_W, out)
+        rows_before = rows
+    return outs.all()
+
+
+def _by_branches(
+    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
+) -> Tensor:
+    """Outputs of all rows, one by one; a state goes when its last child has begun."""
+    outs = _Outputs(len(parents))
+    states = {BASE: base}
+    num_waiting = Counter(parents[row] for rows, _ in steps for row in rows)
+    for (row,), row_W in steps:
+        parent = parents[row]
+        num_waiting[parent] -= 1
+        state = states[parent] if num_waiting[parent] else states.pop(parent)
+        own = {name: row_T[row_W] for name, row_T in inputs.rows.items()}
+        out, state = recurrence.step(state, own, inputs.fixed)
+        outs.put(row_W, out)
+        if num_waiting[row]:
+            states[row] = state
+    return outs.all()
+
+
+class _Outputs:
+    """(T, ...), filled in any order."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self._all = num_rows, torch.empty(0)
+
+    def put(self, row_W: Tensor, out: Tensor) -> None:
+        if not len(self._all):
+            self._all = out.new_zeros(self._num_rows, *out.shape[1:])
+        self._all[row_W] = out
+
+    def all(self) -> Tensor:
+        return self._all

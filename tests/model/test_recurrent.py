@@ -1,0 +1,304 @@
+"""Hybrids: layers with a state follow token trees, and every promise of a decoder holds for them as for any other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_families import config_of, greedy_choices, meta_model_of, tiny_model
+from tiny import VOCAB_SIZE, save
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.engine.build import resident_model
+from offload.engine.session import write_tensors
+from offload.memory.planner import ModelFiles, plan_memory, require_no_states
+from offload.model import recurrences
+from offload.model.meta import build_meta_model
+from offload.model.recurrent_cache import RecurrentCache
+from offload.model.streamed import StreamedModel
+
+KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear")
+NUM_NODES = {"none": 1, "chain:3": 4, "8x3": 8, "dynamic:16x4": 16}
+_HOW: dict[str, Any] = {"context": 160, "tree": "dynamic:16x4", "threads": 1}
+PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
+
+
+def prompt_of(num_tokens: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model of each kind of recurrence."""
+    return save(tiny_model(config_of(request.param)), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With states, and with convolutions before them."""
+    return save(tiny_model(config_of(request.param)), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_model(config_of("qwen3_5_text")), tmp_path_factory.mktemp("qwen"))
+
+
+@contextmanager
+def opened(folder: Path, *, tree: str = "8x3", context: int = 160, **more: Any) -> Iterator[offload.Decoder]:
+    """A decoder whose layers stream, and whose draft is the model itself."""
+    files, sizes = (open_checkpoint(folder),) * 2, {"context": context, "parallel": more.get("parallel", 1)}
+    sizes |= {"num_nodes": NUM_NODES[tree] * sizes["parallel"], "dtype": more.get("dtype", "auto")}
+    roomy = plan_memory(files, ram=1 << 40, experts="layers", **sizes)
+    ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+    how = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers"} | more
+    with offload.load(folder, folder, **how) as decoder:
+        yield decoder
+
+
+def forward(model: StreamedModel, cache: Any, parents: list[int], tokens: list[int]) -> torch.Tensor:
+    """One pass over a tree behind what is committed."""
+    sees_NN = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees_NN[node] |= sees_NN[parent]
+    position_N = sees_NN.sum(1) - 1 + cache.length
+    return model.forward(torch.tensor(tokens), position_N, sees_NN, cache)
+
+
+def path_to(node: int) -> list[int]:
+    return [*path_to(PARENTS[node]), node] if node >= 0 else []
+
+
+def assert_follows_trees(folder: Path) -> None:
+    """Every node of two trees, behind a prompt in two passes, against transformers over its path alone."""
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours, ids = resident_model(open_checkpoint(folder), "float32"), prompt_of(40)
+    cache = ours.new_cache(80)
+    for chunk in (ids[:23], ids[23:]):
+        cache.promise(len(chunk))
+        forward(ours, cache, [*range(-1, len(chunk) - 1)], chunk)
+        cache.commit(range(len(chunk)))
+    for step, end in enumerate((8, 10)):
+        tokens = prompt_of(len(PARENTS), seed=step)
+        logits_NV = forward(ours, cache, PARENTS, tokens)
+        for node in (0, 3, 5, 8, 9, 10):
+            path = [tokens[one] for one in path_to(node)]
+            with torch.inference_mode():
+                wanted_V = theirs(input_ids=torch.tensor([ids + path])).logits[0, -1]
+            torch.testing.assert_close(logits_NV[node], wanted_V, atol=2e-4, rtol=1e-4)
+        cache.commit(path_to(end))
+        ids += [tokens[one] for one in path_to(end)]
+    assert cache.length == len(ids)
+
+
+def test_trees_and_commits_equal_plain_decoding(folder: Path) -> None:
+    assert_follows_trees(folder)
+
+
+@pytest.mark.parametrize("mistake", ["a sibling's state", "a tail one input too short", "inputs of other rows"])
+def test_mistakes_would_show(mistake: str, qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "a sibling's state":
+        from offload.model.recurrent_rows import RowTree
+
+        add = RowTree.add
+        monkeypatch.setattr(RowTree, "add", lambda self, sees: (add(self, sees), _swap(self.parents)))
+    elif mistake == "a tail one input too short":
+        from offload.model import recurrent_cache
+
+        sum_taps = recurrent_cache._sum_taps
+        monkeypatch.setattr(recurrent_cache, "_sum_taps", lambda taps, *more: sum_taps([taps[1], *taps[1:]], *more))
+    else:
+        run = recurrences.GatedDelta.run
+        swapped = lambda self, state, rows, *more, **how: run(  # noqa: E731
+            self, state, {name: row_T.flip(0) for name, row_T in rows.items()}, *more, **how
+        )
+        monkeypatch.setattr(recurrences.GatedDelta, "run", swapped)
+    with pytest.raises(AssertionError):
+        assert_follows_trees(qwen)
+
+
+def _swap(parents: list[int]) -> None:
+    if len(parents) > 5:
+        parents[4] = 2
+
+
+def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
+    """In bfloat16, where every difference of order shows: texts and the chances of their tokens, for every tree."""
+    texts, trees = [], NUM_NODES if "qwen" in folder.name else ("none", "dynamic:16x4")
+    for tree in trees:
+        with opened(folder, tree=tree, dtype="bfloat16") as decoder:
+            assert decoder.invariance.holds, decoder.invariance.reason
+            got = decoder.generate(prompt_of(30), max_new_tokens=24, num_logprobs=2)
+            texts.append((got.token_ids, got.logprobs))
+    assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
+
+
+def test_a_step_that_depends_on_others_is_found_out(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what two rows get in one step differs in the last bit from what one gets."""
+    step = recurrences.GatedDelta.step
+
+    def other(self: Any, state: torch.Tensor, *more: Any) -> Any:
+        out, after = step(self, state, *more)
+        return (out if len(out) == 1 else out * (1 + 1e-6)), after
+
+    monkeypatch.setattr(recurrences.GatedDelta, "step", other)
+    with opened(qwen, dtype="float32") as decoder:
+        assert not decoder.invariance.holds and "tree" in decoder.invariance.reason
+
+
+@pytest.mark.parametrize("is_resident", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 5, 130])
+def test_prompts_of_any_length_are_read(num_tokens: int, is_resident: bool, qwen: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    more = {"ram": "2GiB"} if is_resident else {}
+    with opened(qwen, tree="dynamic:16x4", context=200, **more) as decoder:
+        new_ids = decoder.generate(prompt_of(num_tokens), max_new_tokens=48).token_ids
+    assert new_ids == greedy_choices(theirs, new_ids, prompt_of(num_tokens))
+
+
+def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> None:
+    num_layers = 0
+
+    def on_layer() -> None:
+        nonlocal num_layers
+        num_layers += 1
+        if num_layers in (3, 14, 23):
+            raise KeyboardInterrupt
+
+    prompt = prompt_of(30)
+    with opened(model) as decoder:
+        wanted = decoder.generate(prompt, max_new_tokens=24).token_ids
+    with opened(model, on_layer=on_layer) as decoder:
+        sequence = decoder.begin(prompt, offload.Sampling(), shape=decoder.tree_choice(offload.Sampling()).shape)
+        num_broken = 0
+        while len(sequence.new_ids) < 24:
+            try:
+                decoder.step(sequence)
+            except KeyboardInterrupt:
+                num_broken += 1
+        assert sequence.new_ids[:24] == wanted and num_broken == 3
+
+
+def test_a_text_goes_on_from_its_end_or_from_its_prompt(model: Path) -> None:
+    """As turns of a chat do; what has no state is read again."""
+    prompt, more = prompt_of(30), prompt_of(9, seed=3)
+    with opened(model) as decoder:
+        first = decoder.generate(prompt, max_new_tokens=12).token_ids
+        whole = [*prompt, *first, *more]
+        cases = {"its end": (whole, len(prompt) + 11), "an edit": ([*prompt, *more], 29), "another": (more, 0)}
+        for text, num_kept in cases.values():
+            run = decoder.run(text, offload.Sampling(), max_new_tokens=10, continues=True)
+            assert run.sequence.stats.num_kept_tokens == num_kept
+            assert "".join(run) == run.result().text
+            fresh = decoder.generate(text, max_new_tokens=10).token_ids
+            assert run.result().token_ids == fresh
+            decoder.generate(prompt, max_new_tokens=12)
+
+
+def test_texts_share_passes_and_the_state_of_a_prompt(model: Path) -> None:
+    prompts = [prompt_of(30), prompt_of(41, seed=5)]
+    with opened(model) as decoder:
+        wanted = [decoder.generate(prompt, max_new_tokens=16, temperature=0.8, seed=4).token_ids for prompt in prompts]
+        wanted.append(decoder.generate(prompts[1], max_new_tokens=16, temperature=0.8, seed=5).token_ids)
+    with opened(model, parallel=2) as decoder:
+        got = [one.token_ids for one in decoder.generate(prompts, max_new_tokens=16, temperature=0.8, seed=4)]
+        assert got == wanted[:2]
+        samples = decoder.generate(prompts[1], num_samples=2, max_new_tokens=16, temperature=0.8, seed=4)
+        assert [one.token_ids for one in samples] == wanted[1:]
+
+
+def test_scores_of_texts_are_transformers(qwen: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    start = prompt_of(20)
+    texts = [([*start, *prompt_of(6, seed)], 20) for seed in (2, 3, 4)]
+    with opened(qwen) as decoder:
+        for (tokens, first), score in zip(texts, decoder.score_texts(texts), strict=True):
+            with torch.inference_mode():
+                logprobs_TV = theirs(input_ids=torch.tensor([tokens])).logits[0].log_softmax(1)
+            wanted = sum(float(logprobs_TV[at - 1, tokens[at]]) for at in range(first, len(tokens)))
+            assert score.logprob == pytest.approx(wanted, abs=1e-3)
+
+
+def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
+    shape, model = model_shape(open_checkpoint(folder), "float32"), resident_model(open_checkpoint(folder), "float32")
+    cache = model.new_cache(80)
+    assert isinstance(cache, RecurrentCache)
+    cache.promise(30)
+    forward(model, cache, [*range(-1, 29)], prompt_of(30))
+    cache.commit(range(30))
+    forward(model, cache, PARENTS, prompt_of(len(PARENTS)))
+    kept = sum(one.nbytes for inputs in cache._kept.values() for one in inputs.values())
+    point = cache.point_at(30)
+    assert sum(one.nbytes for one in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
+    assert max([one.nbytes for one in point.states.values()], default=0) == shape.recurrent.largest_bytes
+    assert 0 < kept <= len(PARENTS) * shape.recurrent.kept_bytes
+
+
+def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with opened(qwen) as decoder:
+        decoder.generate(prompt_of(30), max_new_tokens=4)
+        decoder.save_session(path)
+        tensors = load_file(path)
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            notes = {key: value for key, value in file.metadata().items() if key != "crc32"}
+        for name, other in (("target.states.0", tensors["target.states.0"][1:]), ("target.tails.1", None)):
+            wrong = {key: one for key, one in tensors.items() if key != name} | ({} if other is None else {name: other})
+            write_tensors(path, notes, wrong)
+            with pytest.raises(offload.UserError, match="states"):
+                decoder.load_session(path)
+
+
+def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
+    config = config_of("qwen3_5_text").to_dict()
+    config["layer_types"] = ["linear_attention", "holographic", "full_attention", "full_attention"]
+    with pytest.raises(offload.UserError, match="holographic"):
+        build_meta_model(Checkpoint(tmp_path, config, (), {}), torch.float32)
+
+
+def test_a_family_without_the_functions_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers that are older or newer may have them otherwise."""
+    from offload.model import recurrent
+
+    monkeypatch.setattr(recurrent, "KINDS", ())
+    recurrent._follower_of.cache_clear()
+    try:
+        with pytest.raises(offload.UserError, match="linear_attention, whose state cannot be rolled back"):
+            meta_model_of(config_of("qwen3_next"), tmp_path)
+    finally:
+        recurrent._follower_of.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_experts_come_one_by_one_beside_states(kind: str, tmp_path: Path) -> None:
+    save(tiny_model(config_of(kind)), tmp_path)
+    texts = []
+    for experts in ("layers", "demand"):
+        with offload.load(tmp_path, tmp_path, ram="1GiB", experts=experts, **_HOW) as decoder:
+            texts.append(decoder.generate(prompt_of(30), max_new_tokens=16).token_ids)
+            assert decoder.plan.has_experts == (experts == "demand")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("draft_dtype", ["int8", "int4"])
+def test_a_copy_of_itself_in_few_bits_drafts(draft_dtype: str, qwen: Path) -> None:
+    with offload.load(qwen, f"self:{draft_dtype}", ram="1GiB", **_HOW) as decoder:
+        got = decoder.generate(prompt_of(30), max_new_tokens=24)
+    theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
+    assert got.token_ids == greedy_choices(theirs, got.token_ids, prompt_of(30))
+    assert got.stats.tokens_per_sweep > 1.5
+
+
+def test_ranks_are_refused(qwen: Path) -> None:
+    with pytest.raises(offload.UserError, match="states stay on one rank: leave `ranks` out"):
+        require_no_states(ModelFiles(open_checkpoint(qwen)), "auto")
