@@ -1,10 +1,10 @@
-"""The first sight of a model's weights: numbers that are not finite, or odd, are told of by the
-names of their tensors.
+"""A scan of a model's weights on their first read: tensors with odd or non-finite numbers are named.
 
 Readers look at what they have just read, which is still in the processor's cache, and at every part
-once: a reader waits for the disk most of its time, so that nobody waits for it. Invariant: nothing
-    is refused here. Whether such a
-number matters shows in the scores, and a draft's changes no text.
+once: a reader waits for the disk most of its time, so that nothing waits for the scan.
+
+Invariant: nothing is refused here. Whether such a number matters shows in the scores, and a draft's
+changes no text.
 """
 
 from bisect import bisect_right
@@ -47,8 +47,8 @@ class WeightScan:
     """Looks at the weights of a checkpoint as they are read, in any thread.
 
     Args:
-        found: hears, once and in the thread that reads, of tensors with numbers that are not
-            finite, the first few.
+        found: called once, in the thread that reads, with the first few tensors that have numbers
+            that are not finite.
     """
 
     def __init__(self, checkpoint: Checkpoint, found: Callable[[str], None]) -> None:
@@ -74,8 +74,9 @@ class WeightScan:
         )
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """At bytes (uint8) of a file from byte `lo` on; a number, or block of them, that ends
-        outside is left out.
+        """Look at bytes (uint8) of a file from byte `lo` on.
+
+        A number, or block of numbers, that ends outside is left out.
         """
         # one number: of a large model there are many parts
         part = (shard << 48 | lo) << 32 | len(stored)
@@ -91,7 +92,7 @@ class WeightScan:
 
     @property
     def notes(self) -> list[str]:
-        """What is odd about finite tensors of which all has been seen, for the user."""
+        """Return what is odd about finite tensors of which all has been seen, for the user."""
         with self._lock:
             tops = {key: seen for key, seen in self._tops.items() if key not in self._damaged}
             found = [
@@ -127,14 +128,12 @@ class WeightScan:
 
 
 def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
-    """Ranges that lie apart, with one more, which takes in those that it meets: what is read twice
-    is seen once.
-    """
+    """Return ranges that lie apart, joined with one more: what is read twice is seen once."""
     met = [one for one in seen if one[0] <= hi and lo <= one[1]]
     ends = [lo, hi, *(end for one in met for end in one)]
     return [*(one for one in seen if one not in met), (min(ends), max(ends))]
 
 
 def has_zeros(directory: Path) -> bool:
-    """Whether a folder says that `inflate` has written it, which pads matrices with zeros."""
+    """Return whether a folder says that `inflate` has written it, which pads matrices with zeros."""
     return (directory / INFLATED).is_file()
