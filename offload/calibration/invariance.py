@@ -1,6 +1,6 @@
 """Whether a row has the same bits on this machine whatever stands beside it.
 
-Nobody promises that. Row sizes of products are found by trial (`model/row_sizes.py`); here one
+No library promises that. Row sizes of products are found by trial (`model/row_sizes.py`); here one
 layer is run with its real weights, once with all rows and in parts, and its activation functions
 are computed again for fewer rows.
 """
@@ -35,12 +35,12 @@ class Invariance(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """So far: a later layer may have a product that is refused."""
+        """Whether it holds so far: a later layer may have a product that is refused."""
         return self.rows is not None and not self.rows.num_refused
 
 
 class _DifferError(Exception):
-    """Two ways to compute a row gave different bits; says of what."""
+    """Two ways to compute a row gave different bits; the message says of what."""
 
 
 def make_invariant(
@@ -88,12 +88,12 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
 
 
 def _length(stated: Any) -> int:
-    """0 for what is none: transformers does not look at every length that a config.json may have."""
+    """Return a length of config.json, 0 for what is none: transformers does not check all of them."""
     return stated if type(stated) is int else 0
 
 
 def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> InvariantRows:
-    """What makes it so from now on. Raises `_DifferError`."""
+    """Return what makes the model invariant from now on. Raises `_DifferError`."""
     most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
@@ -121,7 +121,7 @@ def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> I
 
 
 def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
-    """Scores of all rows of a chain, taken in by passes of so many rows."""
+    """Return scores of all rows of a chain, taken in by passes of so many rows."""
     parts = []
     for part_T in token_T.split(list(cut)):
         position_T = torch.arange(len(part_T)) + cache.length
