@@ -1,6 +1,4 @@
-"""What a few minutes with a GPU are spent on, in order of value: the first steps prove most per
-second.
-"""
+"""What a few minutes with a GPU are spent on, in order of value per second."""
 
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -12,7 +10,7 @@ _OF_KERNELS += "calibration/test_kernel_selection"
 
 
 class Step(NamedTuple):
-    """One child process; `{rows}` and `{out}` in its command are the file of rows and the folder."""
+    """One child process; `{rows}` and `{out}` in its command stand for the file and the folder."""
 
     name: str
     command: tuple[str, ...]  # behind the interpreter
@@ -28,8 +26,9 @@ def _bench(name: str, *flags: str) -> tuple[str, ...]:
 
 
 def _tests(names: str, *flags: str) -> tuple[str, ...]:
-    """Those that only a device can run, named file by file: one of the others registers a device of
-    its own.
+    """Return the tests that only a device can run, file by file.
+
+    One of the other files registers a device of its own.
     """
     usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
     rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
@@ -47,8 +46,9 @@ ON_HOST = ("--device", "pretend")
 
 
 def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """The table on this machine; `many` layers of the synthetic model are for what is left of a
-    second call.
+    """Return the table on this machine.
+
+    `many` layers of the synthetic model are for what is left of a second call.
     """
     place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)

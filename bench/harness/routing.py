@@ -1,9 +1,8 @@
-"""Which experts each token of a text is routed to, and the passes that decoding such a text would
-be made of.
+"""Which experts each token of a text is routed to, and the passes of decoding such a text.
 
-Either recorded while a model reads texts, or made up: experts have a popularity that changes with
-the subject, tokens nearby resemble each other, and the first layer knows no popularity, as is seen
-in trained models.
+Routing is recorded while a model reads texts, or made up: experts have a popularity that changes
+with the subject, tokens nearby resemble each other, and the first layer knows no popularity, as is
+seen in trained models.
 """
 
 import random
@@ -17,7 +16,7 @@ ACCEPTANCE = 0.8  # of a guess whose predecessors were right
 
 
 class Routing(NamedTuple):
-    """What some texts in a row were routed to."""
+    """The experts that some texts in a row were routed to."""
 
     chosen_TLK: np.ndarray  # ids of experts, by token, layer and rank
     num_experts: int  # of a layer
@@ -38,9 +37,7 @@ class Pass(NamedTuple):
 
 
 class MadeUp(NamedTuple):
-    """How routing is made up; the strengths are those of normal numbers that are added to a token's
-    own.
-    """
+    """How routing is made up; the strengths are of normal numbers added to a token's own."""
 
     num_layers: int = 12
     num_experts: int = 128
@@ -54,7 +51,7 @@ class MadeUp(NamedTuple):
 
 
 def made_up(how: MadeUp, seed: int = 0) -> Routing:
-    """Texts on one subject each, one after the other."""
+    """Return texts on one subject each, one after the other."""
     rng = np.random.default_rng(seed)
     shape = (how.num_layers, how.num_experts)
     strength_L1 = np.ones((how.num_layers, 1))
@@ -73,7 +70,7 @@ def made_up(how: MadeUp, seed: int = 0) -> Routing:
 
 
 def recorded(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> Routing:
-    """What a model of `transformers` is routed to while it reads these texts, given as token ids.
+    """Return what a model of `transformers` is routed to while it reads these token ids.
 
     Every module named `experts` is called with the ids of the chosen ones second.
     """
@@ -101,11 +98,10 @@ def recorded(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> Routing:
 def passes(
     routing: Routing, num_rows: int, seed: int = 0, *, prompt_tokens: int = 0
 ) -> Iterator[Pass]:
-    """Decoding of every text with `num_rows` rows a pass: the accepted ones go on with the text,
-    others are rejected.
+    """Yield the passes of decoding every text with `num_rows` rows a pass.
 
-    A rejected row is routed like any other token of its text. The first `prompt_tokens` of a text
-    are one pass.
+    The accepted rows go on with the text, others are rejected. A rejected row is routed like any
+    other token of its text. The first `prompt_tokens` of a text are one pass.
     """
     rng = random.Random(seed)
     num_all = len(routing.chosen_TLK)

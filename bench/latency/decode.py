@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one token per sweep, to which temperature and rule are all one."""
+        """Whether it is one token per pass, for which temperature and rule do not matter."""
         return self.tree == "none"
 
     @property
@@ -85,7 +85,7 @@ class Effort:
     rules: tuple[str, ...] = ("match",)
 
     def cases(self) -> list[Case]:
-        """All of them, the baseline once and first; a static tree where a rule keeps distributions."""
+        """Return all cases, the baseline once and first; a static tree where a rule needs one."""
         every = product(self.temperatures, self.rules, self.trees)
         plain, *others = dict.fromkeys(
             Case(at, rule, tree_under(rule, tree)) for at, rule, tree in every
@@ -123,7 +123,7 @@ class Timed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Everything, unproved."""
+    """All runs, unproved."""
 
     runs: list[Timed]
     written: list[Written]
@@ -143,10 +143,10 @@ def measure(
     trace: bool = False,
     others: Mapping[str, Decoder] = MappingProxyType({}),
 ) -> Measured:
-    """All runs, prompt by prompt.
+    """Measure all runs, prompt by prompt.
 
     Args:
-        note: hears of every run when it is over, before its tokens are proved.
+        note: gets every run when it is over, before its tokens are proved.
         others: decoders of the cases that name their sources.
     """
     cases = effort.cases()
@@ -200,7 +200,7 @@ def open_for(setting: Setting, effort: Effort, **options: Any) -> Decoder:
 def timed_run(
     decoder: Decoder, prompt_ids: list[int], case: Case, num_tokens: int, *, seed: int
 ) -> tuple[list[Burst], Generation]:
-    """One generation with the moments at which its bursts arrived."""
+    """Run one generation; note the moments at which its bursts arrived."""
     sampling = Sampling(temperature=case.temperature, seed=seed)
     run = decoder.run(
         prompt_ids, sampling, max_new_tokens=num_tokens, tree=case.tree, rule=case.rule
@@ -216,8 +216,9 @@ def timed_run(
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
-    """One row per case, in the order of the runs; speed-ups are against the baseline, which comes
-    first.
+    """Return one row per case, in the order of the runs.
+
+    Speed-ups are against the baseline, which comes first.
     """
     cases = dict.fromkeys(run.case for run in runs)
     plain, *rows = [_row(case, [run for run in runs if run.case == case]) for case in cases]
@@ -275,7 +276,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
 
 
 def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
-    """Ratios, prompt by prompt: absolute speed is the disk's affair."""
+    """Return ratios, prompt by prompt: absolute speed depends on the disk."""
     guards = {}
     for row in rows:
         if "speedup" in row:
@@ -324,16 +325,12 @@ def _hungriest(rules: Sequence[str]) -> str:
 
 
 def tree_under(rule: str, tree: str) -> str:
-    """Dynamic trees are not for rules that keep distributions: the static one within the same
-    bounds then.
-    """
+    """Return the tree for a rule; one that keeps distributions gets the static one."""
     return tree.removeprefix("grown:") if drafting_of(rule).keeps_distributions else tree
 
 
 def _largest(cases: Sequence[Case]) -> str:
-    """The tree that memory must be planned for; `auto` finds its own size, and the others must fit
-    beside it.
-    """
+    """Return the tree to plan memory for; `auto` finds its own size, and others must fit too."""
     trees = [tree_under(_hungriest([case.rule for case in cases]), case.tree) for case in cases]
     return "auto" if "auto" in trees else max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
@@ -425,7 +422,7 @@ def main(
 def run(
     bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt], trace: bool
 ) -> Measured:
-    """Say the ceiling, then measure all runs; unproved."""
+    """Print the ceiling, then measure all runs; unproved."""
     say_floor(setting)
     with bench.screen as screen, open_for(setting, effort) as decoder:
         say_floor(setting, decoder.plan)

@@ -1,7 +1,6 @@
-"""Clients of a server: whole answers and streams, some left in the middle, some requests that are
-refused.
+"""Clients of a server: whole answers and streams, some left in the middle, some refused.
 
-Invariant: what came is told as it came. Whether it is right is found out later, when nothing is
+Invariant: answers are kept as they came. Whether they are right is found out later, when nothing is
 measured any more.
 """
 
@@ -117,7 +116,7 @@ class Clients:
             )
 
     def _follow(self, name: int, response: Iterable[bytes], most: int | None) -> None:
-        """A stream to its end, or to as many pieces."""
+        """Follow a stream to its end, or to as many pieces."""
         text = ""
         num_pieces = 0
         is_whole = False

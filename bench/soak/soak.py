@@ -1,10 +1,10 @@
-"""Hours: a server with clients and a process that opens and closes models, both watched, and every
-text proved.
+"""Hours: a server with clients and a process that opens and closes models, every text proved.
 
 A quarter of all texts is broken off. Now and then everything stops, both processes are looked at,
 and it goes on.
-Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; what
-is told by its share of a longer text must be the beginning of the right one.
+
+Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; a text
+that was broken off must be the beginning of the right one.
 """
 
 import json
@@ -111,7 +111,7 @@ class Server:
         )
 
     def close(self) -> int:
-        """Its exit status."""
+        """End the server; return its exit status."""
         self.clients.close()
         self.process.terminate()
         try:
@@ -138,7 +138,7 @@ class Library:
         self._folder = folder
 
     def look(self, time_s: float) -> Sample:
-        """At the end of its round, which is waited for."""
+        """Sample the process at the end of its round, which is waited for."""
         self._finish_round()
         return look(
             self.process.pid, self.temporary, time_s, sum(len(text.new_ids) for text in self.texts)
@@ -172,7 +172,7 @@ class Library:
 
 
 class Soaked(NamedTuple):
-    """What was seen."""
+    """The samples and texts of a soak."""
 
     samples: dict[str, list[Sample]]  # of each process
     texts: list[Told]
@@ -232,7 +232,7 @@ def _both(
 
 
 def prove(bench: Bench, setting: Setting, model: Path, soaked: Soaked) -> Any:
-    """Every token of both. Raises `WrongTokenError` and `UserError`."""
+    """Prove every token of both. Raises `WrongTokenError` and `UserError`."""
     table = wishes()
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
         ids = [wish.ids(decoder) for wish in table]
@@ -261,7 +261,7 @@ def prove(bench: Bench, setting: Setting, model: Path, soaked: Soaked) -> Any:
 
 
 def require_right(answer: Answer, right: str) -> None:
-    """Raises `WrongTokenError`; of a text that was left the end may lack."""
+    """Raise `WrongTokenError` for a wrong text; one that was left may lack its end."""
     is_right = answer.text == right if answer.is_whole else right.startswith(answer.text)
     if not is_right:
         raise WrongTokenError(
@@ -338,9 +338,7 @@ def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
 
 
 def _least_ram(setting: Setting) -> int:
-    """The least that works for the largest of what is opened, so that nearly everything is
-    streamed.
-    """
+    """Return the least budget for the largest of what is opened, so that nearly all is streamed."""
     assert setting.draft is not None
     files = ModelFiles(open_headers(setting.target), open_headers(setting.draft))
     plan = partial(
@@ -355,7 +353,7 @@ def _start(what: Sequence[str], temporary: Path, **pipes: Any) -> subprocess.Pop
 
 
 def _tail(folder: Path, process: str) -> str:
-    """The end of what it said on standard error."""
+    """Return the end of a process's standard error."""
     return " ".join((folder / f"{process}.log").read_text(errors="replace").split())[-300:]
 
 
