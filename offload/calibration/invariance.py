@@ -88,7 +88,7 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
 
 
 def _length(stated: Any) -> int:
-    """Return a length of config.json, 0 for what is none: transformers does not check all of them."""
+    """Return a length of config.json, 0 for none: transformers does not check all of them."""
     return stated if type(stated) is int else 0
 
 
@@ -132,7 +132,7 @@ def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KV
 
 
 class _CheckedRows(InvariantRows):
-    """Computes activations again with fewer rows, beside others, and with every number of threads."""
+    """Computes activations again: fewer rows, beside others, every number of threads."""
 
     is_checking = True
 

@@ -1,4 +1,4 @@
-"""Quick calibration: what is known of a pair of models on this machine before the first weight pass.
+"""Quick calibration: what is known of a pair of models here before the first weight pass.
 
 `auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` tells
 the first two; disks drift by the hour, so the link is measured in any case. Without a profile,

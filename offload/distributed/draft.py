@@ -127,7 +127,7 @@ class DraftTree:
         self._numbers, self._news = count(1), list[tuple[DraftNode, int]]()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Move the root down to the last of these tokens; those that were not guessed are new nodes."""
+        """Move the root down to the last of these tokens; unguessed ones are new nodes."""
         path = list[DraftNode]()
         for token in tokens:
             self._learn(token)
@@ -145,7 +145,7 @@ class DraftTree:
             node.row = row
 
     def best(self, num_nodes: int, least_f: float, least_p: float) -> BestNodes:
-        """Return at most `count` best nodes that were not told yet, on paths that meet the cut-offs."""
+        """Return the best nodes not told yet, on paths that meet the cut-offs."""
         nodes = list[DraftNode]()
         to_run = list[DraftNode]()
         num_seen = 0

@@ -1,4 +1,4 @@
-"""The head of a pipeline: it writes the text, and says what stages compute and what the draft guesses.
+"""The head of a pipeline: it writes the text, and orders what stages and draft compute.
 
     begin     RESET, the prompt in runs of up to 512 rows, each committed at once: stages overlap
               without any guess
@@ -47,7 +47,7 @@ class CutOff(Protocol):
     """A rule for the least chance of guesses, which is told what has come of earlier ones."""
 
     def least(self, token_s: float) -> Least:
-        """Return the least chances now, where a token takes `token_s` seconds; 0 is not known yet."""
+        """Return the least chances now; a `token_s` of 0 is not known yet."""
 
     def speculated(self) -> None:
         """Note that guesses have come."""
@@ -60,8 +60,9 @@ class CutOff(Protocol):
 
 
 class Price:
-    """A row has to be worth its time: f >= (seconds of one more row at the slowest stage) /
-    (seconds of a token).
+    """The price of a row: f must reach (seconds of one more row) / (seconds of a token).
+
+    The row's seconds are those at the slowest stage.
     """
 
     def __init__(self, row_s: float) -> None:
@@ -147,7 +148,7 @@ class TokenTime:
         self._last_s: float | None = None
 
     def begin(self) -> None:
-        """Begin a text whose first tokens take as long as the prompt; what was known still holds."""
+        """Begin a text; its first tokens take as long as the prompt, what was known holds."""
         self._last_s = None
 
     def emitted(self, num: int, now_s: float) -> None:

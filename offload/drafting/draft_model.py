@@ -37,7 +37,10 @@ class Draft:
         return self._vocab_size
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
-        """Run the committed tokens that the cache lacks, the root last; return the root's scores (1, V)."""
+        """Run the committed tokens that the cache lacks; return the root's scores (1, V).
+
+        The root is the last of them.
+        """
         for chunk in self._missing(tokens).split(_CHUNK):
             logits = self._run_committed(chunk, num_logits=1)
         return self._as_wide_as_target(logits)

@@ -50,7 +50,7 @@ _PRIOR_TRUST = {"lookup": 1.0}
 NO_DRAFT = -1
 # observations that the prior is worth
 _PRIOR_COUNT = 4.0
-# share of all losses that is kept from one observation to the next: a text may turn from prose to code
+# share of losses kept from one observation to the next: a text may turn from prose to code
 _KEPT = 0.99
 # chance of a token that no source has
 UNSAID = 1e-3

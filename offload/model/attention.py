@@ -1,5 +1,4 @@
-"""Attention of token trees: masks from ancestors, and an attention function that folds grouped
-queries.
+"""Attention of token trees: masks from ancestors, and a function that folds grouped queries.
 
 Query heads that share a key/value head become rows of one, so keys and values are read once and
 never repeated. The function is registered with transformers under `NAME`; families that change the
@@ -110,7 +109,7 @@ def folded_attention(
 def _parts(
     folded: Tensor, mask: Tensor | None, group: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield folded rows with their masks, in parts where a mask for all heads would be too large."""
+    """Yield folded rows with their masks, in parts where one mask would be too large."""
     if mask is None or group == 1 or mask.shape[1] != 1:
         yield folded, _folded_mask(mask, group)
         return
@@ -165,7 +164,7 @@ def biased_attention(
     position_bias: Tensor,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `folded_attention` does, with a `position_bias` (1, H, T, S) by position, not row."""
+    """Attend like `folded_attention`, with a `position_bias` (1, H, T, S) by position."""
     mask = position_bias if attention_mask is None else position_bias + attention_mask
     return folded_attention(module, query, key, value, mask, **more)
 

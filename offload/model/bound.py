@@ -1,4 +1,4 @@
-"""A meta model and where its weights come from: parameters are views of slabs, or expanded from them.
+"""A meta model and its weights: parameters are views of slabs, or expanded from them.
 
 The model is built without storage. A decoder layer's parameters become views of a slab just before
 it runs and are taken away right after; embeddings, final norm and head are bound once, as are all
@@ -138,7 +138,7 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """The first layer that is like most others: one with routed experts where these come alone."""
+        """The first layer that is like most: with routed experts where these come alone."""
         return next(iter(self._experts_of), 0)
 
     def read_rest(
@@ -296,14 +296,14 @@ class BoundModel:
             )
 
     def close(self) -> None:
-        """Take the hooks off: they refer back to this model, and the cycle would hold its weights."""
+        """Take the hooks off: they refer back to this model, a cycle that would hold weights."""
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
         self.drop_experts()
 
     def _move_buffers(self) -> None:
-        """Move what a family computes at construction (rotary frequencies, scales) where it is used."""
+        """Move what a family computes at construction (rotary frequencies) where it is used."""
         for module in self.meta_model.modules():
             place = _HOST if module in self._tables else self.place
             for key, buffer in module._buffers.items():
@@ -318,7 +318,7 @@ class BoundModel:
         release(index)
 
     def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the meta model's type for `name`: the compute type, or fp32 where a family insists."""
+        """Return the meta model's type of a parameter: the compute type, or fp32 where insisted."""
         return next(
             (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
         )

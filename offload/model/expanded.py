@@ -1,4 +1,4 @@
-"""Weights that are stored coded: expanded just before the module that owns them runs, gone after it.
+"""Weights that are stored coded: expanded just before their module runs, gone after it.
 
 Modules run one after another, so one scratch serves all of them: it is as large as what the largest
 module owns. What is streamed and what stays are words as they are stored; companions are prepared
@@ -136,7 +136,7 @@ class ExpandedWeights:
 
         What was coded is valid until anything else is expanded.
         """
-        # nothing of it is a product that somebody would watch
+        # none of this is a product for a torch-function mode to watch
         with torch._C.DisableTorchFunction():
             weights = {
                 name: view_of(sent, record, name).to(self._dtype) for name in record.parameters
@@ -205,7 +205,7 @@ class ExpandedWeights:
 
     def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
         sent = self._sent[layer]
-        # nothing of it is a product that somebody would watch
+        # none of this is a product for a torch-function mode to watch
         with torch._C.DisableTorchFunction():
             for place, parts, lo in parameters:
                 out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()]

@@ -73,7 +73,7 @@ def find_experts(
 def sample_of(
     records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device
 ) -> Bring:
-    """Let a few of these stand for all experts, to try and to time before there is room for more."""
+    """Let a few of these stand for all experts, to try and to time before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [
         (record, torch.from_numpy(fetch(record)[record.sent]).to(place))

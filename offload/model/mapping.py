@@ -201,9 +201,7 @@ def _placed(
 def _fused(
     where: str, parameter: str, found: _Found, converter: WeightConverter
 ) -> list[TensorEntry]:
-    """Those of a stack of experts: expert by expert, and within one expert in the order of the
-    converter's patterns.
-    """
+    """Return the tensors of a fused parameter: expert by expert, in the converter's order."""
     kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if kinds not in (
         [(MergeModulelist, 0)],
@@ -234,7 +232,7 @@ def _fused(
 
 
 def _check_numbers(where: str, parameter: str, found: _Found) -> None:
-    """Require the experts of each pattern to be 0, 1, 2, ...: behind a gap all would be misplaced."""
+    """Require experts 0, 1, 2, ... of each pattern: behind a gap all would be misplaced."""
     numbers = defaultdict[str | None, list[int]](list)
     for pattern, name, _ in found:
         numbers[pattern] += map(int, _EXPERT.findall(name)[-1:])

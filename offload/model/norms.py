@@ -1,4 +1,4 @@
-"""Root-mean-square norms of a Hugging Face model, found by what they compute, given to one function.
+"""Root-mean-square norms of a Hugging Face model, found by what they compute.
 
 Families write the same norm in a few forms. A module's form is found on numbers: its own code and
 the reference of a form must give the same bits, in half precision, where the forms round

@@ -94,7 +94,7 @@ class ForecastPass(NamedTuple):
     seconds: float
     # the network alone
     exchange_s: float
-    # from the end of one to that of the next, with one in flight for every stage; `seconds` for shards
+    # from one end to the next, with a pass in flight for every stage; for shards as `seconds`
     cycle_s: float
     # bytes that each rank sends
     sent_bytes: tuple[int, ...]
@@ -305,7 +305,7 @@ def _one_way(
 
 
 def _batches(request: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
-    """Return what a run of stages holds: as many guesses as the slowest computes almost for free."""
+    """Return the tree of a run of stages: the guesses that the slowest computes almost free."""
     seconds = [
         max(map(max, zip(*_stage_times(request, layout, rows), strict=True))) for rows in TIMED_ROWS
     ]

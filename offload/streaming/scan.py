@@ -1,4 +1,4 @@
-"""A scan of a model's weights on their first read: tensors with odd or non-finite numbers are named.
+"""A scan of a model's weights on their first read: odd or non-finite numbers are named.
 
 Readers look at what they have just read, which is still in the processor's cache, and at every part
 once: a reader waits for the disk most of its time, so that nothing waits for the scan.
@@ -135,5 +135,5 @@ def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
 
 
 def has_zeros(directory: Path) -> bool:
-    """Return whether a folder says that `inflate` has written it, which pads matrices with zeros."""
+    """Return whether `inflate` has written a folder: it pads matrices with zeros."""
     return (directory / INFLATED).is_file()

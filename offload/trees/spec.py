@@ -96,7 +96,7 @@ class TreeSpec:
                 return sequences(self.count, self.depth)
 
     def check_rule(self, rule: str) -> None:
-        """Refuse a rule that needs a tree whose growth looks at no drawn token. Raises `UserError`."""
+        """Refuse a rule that needs growth to look at no drawn token. Raises `UserError`."""
         if self.kind == "dynamic" and drafting_of(rule).keeps_distributions:
             raise UserError(
                 f"`tree` {self.label} looks at the tokens it proposes and rule {rule} is exact only without that: "
