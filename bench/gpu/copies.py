@@ -23,19 +23,23 @@ from offload.streaming.device import CudaDevice
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, PinningMethod, open_pinned_allocator
 
-LAYER_BYTES = 1_711_000_000  # of Llama-2-70B
+# a layer of Llama-2-70B
+LAYER_BYTES = 1_711_000_000
 # a few positions, a mask, embeddings of 768 rows
 UPLOADS = {"64 B": 64, "40 KB": 40_000, "12 MB": 12_582_912}
 _QUEUED_BYTES = 512 << 20  # each; three of them are long enough to be waited for
-_NUM_QUEUED = 3  # as a sweep leaves it: every slot has a layer on its way
-_NUM_ROUNDS = 4  # of which the first is not like the others
+# as a pass leaves the link: every slot has a layer on its way
+_NUM_QUEUED = 3
+# the first round is not like the others
+_NUM_ROUNDS = 4
 
 
 class Observed(NamedTuple):
     """One way of sending on one device."""
 
     upload_s: float  # until a small tensor is there that was asked for behind several layers
-    copy_bytes_per_s: float  # of these layers
+    # rate of these layers
+    copy_bytes_per_s: float
 
 
 def measure(

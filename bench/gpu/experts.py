@@ -31,7 +31,8 @@ _CONTEXT = 256
 _RAM_BYTES = 4 << 30
 # of experts on the device, on its host
 _SHARES = {"least": (0.0, 0.0), "a third": (0.3, 1.0), "all": (1.0, 0.0)}
-_SPREAD = 0.12  # of weights: text that is not one token for ever
+# standard deviation of weights: enough for text that is not one token for ever
+_SPREAD = 0.12
 _PROMPT = tuple(range(5, 29))
 
 

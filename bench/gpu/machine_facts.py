@@ -25,7 +25,7 @@ _ASK_GPU = (
 
 
 def facts() -> Iterator[Row]:
-    """One row per fact."""
+    """Yield one row per fact."""
     asked: dict[str, Callable[[], Row]] = {
         "versions": _versions,
         "nvidia-smi": _driver,

@@ -64,8 +64,10 @@ PROMISED: dict[str, tuple[str, ...]] = {  # what each part is to show
     "drafting": ("step",), "trees": ("step",), "trace": (), "soak": ("soak",), "memory": ("memory",), "link": (),
     "accelerate": ("against accelerate",), "plain": ("link", "hidden compute"),
 }  # fmt: skip
-_HOST_SHARE = 0.8  # of what is free, to the target's layers
-_ENQUEUED_SHARE = 0.8  # of a pass, within which the host has to be done with it
+# share of free memory for the target's layers
+_HOST_SHARE = 0.8
+# the host must be done enqueueing within this share of a pass
+_ENQUEUED_SHARE = 0.8
 _GIB = 2**30
 
 
@@ -73,7 +75,8 @@ class Amounts(NamedTuple):
     """How much is measured."""
 
     sizes: tuple[int, ...] = passes.ON_DEVICE.sizes
-    hidden_size: int = 768  # of these, the one whose compute must hide behind the link
+    # the one of these sizes whose compute must hide behind the link
+    hidden_size: int = 768
     # from the third on promised
     trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24")
     num_new: int = 96  # tokens of each tree

@@ -15,7 +15,8 @@ class Step(NamedTuple):
     name: str
     command: tuple[str, ...]  # behind the interpreter
     budget_s: float  # its share; what earlier steps left unused comes on top
-    least_s: float  # with less it is not begun
+    # with less time it is not begun
+    least_s: float
     skips_after: tuple[str, ...] = ()  # steps whose wrong token makes this one pointless
     # whether it is wrong tokens of passes that promise the same bits, or of the others
     is_invariant: bool = True

@@ -47,7 +47,8 @@ class Change(NamedTuple):
     after: float
     ratio: float  # after / before, above 1 is better
     noise: float  # the ratio may lie so far from 1 by chance; infinite where too few samples tell
-    is_worse: bool  # beyond noise
+    # whether it is worse by more than noise
+    is_worse: bool
 
     @property
     def line(self) -> str:

@@ -56,7 +56,8 @@ class Proof(NamedTuple):
     num_exact: int  # tokens that are the reference's own draw
     num_near: int  # ... that miss it by no more than rounding
     num_by_law: int  # ... of rules that promise a distribution only
-    sigmas: float  # by how much the surprise of the latter misses its mean; 0 where there are none
+    # by how much the surprise of the last of these misses its mean; 0 where there are none
+    sigmas: float
 
 
 def prove(written: Sequence[Written], score: Score) -> Proof:

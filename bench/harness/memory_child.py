@@ -28,10 +28,12 @@ class Order(NamedTuple):
 
     target: str
     draft: str
-    options: dict[str, Any]  # of `LoadOptions`
+    # fields of `LoadOptions`
+    options: dict[str, Any]
     num_texts: int = 3  # one after another, or as many rounds of `parallel` at a time
     num_tokens: int = 32
-    prompt_tokens: int = 128  # of the longest
+    # length of the longest prompt
+    prompt_tokens: int = 128
     temperature: float = 0.0
 
 
@@ -41,7 +43,8 @@ class Taken(NamedTuple):
     phase: str
     peak_bytes: int
     end_bytes: int
-    held_bytes: int  # at its end, without what C's allocator has free
+    # memory at the phase's end, without what C's allocator has free
+    held_bytes: int
 
 
 class _FreeBlocks(ctypes.Structure):
@@ -66,7 +69,9 @@ class Meter:
     """Notes the memory of this process's phases."""
 
     def __init__(self) -> None:
-        self.imported_bytes, self.found, self._phase = rss_bytes(), list[Taken](), "headers"
+        self.imported_bytes = rss_bytes()
+        self.found = list[Taken]()
+        self._phase = "headers"
         _set_back_peak()
 
     def begin(self, phase: str) -> None:

@@ -51,7 +51,9 @@ class Switch:
     """Passes packets on between devices, by the last byte of their addresses: 1 is the first."""
 
     def __init__(self, devices: list[int], network: Network) -> None:
-        self._devices, self._network, self._lock = devices, network, threading.Lock()
+        self._devices = devices
+        self._network = network
+        self._lock = threading.Lock()
         self._sender_free_s, self._receiver_free_s = ([0.0] * len(devices) for _ in range(2))
         self.sent_bytes = [0] * len(devices)  # headers included
         for source in range(len(devices)):

@@ -22,12 +22,14 @@ from offload.errors import UserError
 CODE = "code"
 COPY = "copy"
 _HELD_OUT_PERCENT = 3
-_CHARS = 1200  # of a text: more than enough for 128 tokens
+# characters of a text: more than enough for 128 tokens
+_CHARS = 1200
 # of a file: shorter ones are stubs, longer ones tables
 _LEAST_BYTES = 4000
 _MOST_BYTES = 60_000
 _ALL = slice(None)
-_COPIED_CHARS = range(800, 1500)  # of a function: some 250 to 400 tokens
+# characters of a function that is copied: some 250 to 400 tokens
+_COPIED_CHARS = range(800, 1500)
 
 
 class Prompt(NamedTuple):
@@ -36,7 +38,8 @@ class Prompt(NamedTuple):
     name: str  # unique within a bench, such as code/argparse.py
     text: str
     is_chat: bool = False  # a question: it belongs into a chat template where the model has one
-    then: str = ""  # of a copy: how it goes on where the text is done as it was begun
+    # how a copy goes on where the text is done as it was begun
+    then: str = ""
 
 
 def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[Prompt]:

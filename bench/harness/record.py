@@ -51,7 +51,8 @@ class Result:
     guards: dict[str, Guard]
     machine: Row
     created: str
-    commit: str | None  # of the checkout that it ran from
+    # the commit of the checkout that it ran from
+    commit: str | None
 
     def as_dict(self) -> Row:
         fields = asdict(self)

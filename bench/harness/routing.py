@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-ACCEPTANCE = 0.8  # of a guess whose predecessors were right
+# chance of a guess whose predecessors were right
+ACCEPTANCE = 0.8
 
 
 class Routing(NamedTuple):
     """The experts that some texts in a row were routed to."""
 
     chosen_TLK: np.ndarray  # ids of experts, by token, layer and rank
-    num_experts: int  # of a layer
+    # experts of a layer
+    num_experts: int
     starts: tuple[int, ...] = (0,)  # first tokens of the texts
 
     @property
@@ -31,9 +33,11 @@ class Pass(NamedTuple):
     """One forward of some rows."""
 
     blocks: list[np.ndarray]  # by layer: what the pass needs, ascending, each once
-    rows: list[np.ndarray]  # of each of these: how many rows need it
+    # by layer: how many rows need each of these
+    rows: list[np.ndarray]
     num_rows: int
-    num_tokens: int  # that the text has grown by
+    # tokens by which the text has grown
+    num_tokens: int
 
 
 class MadeUp(NamedTuple):
@@ -42,12 +46,16 @@ class MadeUp(NamedTuple):
     num_layers: int = 12
     num_experts: int = 128
     num_chosen: int = 8
-    popularity: float = 0.8  # that lasts for all texts
-    subject: float = 0.9  # that lasts for one text
-    nearby: float = 0.9  # that fades within some tokens
+    # strength of what lasts for all texts
+    popularity: float = 0.8
+    # strength of what lasts for one text
+    subject: float = 0.9
+    # strength of what fades within some tokens
+    nearby: float = 0.9
     fading: float = 0.85  # how much of it is left in the next token
     num_texts: int = 4
-    num_tokens: int = 300  # of a text
+    # tokens of a text
+    num_tokens: int = 300
 
 
 def made_up(how: MadeUp, seed: int = 0) -> Routing:

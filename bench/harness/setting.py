@@ -43,9 +43,11 @@ from offload.units import parse_size, require
 
 PROMPT_TOKENS = 128
 PRETEND = "pretend"
-CEILING_BYTES = 400_000_000  # of one look at the link
+# bytes of one reading of the link
+CEILING_BYTES = 400_000_000
 _COPY_BYTES = 64 << 20
-_FREE_SHARE = 0.9  # of free memory, to a model that is made there
+# share of free memory for a model that is made there
+_FREE_SHARE = 0.9
 
 
 class Setting(NamedTuple):
@@ -59,7 +61,8 @@ class Setting(NamedTuple):
     device: str = "cpu"
     gpu_memory: str | int | None = None
     opened: Device | None = None  # None is the CPU
-    ranks: str | None = None  # that run the target together
+    # the ranks that run the target together
+    ranks: str | None = None
 
     @property
     def shards(self) -> Sequence[Path]:

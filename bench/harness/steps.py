@@ -32,16 +32,20 @@ class Pass(NamedTuple):
 
     num_rows: int
     seconds: float
-    stall_s: float  # of these, compute waited for the link
-    num_bytes: int  # that came over the link
-    host_s: float  # of these, until the host had enqueued all of it
+    # part of the seconds in which compute waited for the link
+    stall_s: float
+    # bytes that came over the link
+    num_bytes: int
+    # part of the seconds until the host had enqueued all of it
+    host_s: float
 
 
 class PassRunner:
     """Runs passes of any size behind one text, which goes on by one token in each."""
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int]) -> None:
-        self._decoder, self._text = decoder, decoder.begin(prompt_ids, Sampling())
+        self._decoder = decoder
+        self._text = decoder.begin(prompt_ids, Sampling())
 
     def run(self, num_rows: int) -> Pass:
         """Run one pass over a tree of so many nodes; the first one takes the prompt in as well."""

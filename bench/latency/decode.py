@@ -49,8 +49,10 @@ from offload.errors import UserError
 from offload.trees.spec import parse_tree, tree_to_fill
 from offload.units import RULES, Sampling, drafting_of
 
-_MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
-_STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link
+# tokens of a question in its chat template, which is not cut
+_MOST_PROMPT_TOKENS = 512
+# a run whose passes wait for less than this share is not bound by the link
+_STALLED_SHARE = 0.05
 _TRACED_STEPS = 3
 
 
@@ -78,8 +80,10 @@ class Effort:
     """How much is measured."""
 
     num_prompts: int
-    num_tokens: int  # of every run with a tree
-    num_plain: int  # of every run without one, whose sweeps are all alike
+    # tokens of every run with a tree
+    num_tokens: int
+    # tokens of every run without a tree, whose passes are all alike
+    num_plain: int
     temperatures: tuple[float, ...] = (0.0, 0.6)
     trees: tuple[str, ...] = ("none", "grown:128x20")  # the baseline first
     rules: tuple[str, ...] = ("match",)
@@ -128,8 +132,10 @@ class Measured(NamedTuple):
     runs: list[Timed]
     written: list[Written]
     ceilings: list[float]
-    settings: Row  # that only an open decoder knows
-    events: list[Event]  # of a few steps where a trace is wanted
+    # what only an open decoder knows
+    settings: Row
+    # events of a few steps, where a trace is wanted
+    events: list[Event]
 
 
 def measure(

@@ -43,7 +43,8 @@ LARGEST = "dynamic:64x16"
 # over the best tree of whole layers, anywhere and near a third of the model's bytes
 LEAST_SPEEDUP = 0.98
 SPEEDUP = 3.0
-CHOICE = 1.07  # at most: the best of the grid / auto
+# the most that the best of the grid / auto should be
+CHOICE = 1.07
 _ENOUGH = "1TiB"  # until the budget of each room is known
 _BESIDE_BYTES = 640 << 20  # what a process holds before it loads a model, and may keep of files
 
@@ -53,7 +54,8 @@ class Effort(NamedTuple):
 
     num_prompts: int
     num_tokens: int
-    limit_s: float  # of a run, which is cut there
+    # seconds after which a run is cut
+    limit_s: float
     rounds: int
 
 

@@ -72,7 +72,8 @@ _LENGTH = "1:16"
 class Effort(decode.Effort):
     """How much is measured; every case is one of `sources`."""
 
-    num_pairs: int = 80  # of steps where nothing repeats
+    # pairs of steps where nothing repeats
+    num_pairs: int = 80
     sources: tuple[str, ...] = SOURCES
 
     def cases(self) -> list[decode.Case]:

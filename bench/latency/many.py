@@ -33,7 +33,8 @@ CONTEXT = 512
 ALONE = "alone"
 FOREST = "forest"
 EQUAL = "equal"
-COMPARED = "dynamic:12x11"  # of a forest and of trees by themselves, which must have as many nodes
+# for trees grown together and by themselves, which must have as many nodes
+COMPARED = "dynamic:12x11"
 
 
 class Effort(NamedTuple):

@@ -42,7 +42,8 @@ class Case(NamedTuple):
     parallel: int = 1
     temperature: float = 0.0
     prompt_tokens: int = 128
-    more: Mapping[str, Any] = {}  # of `LoadOptions`
+    # further fields of `LoadOptions`
+    more: Mapping[str, Any] = {}
 
 
 CASES = {

@@ -32,7 +32,8 @@ from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 
-_STALLED_SHARE = 0.05  # of a sweep that waits for less than this the link is not the slower side
+# the link counts as the slower side where a pass waits for it longer than this share
+_STALLED_SHARE = 0.05
 _CONTEXT = 512
 
 
@@ -41,7 +42,8 @@ class Effort(NamedTuple):
 
     sizes: tuple[int, ...]
     rounds: int
-    passes: int  # of every size in a round
+    # passes of every size in a round
+    passes: int
     draft_s: float  # time for the draft's curve
 
 
@@ -55,7 +57,8 @@ class Measured(NamedTuple):
     """All rounds, unproved."""
 
     passes: list[Pass]
-    prompt_s: list[float]  # of the sweeps that take a prompt in
+    # seconds of the passes that take a prompt in
+    prompt_s: list[float]
     # a plain reader or copies of a sweep's bytes, before every round and after the last
     read_s: list[float]
     written: list[Written]

@@ -46,7 +46,8 @@ class Predicted(NamedTuple):
     in_turn: float  # all layers streamed, nothing overlapped
     # all layers streamed while computing, as here but for resident layers and reading ahead
     overlapped: float
-    here: float  # as this program plans and runs
+    # as this program plans and runs
+    here: float
 
 
 def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:

@@ -30,7 +30,8 @@ class Effort(NamedTuple):
 
     rounds: int
     num_plain: int  # tokens of a run without a tree, which is as many passes
-    num_tokens: int  # of a run with one
+    # tokens of a run with a tree
+    num_tokens: int
     trees: Sequence[str]
 
 

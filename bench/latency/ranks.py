@@ -50,7 +50,8 @@ _HOW = {"threads": 1, "profile": "none", "lookup": False, "device": "cpu", "inva
 _NETWORKS = {"1 GbE, 1 ms": Network(125e6, 1e-3), "100 Mbit, 1 ms": Network(12.5e6, 1e-3)}
 # seconds of a pass beside one rank, by (ranks, one token a pass)
 _WANTED = {(2, True): 0.55, (3, True): 0.40}
-_DISK_MARGIN = 2.0  # of what the disk gives over what all emulated links together take
+# least ratio of the disk's rate to what all emulated links take together
+_DISK_MARGIN = 2.0
 _WANTED_TREE = 0.60
 _WANTED_NETWORK = 1.10
 
@@ -60,7 +61,8 @@ class Effort:
     """How much is measured."""
 
     num_prompts: int
-    num_tokens: int  # of every text with a tree
+    # tokens of every text with a tree
+    num_tokens: int
     num_plain: int
     num_staged: int
     tree: str

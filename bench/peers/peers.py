@@ -45,12 +45,14 @@ from offload.units import parse_size
 OURS = "ours"
 QUICK_LIMIT_S = 60.0
 FULL_LIMIT_S = 240.0
-_ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
+# part of the context of 512, beside the prompt and the longest burst
+_ROOM_FOR_NEW = 300
 # (new tokens, prompts)
 _ONE_BY_ONE = (8, 2)
 _DRAFTED = (20, 6)
 _COPIED = (48, 6)
-_LOOKUP_TOKENS = 10  # that others guess: as their documentation has it
+# tokens that others guess, as their documentation has it
+_LOOKUP_TOKENS = 10
 _TUNED = {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "constant",
           "assistant_confidence_threshold": 0.0}  # fmt: skip
 
@@ -64,7 +66,8 @@ class Program(NamedTuple):
     needs: tuple[str, ...]  # what the interpreter must be able to import
     num_tokens: int  # new ones per prompt; four times as many without --quick
     num_prompts: int
-    wanted: float | None = None  # at least: our figure / theirs
+    # the least that our figure / theirs should be
+    wanted: float | None = None
     figure: str = "tokens_per_s"
     threads: tuple[int, ...] = (1, 2)
 

@@ -32,8 +32,10 @@ class Outcome(NamedTuple):
     num_threads: int = 0  # 0: not told
     trial_tokens_per_s: dict[str, float] | None = None  # by number of threads
     is_capped: bool = False
-    peak_bytes: int | None = None  # of the group, page cache included
-    rss_bytes: int = 0  # of the process
+    # peak of the group, page cache included
+    peak_bytes: int | None = None
+    # peak of the process
+    rss_bytes: int = 0
     load_s: float = 0.0
 
     def joined(self, later: "Outcome") -> "Outcome":

@@ -45,8 +45,11 @@ class Clients:
     def __init__(self, port: int, table: Sequence[Wish], num: int, seed: int) -> None:
         self._port = port
         self._table = table
-        self.answers, self.errors = list[Answer](), list[str]()
-        self.num_refused, self._is_over, self._may_ask = 0, Event(), Event()
+        self.answers = list[Answer]()
+        self.errors = list[str]()
+        self.num_refused = 0
+        self._is_over = Event()
+        self._may_ask = Event()
         self._idle = [Event() for _ in range(num)]
         self._threads = [
             Thread(target=self._ask, args=(Random(f"{seed}/{n}"), self._idle[n]))

@@ -26,7 +26,8 @@ from offload.engine.request import Request
 
 TREES = ("none", "chain:4", "chain:auto", "16x4", "dynamic:24x6", "sequences:4x4", "auto")
 RULES = ("match", "match", "topk")
-_LEFT_SHARE = 0.3  # of texts, that are broken off
+# share of texts that are broken off
+_LEFT_SHARE = 0.3
 
 
 class Order(NamedTuple):

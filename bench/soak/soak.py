@@ -46,7 +46,8 @@ _LEAST_LOOKS = 4
 _LEAST_PERIOD_S = 5.0
 _START_S = 300.0
 _END_S = 60.0
-_MOST_NODES = 96  # of all trees of a pass
+# nodes of all trees of a pass
+_MOST_NODES = 96
 SERVER = "server"
 LIBRARY = "library"
 HEAD = [
@@ -129,7 +130,8 @@ class Library:
     """The process that opens and closes models."""
 
     def __init__(self, order: Order, folder: Path) -> None:
-        self.temporary, self.texts = _made(folder / "library-tmp"), list[Told]()
+        self.temporary = _made(folder / "library-tmp")
+        self.texts = list[Told]()
         self.log = (folder / "library.log").open("w")
         what = ["offload.bench.soak.library", json.dumps(order)]
         self.process = _start(
@@ -174,7 +176,8 @@ class Library:
 class Soaked(NamedTuple):
     """The samples and texts of a soak."""
 
-    samples: dict[str, list[Sample]]  # of each process
+    # by process
+    samples: dict[str, list[Sample]]
     texts: list[Told]
     answers: list[Answer]
     errors: list[str]

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from offload.machine import rss_bytes
 
-_WARM_UP = 1 / 6  # of a soak: caches fill, libraries are imported when they are first needed
+# share of a soak in which caches fill, and libraries are imported when they are first needed
+_WARM_UP = 1 / 6
 
 
 class Sample(NamedTuple):
@@ -23,9 +24,12 @@ class Sample(NamedTuple):
     rss_bytes: int
     num_descriptors: int
     num_threads: int
-    num_files: int  # in the folder for temporary ones
-    cpu_s: float  # that it has used so far
-    num_tokens: int  # that it has written so far
+    # files in the folder for temporary ones
+    num_files: int
+    # processor time that it has used so far
+    cpu_s: float
+    # tokens that it has written so far
+    num_tokens: int
 
 
 def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:

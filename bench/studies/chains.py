@@ -33,7 +33,8 @@ class Effort(NamedTuple):
     """How much is measured."""
 
     num_prompts: int
-    num_tokens: int  # of every run
+    # tokens of every run
+    num_tokens: int
     lengths: tuple[int, ...]
     num_steps: int  # streamed, of every length and prompt
     temperatures: tuple[float, ...] = (0.0, 1.0)

@@ -31,7 +31,8 @@ from offload.trees.topology import DynamicShape, Shape, chain
 from offload.units import Sampling, parse_size
 
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
-WANTED = 1.07  # at most: seconds per token of the chosen tree / of the best
+# the most that seconds per token of the chosen tree / of the best should be
+WANTED = 1.07
 _AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
 Size = tuple[int, int]  # nodes, depth
 
@@ -43,7 +44,8 @@ class Effort(NamedTuple):
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
     rounds: tuple[int, int]  # over the grid: as it is, and slowed down
-    num_sweeps: int  # of every tree in every round
+    # passes of every tree in every round
+    num_sweeps: int
     largest: str | None = None  # tree to time; None is what memory has room for
 
 

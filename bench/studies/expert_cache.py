@@ -15,7 +15,8 @@ from offload.bench.harness.routing import MadeUp, Routing, made_up, passes, reco
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 
-LEAST_TOKENS = 16  # of a text
+# tokens that a text must have
+LEAST_TOKENS = 16
 
 
 class Effort(NamedTuple):
@@ -23,7 +24,8 @@ class Effort(NamedTuple):
 
     made_up: MadeUp
     num_prompts: int
-    rooms: tuple[float, ...] = (0.03, 0.05, 0.1, 0.2, 0.3, 0.6)  # of all experts
+    # shares of all experts that there is room for
+    rooms: tuple[float, ...] = (0.03, 0.05, 0.1, 0.2, 0.3, 0.6)
     num_rows: tuple[int, ...] = (1, 4, 16)
 
 
