@@ -8,7 +8,7 @@ layers of a model that stays. Coded weights have their numbers only while their 
 Invariant: a parameter is bound to the bytes of its own layer, or is empty.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
+from offload.checkpoint.layout import SlabLayout, TensorPart, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
@@ -93,23 +93,7 @@ class BoundModel:
         self._move_buffers()
         self._layer_places = [below(places, names[block]) for block in blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
-        own = [below(stored, names[block]) for block in blocks]
-        found = [
-            find_experts(*one) if on_demand else (None, set())
-            for one in zip(blocks, own, strict=True)
-        ]
-        self._experts_of = {
-            layer: experts for layer, (experts, _) in enumerate(found) if experts is not None
-        }
-        self.experts = [*self._experts_of.values()]
-        self._layouts = [
-            slab_layout({name: what for name, what in stacks.items() if name not in routed})
-            for stacks, (_, routed) in zip(own, found, strict=True)
-        ]
-        self.layer_layouts, self.encoder_layouts = (
-            self._layouts[: self.num_layers],
-            self._layouts[self.num_layers :],
-        )
+        self._lay_out([below(stored, names[block]) for block in blocks], on_demand=on_demand)
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
         self.rest_layout = slab_layout(
@@ -131,6 +115,28 @@ class BoundModel:
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks: list[Any] = self._expanded.hooks
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def _lay_out(
+        self,
+        own: Sequence[Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]],
+        *,
+        on_demand: bool,
+    ) -> None:
+        """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
+        found = [
+            find_experts(*one) if on_demand else (None, set())
+            for one in zip(self._blocks, own, strict=True)
+        ]
+        self._experts_of = {
+            layer: experts for layer, (experts, _) in enumerate(found) if experts is not None
+        }
+        self.experts = [*self._experts_of.values()]
+        self._layouts = [
+            slab_layout({name: what for name, what in stacks.items() if name not in routed})
+            for stacks, (_, routed) in zip(own, found, strict=True)
+        ]
+        self.layer_layouts = self._layouts[: self.num_layers]
+        self.encoder_layouts = self._layouts[self.num_layers :]
 
     @property
     def num_layers(self) -> int:

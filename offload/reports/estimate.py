@@ -270,15 +270,7 @@ def estimate(
     options = replace(options, dtype=dtype)
     budget = replace(budget, dtype=dtype)
     if machine is None and device is None:
-        # it times a product
-        from offload.calibration.link import with_rates
-
-        budget = with_rates(
-            budget,
-            files,
-            1 if tree.is_chosen else tree.num_nodes,
-            disk_bytes_per_s=disk_bytes_per_s,
-        )
+        budget = _with_rates(budget, files, tree, disk_bytes_per_s)
     budget = with_experts(budget, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
     case = _Case(files, options, tree, machine, device, budget, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
@@ -317,6 +309,16 @@ def estimate(
         case.traffic(plan),
         _prompt(case, costs, plan),
     )
+
+
+def _with_rates(
+    budget: MemoryBudget, files: ModelFiles, tree: TreeSpec, disk_bytes_per_s: float | None
+) -> MemoryBudget:
+    # imported here, because it times a product
+    from offload.calibration.link import with_rates
+
+    num_nodes = 1 if tree.is_chosen else tree.num_nodes
+    return with_rates(budget, files, num_nodes, disk_bytes_per_s=disk_bytes_per_s)
 
 
 def _prompt(case: _Case, costs: Costs | None, plan: MemoryPlan) -> PromptPass | None:

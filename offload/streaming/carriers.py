@@ -176,9 +176,9 @@ class DeviceCarrier(HostCarrier):
         The future gives the event after its copy.
         """
         ready = Future[Event]()
-        host_buffers = self.host_buffers.get(layer)
-        if host_buffers is not None and host_buffers.is_pinned:
-            ready.set_result(self._send(layer, slot, free, _flat(host_buffers)))
+        host_buffer = self.host_buffers.get(layer)
+        if host_buffer is not None and host_buffer.is_pinned:
+            ready.set_result(self._send(layer, slot, free, _flat(host_buffer)))
         else:
             self._feed.submit(self._send_late, ready, layer, slot, free)
         return [ready]
@@ -210,10 +210,10 @@ class DeviceCarrier(HostCarrier):
         """Send a layer from where the copy engine cannot take it; in the feeding thread."""
         if not ready.set_running_or_notify_cancel():
             return
-        host_buffers = self.host_buffers.get(layer)
+        host_buffer = self.host_buffers.get(layer)
         try:
-            if host_buffers is not None:
-                sent = self._send_in_pieces(layer, slot, free, _flat(host_buffers))
+            if host_buffer is not None:
+                sent = self._send_in_pieces(layer, slot, free, _flat(host_buffer))
             else:
                 sent = self._send(layer, slot, free, self.ahead.acquire(layer).slot)
         # raised where the layer is acquired
@@ -221,7 +221,7 @@ class DeviceCarrier(HostCarrier):
             ready.set_exception(error)
             return
         ready.set_result(sent)
-        if host_buffers is None:
+        if host_buffer is None:
             self.ahead.release(layer, sent)
 
     def _send(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
