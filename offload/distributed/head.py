@@ -72,9 +72,11 @@ class Price:
         """Return the price; 0 while nothing is known."""
         return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
 
-    def speculated(self) -> None: ...
+    def speculated(self) -> None:
+        """Do nothing: the price stays."""
 
-    def accepted(self) -> None: ...
+    def accepted(self) -> None:
+        """Do nothing: the price stays."""
 
     def failed(self) -> bool:
         """Return False: the price stays."""

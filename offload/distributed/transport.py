@@ -283,6 +283,7 @@ class Gloo(Transport):
         self._watch = Watch(groups.watched, silence_s, self._wake)
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
+        """Send, and return at once; a payload must not be written to any more."""
         if (loss := self._watch.loss) is not None:
             raise loss.error()
         if to == self.rank:
@@ -297,15 +298,18 @@ class Gloo(Transport):
         self.bytes_sent[message.kind.name] += sum(part.nbytes for part in parts)
 
     def receive(self, source: int, channel: Channel) -> Message:
+        """Return the next message, waited for as long as the channel's limit says."""
         return self._opened(self._box(source, channel), is_waited_for=True)
 
     def poll(self, source: int, channel: Channel) -> Message | None:
+        """Return the next message, None if it has not arrived."""
         try:
             return self._opened(self._box(source, channel), is_waited_for=False)
         except queue.Empty:
             return None
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        """Return one of these whose next message has arrived, or never will; nothing is taken."""
         boxes = {way: self._box(*way) for way in ways}
         with self._arrived:
             while (
@@ -315,6 +319,7 @@ class Gloo(Transport):
         return found
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
+        """Return the source's rows on every rank; what others give is filled."""
         rows = rows.contiguous()
         with self._exchange():
             dist.broadcast(as_bytes(rows), source, group=self._exchanges[0])

@@ -78,20 +78,25 @@ class Drafter(Protocol):
 class NoState:
     """The state of a drafter that keeps nothing of a text."""
 
-    def copy_from(self, other: "NoState", num_tokens: int) -> None: ...
+    def copy_from(self, other: "NoState", num_tokens: int) -> None:
+        """Do nothing."""
 
-    def clear(self, num_kept: int = 0) -> None: ...
+    def clear(self, num_kept: int = 0) -> None:
+        """Do nothing."""
 
 
 class NoDrafter:
     """A drafter whose trees are the root alone: every weight pass yields one token."""
 
     def new_state(self) -> NoState:
+        """Return a state that keeps nothing."""
         return NoState()
 
-    def share_states(self, states: Sequence[NoState]) -> None: ...
+    def share_states(self, states: Sequence[NoState]) -> None:
+        """Do nothing."""
 
     def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
+        """Return the root of each text."""
         return [self.grow(*text) for text in texts]
 
     def grow(
@@ -108,7 +113,8 @@ class NoDrafter:
         tokens: Sequence[int],
         sampler: Sampler,
         state: NoState,
-    ) -> None: ...
+    ) -> None:
+        """Do nothing."""
 
 
 # a server's clients choose their settings freely, so only the latest kinds are kept

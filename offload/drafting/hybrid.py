@@ -59,10 +59,12 @@ class HybridState:
         self.sources = sources
 
     def copy_from(self, other: "HybridState", num_tokens: int) -> None:
+        """Take over the first `num_tokens` tokens of another text."""
         self.cache.copy_from(other.cache, num_tokens)
         self.sources.copy_from(other.sources, num_tokens)
 
     def clear(self, num_kept: int = 0) -> None:
+        """Forget the text beyond its first `num_kept` tokens."""
         self.cache.clear(num_kept)
         self.sources.clear(num_kept)
 
@@ -76,6 +78,7 @@ class HybridDrafter:
         self._weights = SourceWeightsByKind()
 
     def new_state(self) -> HybridState:
+        """Return an empty cache and the sources' empty states."""
         return HybridState(self._model.new_state(), self._sources.new_state())
 
     def share_states(self, states: Sequence[HybridState]) -> None:

@@ -162,6 +162,7 @@ class TrieGuesses:
             self._shares[parent + 1][token] = counts[node] / counts[parent + 1]
 
     def length_at(self, depth: int) -> int:
+        """Return the match's length at this depth: it grows along its continuation."""
         return self.length + depth
 
     def start(self) -> int:
@@ -169,9 +170,11 @@ class TrieGuesses:
         return 0
 
     def shares(self, place: int) -> Mapping[int, float]:
+        """Return the shares of a node's children."""
         return self._shares[place]
 
     def follow(self, place: int, token: int) -> int | None:
+        """Return the child with this token."""
         return self._child[place].get(token)
 
 
@@ -372,6 +375,7 @@ class GuessSources:
         return ", ".join(source.name for source in self._sources)
 
     def new_state(self) -> SourcesState:
+        """Return the empty state of every source."""
         return SourcesState([source.new_state() for source in self._sources])
 
     def ask(
@@ -403,12 +407,14 @@ class LookupDrafter:
         self._weights = SourceWeightsByKind()
 
     def new_state(self) -> SourcesState:
+        """Return the sources' empty states."""
         return self._sources.new_state()
 
     def share_states(self, states: Sequence[SourcesState]) -> None:
         """Do nothing: the states have nothing in common."""
 
     def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
+        """Return a tree for each text, grown by itself."""
         return [self.grow(*text) for text in texts]
 
     def grow(
@@ -493,6 +499,7 @@ class GrowingText:
         self.clear()
 
     def clear(self, num_kept: int = 0) -> None:
+        """Forget the text beyond its first `num_kept` tokens."""
         self._length = min(self._length, num_kept)
 
     def read(self, tokens: Sequence[int]) -> NDArray[np.int64]:
@@ -519,6 +526,7 @@ class Copying:
         self._match = match
 
     def new_state(self) -> GrowingText:
+        """Return an empty text."""
         return GrowingText()
 
     def tiers(

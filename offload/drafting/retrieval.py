@@ -39,6 +39,7 @@ class Retrieval:
         self._match = match
 
     def new_state(self) -> NoState:
+        """Return a state that keeps nothing."""
         return NoState()
 
     def tiers(
@@ -70,9 +71,11 @@ class NgramGuesses:
         self._token = token
 
     def length_at(self, depth: int) -> int:
+        """Return the same length at every depth."""
         return self.length
 
     def start(self) -> int:
+        """Return the last token of the text."""
         return self._token
 
     def shares(self, place: int) -> Mapping[int, float]:
@@ -107,6 +110,7 @@ class Ngrams:
         self._followers = Followers(index)
 
     def new_state(self) -> NoState:
+        """Return a state that keeps nothing."""
         return NoState()
 
     def tiers(

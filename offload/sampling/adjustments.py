@@ -84,6 +84,7 @@ class Penalties:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
+        """Return biased and penalised logits, see `Adjustment`."""
         scores_TV = logits_TV.to(torch.float32, copy=True)
         scores_TV[:, send(self._biased_C)] += send(self._bias_C)
         if self._said_C is None:

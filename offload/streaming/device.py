@@ -198,6 +198,7 @@ class CudaDevice:
             yield
 
     def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory of the device as flat uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
 
     def open_allocator(self) -> PinnedAllocator:
@@ -244,6 +245,7 @@ class CudaDevice:
             return self._ring.send(source)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Enqueue setting every byte."""
         with torch.cuda.stream(stream):
             tensor.fill_(value)
 
@@ -257,12 +259,15 @@ class CudaDevice:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
+        """Order `stream` behind `event`."""
         stream.wait_event(event)
 
     def synchronize(self, event: Event) -> None:
+        """Let the host wait for `event`."""
         event.synchronize()
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Return seconds between two timed events, None while the later one is not reached."""
         return before.elapsed_time(after) / 1e3 if after.query() else None
 
     def peak_bytes(self) -> int:
@@ -400,9 +405,11 @@ class HostDevice:
         return PinnedAllocator([PlainPinning()])
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy now."""
         to.copy_(source)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Fill now."""
         tensor.fill_(value)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
@@ -416,6 +423,7 @@ class HostDevice:
         """Do nothing: the work is over already."""
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Return seconds between two times."""
         return float(after - before)
 
     def peak_bytes(self) -> int:

@@ -168,6 +168,7 @@ class DiskReader(ByteSource):
         ]
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
+        """Return a slab of its own, complete. Raises `ReadError`."""
         slab = allocate(layout.slab_bytes)
         finish(self.read(layout, slab))
         return slab
