@@ -264,7 +264,7 @@ def answer(transport: InMemory) -> list[DraftNodeUpdate]:
 
 
 def test_a_question_has_one_answer_and_a_token_nobody_guessed_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.distributed.draft.Sharpness", Fixed)
+    monkeypatch.setattr("offload.distributed.draft.DraftCalibration", Fixed)
     with serving(BigramModel()) as (transport, _):
         head, text, tokens = Listener(), (), [4, 0]
         reset(transport, tokens)
