@@ -1,5 +1,4 @@
-"""`offload bench`: one command per question, each a `main` in a file that is imported only when it
-is called.
+"""`offload bench`: one command per question, each a `main` in a file imported when it is called.
 
 Invariant: this file imports nothing heavy, since `offload --help` passes through it. `python -m
 offload.bench.suite` is the same from a checkout where nothing is installed.
@@ -125,8 +124,9 @@ class LazyCommands(TyperGroup):
 
 
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
-    """Refuse what the parser would, without the seconds that the parser's imports take. Raises
-    `UserError`.
+    """Refuse unknown flags without the seconds that the parser's imports take.
+
+    Raises `UserError`.
     """
     flags = [
         one.partition("=")[0]
@@ -139,7 +139,7 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
 
 
 def _words(module: str) -> set[str]:
-    """Each string and parameter in a module's source as a flag: those that it has are among them."""
+    """Return each string and parameter of a module's source as a flag: its flags are among them."""
     spec = find_spec(f"offload.bench.{module}")
     assert spec is not None and spec.origin is not None, "it is one of ours"
     nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
@@ -153,7 +153,10 @@ def _words(module: str) -> set[str]:
 
 
 def load_command(name: str) -> Any:
-    """The parser of one command. Raises `UserError` where a library for measuring is missing."""
+    """Return the parser of one command.
+
+    Raises `UserError` where a library for measuring is missing.
+    """
     try:
         main = import_module(f"offload.bench.{COMMANDS[name][0]}").main
     except ModuleNotFoundError as error:
@@ -186,7 +189,7 @@ def bench(context: typer.Context) -> None:
 
 
 def _leave(*_: object) -> NoReturn:
-    """As an exception, so that no child, no memory group and no half-written file is left."""
+    """Exit by an exception, so that no child, memory group or half-written file is left."""
     sys.exit(EXIT_TERMINATED)
 
 

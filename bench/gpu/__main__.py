@@ -67,7 +67,7 @@ def main(
 
 
 def _prepare(files: Files, resumed: Path | None) -> str | None:
-    """Bring the rows of an earlier run along; returns what the user must mend."""
+    """Bring the rows of an earlier run along; return what the user must mend."""
     if resumed is not None and not resumed.is_file():
         return f"--resume {resumed} is no file: name the rows.jsonl of an earlier run"
     is_same = resumed is not None and files.rows.exists() and resumed.samefile(files.rows)

@@ -1,5 +1,4 @@
-"""One step as a child in a process group of its own: asked to stop when its time is over, then made
-to.
+"""One step as a child in a process group: asked to stop when its time is over, then killed.
 
 Invariant: when `run_child` returns or raises, nothing of the group runs any more; when this process
 is killed, the child is killed with it.
@@ -21,13 +20,13 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[int | None, bool]:
-    """Run to the end or the limit; returns the exit status, and whether time was over.
+    """Run to the end or the limit; return the exit status, and whether time was over.
 
     The status is negative after a signal, and None where not even SIGKILL has ended it, as in a
     stuck driver.
 
-    Raises:
-        KeyboardInterrupt: whoever waits was interrupted; the child has been ended as at its limit.
+    Raises:~    KeyboardInterrupt: the wait was interrupted; the child has been ended as at its
+    limit.
     """
     with _group(command, log) as child:
         try:
@@ -42,7 +41,7 @@ def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[in
 
 @contextmanager
 def _group(command: Sequence[str], log: BinaryIO) -> "Iterator[subprocess.Popen[bytes]]":
-    """A child and all that it starts; on leaving they are gone."""
+    """Yield a child and all that it starts; on leaving they are gone."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
         command,
@@ -64,7 +63,7 @@ def _group(command: Sequence[str], log: BinaryIO) -> "Iterator[subprocess.Popen[
 
 
 def _end(child: "subprocess.Popen[bytes]") -> int | None:
-    """Ask, wait, make; a second Ctrl-C shortens the wait."""
+    """Ask the group to end, wait, then kill it; a second Ctrl-C shortens the wait."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -74,5 +73,5 @@ def _end(child: "subprocess.Popen[bytes]") -> int | None:
 
 
 def die_with_parent() -> None:
-    """Between fork and exec of a child: it is killed when this process is."""
+    """Let the child be killed when this process is; called between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

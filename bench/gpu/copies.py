@@ -1,5 +1,4 @@
-"""How bytes get to this device: ways of locking memory, large copies, and small uploads behind
-layers.
+"""How bytes get to this device: page locking, large copies, and small uploads behind layers.
 
 Whether a small upload waits for all layers queued before it decides how much of drafting the link
 can hide: staged ones are timed beside copies.
@@ -24,25 +23,29 @@ from offload.streaming.device import CudaDevice
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, PinningMethod, open_pinned_allocator
 
-LAYER_BYTES = 1_711_000_000  # of Llama-2-70B
+# a layer of Llama-2-70B
+LAYER_BYTES = 1_711_000_000
 # a few positions, a mask, embeddings of 768 rows
 UPLOADS = {"64 B": 64, "40 KB": 40_000, "12 MB": 12_582_912}
 _QUEUED_BYTES = 512 << 20  # each; three of them are long enough to be waited for
-_NUM_QUEUED = 3  # as a sweep leaves it: every slot has a layer on its way
-_NUM_ROUNDS = 4  # of which the first is not like the others
+# as a pass leaves the link: every slot has a layer on its way
+_NUM_QUEUED = 3
+# the first round is not like the others
+_NUM_ROUNDS = 4
 
 
 class Observed(NamedTuple):
     """One way of sending on one device."""
 
     upload_s: float  # until a small tensor is there that was asked for behind several layers
-    copy_bytes_per_s: float  # of these layers
+    # rate of these layers
+    copy_bytes_per_s: float
 
 
 def measure(
     card: CudaDevice, arena: PinnedAllocator, layer_bytes: int = LAYER_BYTES
 ) -> Iterator[Row]:
-    """All rows; what breaks costs its own."""
+    """Yield all rows; what breaks costs its own."""
     asked: list[tuple[str, Callable[[], Iterator[Row]]]] = [
         ("uploads", lambda: uploads(card, arena, min(layer_bytes, _QUEUED_BYTES))),
         ("pinning", lambda: pinning(card, [*arena.ways_open, PageableWay()], layer_bytes)),
@@ -55,7 +58,7 @@ def measure(
 
 
 def pinning(card: CudaDevice, ways: list[PinningMethod], num_bytes: int) -> Iterator[Row]:
-    """How long each way takes to lock a layer, and how fast the device copies from there."""
+    """Time how long each way takes to lock a layer, and how fast the device copies from there."""
     for way in ways:
         started = time.perf_counter()
         array = way.allocate(num_bytes)
@@ -78,17 +81,17 @@ class PageableWay:
     is_seen = False
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Pages that are there already."""
+        """Return pages that are there already."""
         array = allocate(num_bytes)
         array.fill(0)
         return array
 
     def free(self, array: np.ndarray) -> None:
-        """They go with the last view."""
+        """Do nothing: the pages go with the last view."""
 
 
 def uploads(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int) -> Iterator[Row]:
-    """Each size behind three layers, as copies and staged, beside the same with nothing before it."""
+    """Time each size behind three layers, as copies and staged, and with nothing before it."""
     layer = arena.allocate(layer_bytes).array
     slot = card.allocate(layer_bytes)
     for name in ("at once", "staged"):
@@ -110,7 +113,7 @@ def uploads(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int) -> Itera
 
 
 def is_right(device: CudaDevice) -> bool:
-    """Whether uploads of any type and size bring what was sent, one behind the other."""
+    """Return whether uploads of any type and size bring what was sent, one behind the other."""
     sources = [
         torch.arange(size, dtype=dtype) % 2
         for size in (1, 77, 9001)
@@ -131,7 +134,7 @@ def observe(
     num_bytes: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Observed:
-    """Queue some layers, ask for a small tensor, and wait for it; medians over rounds."""
+    """Queue some layers, ask for a small tensor, and wait for it; return medians over rounds."""
     source = torch.zeros(num_bytes, dtype=torch.uint8)
     upload_s = list[float]()
     rates = list[float]()

@@ -17,7 +17,7 @@ _NUM_ROUNDS = 7
 
 
 class Duel(NamedTuple):
-    """How one has ended."""
+    """How one duel has ended."""
 
     outcome: ComparisonOutcome
     kernel_s: float | None = None  # None where the kernel is wrong, or does not run
@@ -25,24 +25,24 @@ class Duel(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Rival / kernel time; 0 where the kernel is no choice."""
+        """Rival's time over the kernel's; 0 where the kernel is not used."""
         return self.rival_s / self.kernel_s if self.kernel_s and self.rival_s else 0.0
 
     def as_row(self) -> dict[str, object]:
-        """By the names that records use."""
+        """Return the figures by the names that records use."""
         times = {"kernel_s": self.kernel_s, "rival_s": self.rival_s, "ratio": self.ratio}
         return {**self.outcome._asdict(), **times}
 
 
 class Verdict(NamedTuple):
-    """What all duels of a kernel say."""
+    """The outcome of all duels of a kernel."""
 
     mean_ratio: float  # geometric; 0 where one of them went wrong
     worst_ratio: float
 
 
-def fight(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Duel:
-    """Both sides in turn, if they agree. Raises what `compare` raises."""
+def time_duel(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Duel:
+    """Time both sides in turn, if they agree. Raises what `compare` raises."""
     outcome = compare(comparison, device)
     if outcome.reason:
         return Duel(outcome)
@@ -50,7 +50,7 @@ def fight(comparison: KernelComparison, timer: Timer, device: Device | None = No
 
 
 def verdicts(duels: Iterable[Duel]) -> dict[str, Verdict]:
-    """By kernel."""
+    """Return the verdict of each kernel."""
     ratios: dict[str, list[float]] = {}
     for duel in duels:
         ratios.setdefault(duel.outcome.kernel, []).append(duel.ratio)
@@ -61,7 +61,10 @@ def verdicts(duels: Iterable[Duel]) -> dict[str, Verdict]:
 
 
 def device_timer(device: Device) -> Timer:
-    """Medians of runs with a cold cache, launches included, by events of the compute stream."""
+    """Return medians of runs with a cold cache, by events of the compute stream.
+
+    Launches are included.
+    """
     scratch = device.allocate(_CACHE_BYTES)
 
     def once(work: Callable[[], Any]) -> float:

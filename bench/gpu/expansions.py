@@ -1,5 +1,4 @@
-"""Each kind of words expanded on a GPU: Triton's kernel against plain torch, beside a copy in the
-device's memory.
+"""Each kind of words expanded on a GPU: Triton's kernel, plain torch, and a copy in memory.
 
 A copy reads as much as it writes, an expansion less: none should take longer than the copy of what
 it writes.
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.bench.gpu.duels import Duel, Timer, fight
+from offload.bench.gpu.duels import Duel, Timer, time_duel
 from offload.bench.harness.expansions import Sample, samples
 from offload.calibration.trial import KernelComparison
 from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE, Expansion
@@ -22,7 +21,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Expanded(NamedTuple):
-    """One kind."""
+    """One kind of words."""
 
     duel: Duel
     bytes_per_s: float  # written by the kernel; 0 where it is wrong
@@ -32,7 +31,7 @@ class Expanded(NamedTuple):
 def expand_all(
     device: Device, timer: Timer, size: tuple[int, int] = SIZE, dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[Expanded]:
-    """Kernels of all kinds, bits first."""
+    """Time the kernels of all kinds, bits first."""
     source, out = (torch.zeros(size, dtype=dtype, device=device.place) for _ in range(2))
     copy_s = timer(partial(out.copy_, source))
 
@@ -43,7 +42,7 @@ def expand_all(
             for how, into in ((EXPANSION_KERNELS, got), (REFERENCE, wanted))
         )
         agrees = partial(_agree, sample, got, wanted, EXPANSION_KERNELS)
-        duel = fight(
+        duel = time_duel(
             KernelComparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees),
             timer,
             device,

@@ -1,5 +1,4 @@
-"""A mixture whose experts come one by one to a GPU: every token, then what a token takes, and how
-often the host waits.
+"""A mixture whose experts come one by one to a GPU: exactness, speed, and waits of the host.
 
 The weights are random, and made here; what transformers writes with them on the CPU is the
 reference. The draft is the model itself, so that trees are accepted. Of the experts few, some or
@@ -32,12 +31,13 @@ _CONTEXT = 256
 _RAM_BYTES = 4 << 30
 # of experts on the device, on its host
 _SHARES = {"least": (0.0, 0.0), "a third": (0.3, 1.0), "all": (1.0, 0.0)}
-_SPREAD = 0.12  # of weights: text that is not one token for ever
+# standard deviation of weights: enough for text that is not one token for ever
+_SPREAD = 0.12
 _PROMPT = tuple(range(5, 29))
 
 
 class Size(NamedTuple):
-    """Of the model, and how much it writes."""
+    """Sizes of the model, and how much it writes."""
 
     hidden_size: int
     num_experts: int
@@ -51,7 +51,7 @@ TINY = Size(64, 8, 2, 6)
 
 
 def measure(device: Device) -> Iterator[Row]:
-    """All rows. Raises `WrongTokenError` where a token is not the reference's."""
+    """Yield all rows. Raises `WrongTokenError` where a token is not the reference's."""
     size = TINY if device.place.type == "cpu" else LARGE
     with tempfile.TemporaryDirectory(prefix="offload-experts-") as name:
         wanted = _make(Path(name), size)
@@ -63,7 +63,7 @@ def measure(device: Device) -> Iterator[Row]:
 
 
 def _make(folder: Path, size: Size) -> list[int]:
-    """Write the model; returns what transformers writes behind the prompt."""
+    """Write the model; return what transformers writes behind the prompt."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         Qwen3MoeConfig(
@@ -96,9 +96,7 @@ def _make(folder: Path, size: Size) -> list[int]:
 
 
 def _how(model: Path, about: str) -> dict[str, Any]:
-    """Budgets with which as many experts have slots on the device, and on its host, beside the
-    least that works.
-    """
+    """Return budgets with so many expert slots on the device and its host, beside the least."""
     files = ModelFiles(*[open_checkpoint(model)] * 2)
     how: dict[str, Any] = {"dtype": "float32", "context": _CONTEXT, "experts": "demand"}
     plan = partial(plan_memory, files, num_nodes=parse_tree(_LARGEST).num_nodes, **how)
@@ -115,7 +113,7 @@ def _how(model: Path, about: str) -> dict[str, Any]:
 
 @contextmanager
 def _waits() -> Iterator[list[Any]]:
-    """What torch says of every operation that lets the host wait for a GPU."""
+    """Return what torch says of every operation that lets the host wait for a GPU."""
     if not torch.cuda.is_available():
         yield []
         return

@@ -1,14 +1,13 @@
-"""Every kernel against what runs without it, on this GPU: first whether both agree, then which one
-is faster.
+"""Every kernel against what runs without it, on this GPU: whether both agree, then which is faster.
 
-The comparisons that a run makes at its start, for shapes of Llama-2-70B and vocabularies of 32,000
-and 128,256. What expands weights stands beside a copy of what it writes, too.
+The comparisons are those that a run makes at its start, for shapes of Llama-2-70B and vocabularies
+of 32,000 and 128,256. What expands weights stands beside a copy of what it writes, too.
 """
 
 import torch
 import typer
 
-from offload.bench.gpu.duels import Duel, device_timer, fight, verdicts
+from offload.bench.gpu.duels import Duel, device_timer, time_duel, verdicts
 from offload.bench.gpu.expansions import Expanded, expand_all
 from offload.bench.harness.command import Bench, command, say_table
 from offload.calibration.kernels import Shapes, comparisons
@@ -40,7 +39,7 @@ def main(bench: Bench) -> None:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
     timer = device_timer(device)
-    duels = [fight(one, timer, device) for one in comparisons(Shapes(), str(device.place))]
+    duels = [time_duel(one, timer, device) for one in comparisons(Shapes(), str(device.place))]
     say_table(
         ["kernel", "shape", "kernel, ms", "without, ms", "without / kernel"], map(cells, duels)
     )

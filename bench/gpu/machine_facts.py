@@ -1,4 +1,4 @@
-"""What a machine with a GPU has, known in seconds: whatever breaks later is read beside these rows.
+"""What a machine with a GPU has, known in seconds: what breaks later is read beside these rows.
 
 Each fact stands alone: what cannot be found out becomes a row that says why, and the others follow.
 """
@@ -25,7 +25,7 @@ _ASK_GPU = (
 
 
 def facts() -> Iterator[Row]:
-    """One row per fact."""
+    """Yield one row per fact."""
     asked: dict[str, Callable[[], Row]] = {
         "versions": _versions,
         "nvidia-smi": _driver,
@@ -77,7 +77,7 @@ def _torch() -> Row:
 
 
 def _compiler() -> Row:
-    """Triton builds its launchers with one."""
+    """Return the C compiler, with which Triton builds its launchers."""
     found = shutil.which("gcc") or shutil.which("cc")
     told = (
         _said(found, "--version").splitlines()[0]

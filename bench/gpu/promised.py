@@ -1,9 +1,8 @@
-"""Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped
-draft.
+"""Each promise of the device path beside its ceiling, on a pair in the shape of a 70B and a 7B.
 
 The pair is made in host memory, and computes what the packaged one computes: every token can be
 proved. The parts are those of the other commands (`gate`, `passes`, `decode`, `link`, `peers`) on
-one decoder that is loaded once, and sweeps once more on one that does not give rows the same bits
+one decoder that is loaded once, and passes once more on one that does not give rows the same bits
 in every pass. Nothing is timed in a way whose gate has not passed. What breaks, a refusal at load
 among it, is missed by each promise that hangs on it, and the last lines say of each promise what
 was wanted, what was seen and whether it is met.
@@ -65,8 +64,10 @@ PROMISED: dict[str, tuple[str, ...]] = {  # what each part is to show
     "drafting": ("step",), "trees": ("step",), "trace": (), "soak": ("soak",), "memory": ("memory",), "link": (),
     "accelerate": ("against accelerate",), "plain": ("link", "hidden compute"),
 }  # fmt: skip
-_HOST_SHARE = 0.8  # of what is free, to the target's layers
-_ENQUEUED_SHARE = 0.8  # of a pass, within which the host has to be done with it
+# share of free memory for the target's layers
+_HOST_SHARE = 0.8
+# the host must be done enqueueing within this share of a pass
+_ENQUEUED_SHARE = 0.8
 _GIB = 2**30
 
 
@@ -74,7 +75,8 @@ class Amounts(NamedTuple):
     """How much is measured."""
 
     sizes: tuple[int, ...] = passes.ON_DEVICE.sizes
-    hidden_size: int = 768  # of these, the one whose compute must hide behind the link
+    # the one of these sizes whose compute must hide behind the link
+    hidden_size: int = 768
     # from the third on promised
     trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24")
     num_new: int = 96  # tokens of each tree
@@ -86,7 +88,7 @@ class Amounts(NamedTuple):
 
     @property
     def largest(self) -> str:
-        """The tree that a decoder is opened with: its rows are those of the largest sweep."""
+        """The tree that a decoder is opened with: its rows are those of the largest pass."""
         return f"{max(self.sizes)}x24"
 
 
@@ -122,8 +124,9 @@ def link(job: Job) -> Iterator[Row]:
 
 
 def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """The host's time for one pass beside the device's: a host that is no sooner done is what the
-    pass waits for.
+    """Time the host's part of one pass beside the device's.
+
+    A pass waits for a host that is not done sooner.
     """
     size = job.amounts.hidden_size
     runner = PassRunner(decoder, decoder.encode(PROMPT, raw=True))
@@ -138,7 +141,7 @@ def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Sweeps of all sizes against moving their bytes and computing their products."""
+    """Time passes of all sizes against moving their bytes and computing their products."""
     sizes = job.amounts.sizes
     effort = passes.ON_DEVICE._replace(sizes=sizes)
     measured = passes.measure(job.setting, decoder, [Prompt("demo", PROMPT)], effort)
@@ -167,7 +170,7 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """A draft step against its width, beside reading the draft's weights once."""
+    """Time a draft step against its width, beside reading the draft's weights once."""
     for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
         name = f"draft step of {one['num_draft_rows']} rows against reading its weights"
         promise = "step" if one["num_draft_rows"] == job.amounts.draft_width else None
@@ -175,8 +178,9 @@ def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Tokens per sweep and seconds per token of all trees; one whose tokens are wrong has no
-    figures.
+    """Measure tokens per pass and seconds per token of all trees.
+
+    A tree whose tokens are wrong has no figures.
     """
     for tree in job.amounts.trees:
         promise = "step" if tree in job.amounts.trees[2:] else None
@@ -189,7 +193,7 @@ def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iterator[Row]:
-    """One generation, every token of it proved against the small original."""
+    """Generate once, and prove every token against the small original."""
     ids = decoder.encode(PROMPT, raw=True)
     case = Case(0.0, "match", tree)
     timed_run(decoder, ids, case, 2, seed=0)  # the first steps with a tree record its widths
@@ -223,7 +227,7 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
 
 
 def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Two steps by the device's own clock."""
+    """Trace two steps by the device's own clock."""
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
         timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
@@ -233,9 +237,7 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more
-    memory.
-    """
+    """Run pass after pass with NaN in every free slot: the same scores, and no more memory."""
     num_sweeps = job.amounts.num_soak
     place = job.device.place
     held = partial(torch.cuda.memory_allocated, place) if place.type == "cuda" else lambda: 0
@@ -253,9 +255,7 @@ def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Peaks beside budgets; nothing else may use the device, for all that CUDA keeps there is taken
-    to be ours.
-    """
+    """Compare peaks with budgets; nothing else may use the device, since all use counts as ours."""
     plan = decoder.plan
     budget = parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
     carrier = decoder.target.stream.carrier
@@ -291,9 +291,7 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def accelerate(job: Job) -> Iterator[Row]:
-    """Seconds per token of accelerate's CPU offload: as it comes, and with weights page-locked for
-    it.
-    """
+    """Time accelerate's CPU offload: as it comes, and with page-locked weights."""
     is_cuda = job.device.place.type == "cuda"
     for is_pinned, how in (
         (False, "as it comes"),
@@ -321,8 +319,9 @@ _ON_PLAIN = ("enqueue", "sweeps")
 
 
 def measure(job: Job) -> Iterator[Row]:
-    """All rows, each as soon as it is known; what is timed in a way whose tokens the gate finds
-    wrong is left out.
+    """Yield all rows, each as soon as it is known.
+
+    What is timed in a way whose tokens the gate finds wrong is left out.
     """
     right = set[bool]()  # ways, by whether they promise the same bits
     for is_invariant in (False, True):
@@ -351,9 +350,7 @@ def measure(job: Job) -> Iterator[Row]:
 
 
 def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
-    """Whether tokens are right, of a decoder that gives rows the same bits in every pass, or of one
-    that does not.
-    """
+    """Return whether tokens are right, with or without the same bits in every pass."""
     small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
     asked = gates(small, PROMPT, job.amounts.num_gate, None if is_invariant else False)
     for one in attempt("gate", PROMISED["gate"], asked):
@@ -362,12 +359,12 @@ def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
 
 
 def promised_of(parts: Sequence[str]) -> list[str]:
-    """Each promise that these parts are to show, once."""
+    """Return each promise that these parts are to show, once."""
     return list(dict.fromkeys(promise for name in parts for promise in PROMISED[name]))
 
 
 def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -> Iterator[Row]:
-    """What needs the large model, which is loaded once."""
+    """Measure what needs the large model, which is loaded once."""
     started = time.perf_counter()
     amounts = job.amounts
     with job.setting.open(amounts.largest, context=amounts.context, invariant=invariant) as decoder:
@@ -459,7 +456,7 @@ def _open_job(
     amounts: Amounts,
     trace: Path | None,
 ) -> Job:
-    """The models on the device. Raises `UserError`."""
+    """Open the models on the device. Raises `UserError`."""
     asked = bench.given("device")
     ram = bench.given("ram")
     place = place_of(asked, bench.given("gpu_mem") or (None if asked == PRETEND else "40GiB"))

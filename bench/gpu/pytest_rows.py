@@ -1,5 +1,6 @@
-"""A plugin of pytest: each test becomes a row as soon as it is over. `-p
-offload.bench.gpu.pytest_rows --rows FILE`.
+"""A plugin of pytest: each test becomes a row as soon as it is over.
+
+Use `-p offload.bench.gpu.pytest_rows --rows FILE`.
 """
 
 from pathlib import Path
@@ -10,14 +11,14 @@ from offload.bench.harness.row_log import add_row
 
 
 def pytest_addoption(parser: Any) -> None:
-    """The file."""
+    """Add the option that names the file."""
     parser.addoption(
         "--rows", type=Path, metavar="FILE", help="append a line of JSON for each test"
     )
 
 
 def pytest_configure(config: Any) -> None:
-    """Only where tests are handed out: workers of xdist report to that process."""
+    """Register only where tests are handed out: workers of xdist report to that process."""
     if config.option.rows is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Rows(config.option.rows))
 

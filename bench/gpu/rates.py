@@ -1,6 +1,4 @@
-"""What a device gives, or the host where there is none: the ceilings of its memory, its products
-and its link.
-"""
+"""The ceilings of a device, or of the host where there is none: memory, products and link."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +26,7 @@ class CopyRates(NamedTuple):
 
 
 def copy_rates(device: Device, num_bytes: int) -> CopyRates:
-    """Of copies of that size; what was needed for them is given back."""
+    """Time copies of that size; what was needed for them is given back."""
     pinned = device.open_allocator()
     try:
         array = pinned.allocate(num_bytes).array
@@ -61,7 +59,7 @@ def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
 
 
 def memory_bytes_per_s(device: Device | None) -> float:
-    """At which a copy reads: computing cannot read weights faster."""
+    """Return the rate at which a copy reads: computing cannot read weights faster."""
     is_cuda = device is not None and device.place.type == "cuda"
     size = (1 << 30) if is_cuda else (64 << 20)
     one, two = (

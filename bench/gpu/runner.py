@@ -1,5 +1,4 @@
-"""Steps one after the other within one budget of time; what happens to one costs the others nothing
-but time.
+"""Steps one after the other within one budget of time; a failing step costs the others only time.
 
 The file of rows has a mark where each step begins and ends, and rows between are that step's. A
 step that was begun several times counts with all its rows; of two with the same name the later one
@@ -22,9 +21,7 @@ DONE = "done"
 
 
 class Files:
-    """What a run writes into its folder: rows and marks between, a summary, all that children say;
-    they add a trace.
-    """
+    """What a run writes into its folder: rows and marks, a summary, output of children."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +46,7 @@ class _Clock:
 
 
 def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
-    """Every step that is not done yet, and the summary after each.
+    """Run every step that is not done yet, and write the summary after each.
 
     Raises:
         KeyboardInterrupt: after the running step has been ended and noted.
@@ -99,7 +96,7 @@ def write_summary(steps: Sequence[Step], files: Files) -> str:
 
 
 def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
-    """One child to its end; returns the seconds that it took."""
+    """Run one child to its end; return the seconds that it took."""
     print(f"{step.name}: at most {limit_s:.0f} s", flush=True)
     log.write(f"== {step.name}\n".encode())
     log.flush()
@@ -120,7 +117,7 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
 
 
 def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> None:
-    """The step is over, or was not begun at all."""
+    """Mark that a step is over, or was not begun at all."""
     add_row(
         files.rows,
         {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)},
@@ -128,7 +125,7 @@ def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> Non
 
 
 def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool:
-    """Whether a token was: nothing that is measured with it counts.
+    """Return whether a token was wrong: nothing that is measured with it counts.
 
     Args:
         is_invariant: asks of the way of computing that gives rows the same bits in every pass, or
@@ -141,8 +138,9 @@ def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool
 
 
 def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
-    """Of every step its last status, and seconds; a skipped one keeps what an earlier run says of
-    it.
+    """Return the last status and seconds of every step.
+
+    A skipped step keeps what an earlier run says of it.
     """
     found: dict[str, tuple[str, float]] = {}
     for row in rows:
@@ -156,7 +154,7 @@ def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
 
 
 def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
-    """What was measured in a step; errors only of the last time."""
+    """Return what was measured in a step; errors only of the last time."""
     kept: dict[str, Row] = {}
     current = None
     for row in rows:
@@ -173,8 +171,9 @@ def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
 
 
 def status_of(exit_status: int | None, is_over_budget: bool, rows: Sequence[Row]) -> str:
-    """What an ending means; 1 is that of a bench, or of tests, of which something is not met: then
-    a row says so.
+    """Return what an exit status means.
+
+    1 is that of a bench, or of tests, of which something is not met: then a row says so.
     """
     if exit_status is None:
         return "stuck, not even SIGKILL ended it"

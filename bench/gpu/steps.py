@@ -1,6 +1,4 @@
-"""What a few minutes with a GPU are spent on, in order of value: the first steps prove most per
-second.
-"""
+"""What a few minutes with a GPU are spent on, in order of value per second."""
 
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -12,12 +10,13 @@ _OF_KERNELS += "calibration/test_kernel_selection"
 
 
 class Step(NamedTuple):
-    """One child process; `{rows}` and `{out}` in its command are the file of rows and the folder."""
+    """One child process; `{rows}` and `{out}` in its command stand for the file and the folder."""
 
     name: str
     command: tuple[str, ...]  # behind the interpreter
     budget_s: float  # its share; what earlier steps left unused comes on top
-    least_s: float  # with less it is not begun
+    # with less time it is not begun
+    least_s: float
     skips_after: tuple[str, ...] = ()  # steps whose wrong token makes this one pointless
     # whether it is wrong tokens of passes that promise the same bits, or of the others
     is_invariant: bool = True
@@ -28,8 +27,9 @@ def _bench(name: str, *flags: str) -> tuple[str, ...]:
 
 
 def _tests(names: str, *flags: str) -> tuple[str, ...]:
-    """Those that only a device can run, named file by file: one of the others registers a device of
-    its own.
+    """Return the tests that only a device can run, file by file.
+
+    One of the other files registers a device of its own.
     """
     usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
     rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
@@ -47,8 +47,9 @@ ON_HOST = ("--device", "pretend")
 
 
 def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """The table on this machine; `many` layers of the synthetic model are for what is left of a
-    second call.
+    """Return the table on this machine.
+
+    `many` layers of the synthetic model are for what is left of a second call.
     """
     place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)

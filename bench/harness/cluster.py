@@ -1,8 +1,8 @@
-"""Processes of this machine that run one model together: started once, told one text after the
-other, all timed there.
+"""Processes of this machine that run one model together: started once, told texts, timed there.
 
-They are started as `offload launch` starts them, but each with its own budget and, if wished, on a
-host of its own.
+They are started as `offload launch` starts them, but each with its own budget and, if asked for, on
+a host of its own.
+
 Invariant: when a cluster is closed, or this process dies, none of its processes runs any more.
 """
 
@@ -37,7 +37,7 @@ _ANY_PORT_OF_A_HOST = 29_400
 
 
 class Order(NamedTuple):
-    """One text."""
+    """One text to be written."""
 
     prompt_ids: list[int]
     num_tokens: int
@@ -51,12 +51,12 @@ class Order(NamedTuple):
         return Sampling(temperature=self.temperature, seed=self.seed)
 
     def written(self, new_ids: list[int]) -> Written:
-        """To be proved; computed in float32, texts must not differ at all, whoever writes them."""
+        """The run to be proved; in float32 texts must be the same on any cluster."""
         return Written(self.prompt_ids, new_ids, self.sampling, "match", is_invariant=True)
 
 
 class Answer(NamedTuple):
-    """What became of it."""
+    """A text, and what each rank did for it."""
 
     new_ids: list[int]
     bursts: list[Burst]
@@ -66,15 +66,14 @@ class Answer(NamedTuple):
 
     @classmethod
     def read(cls, line: str) -> "Answer":
-        """What `rank.tell` has written."""
+        """Return the answer that `rank.tell` has written."""
         ids, bursts, stats, figures = json.loads(line)
         ranks = [[RankFigures(*one) for one in moment] for moment in figures]
         return cls(ids, [Burst(*one) for one in bursts], stats, ranks)
 
 
 class Cluster:
-    """Ranks that wait for orders, of which rank 0 hears and answers. Raises `UserError` where they
-    do not come.
+    """Ranks that wait for orders, which rank 0 hears and answers. Raises `UserError` if they fail.
 
     Args:
         options: of each rank, as `LoadOptions` names them; more than one are started as ranks.
@@ -110,7 +109,7 @@ class Cluster:
             self._processes.append(start(command, env=common | own_place))
 
     def opened(self) -> dict[str, Any]:
-        """The head's plan, when all have loaded."""
+        """The head's plan, once all have loaded."""
         found: dict[str, Any] = json.loads(self._line())
         return found
 
@@ -123,11 +122,11 @@ class Cluster:
         return Answer.read(self._line())
 
     def peak_rss_bytes(self) -> list[int]:
-        """Of each rank so far."""
+        """Return the peak resident memory of each rank so far."""
         return [peak_rss_bytes(process.pid) for process in self._processes]
 
     def close(self) -> None:
-        """Let all end, and make them."""
+        """End all ranks, by force where they do not end."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
@@ -154,9 +153,7 @@ class Cluster:
 def shard_budgets(
     target: Path, draft: Path | None, num_ranks: int, num_nodes: int, **how: Any
 ) -> list[int]:
-    """The least that each of so many ranks can do with, so that it streams all of its share but for
-    chance.
-    """
+    """Return the least budgets with which each rank streams nearly all of its share."""
     files = ModelFiles(open_checkpoint(target), None if draft is None else open_checkpoint(draft))
     even = share_layers(files.target, [1 / num_ranks] * num_ranks)
     budgets = list[int]()
@@ -170,8 +167,9 @@ def shard_budgets(
 def _with_usual_rows(
     files: ModelFiles, num_nodes: int, how: Mapping[str, Any], ram: int
 ) -> MemoryPlan:
-    """A plan whose prompts need no smaller passes, as ranks reckon. Raises `UserError` where memory
-    asks for them.
+    """Return a plan with prompts in passes of the usual size.
+
+    Raises `UserError` where memory asks for smaller ones.
     """
     plan = plan_memory(files, ram=ram, num_nodes=num_nodes, **how)
     if plan.max_prompt_rows < min(PROMPT_ROWS, plan.context):

@@ -1,9 +1,9 @@
-"""How every command of `offload bench` begins and ends: its shared flags, its models, its proof,
-its result.
+"""How commands of `offload bench` begin and end: shared flags, models, proof, result.
 
-A command is a function of a `Bench` and of the flags that it alone has. Invariant: what `--compare`
-or `--json` could refuse is refused before anything is measured, and with `--rows` a row is on disk
-when it is known.
+A command is a function of a `Bench` and of the flags that it alone has.
+
+Invariant: what `--compare` or `--json` could refuse is refused before anything is measured, and
+with `--rows` a row is on disk when it is known.
 """
 
 import inspect
@@ -41,7 +41,8 @@ def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -
 
 
 _TO_WRITE: dict[str, Any] = {"metavar": "FILE", "callback": writable}
-_FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
+# name: how the flag is given, and its default
+_FLAGS: dict[str, tuple[Any, Any]] = {
     "model": _flag(
         str | None, "target; default: the packaged one, inflated", "--model", "-m", metavar="MODEL"
     ),
@@ -85,7 +86,8 @@ _FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
 MODELS = "model draft size layers"
 PLACE = "device gpu_mem ram"
 ENDS = "rows_file json_file"
-Tell = Callable[[int, int, str], None]  # done, in all, what
+# takes how many are done, how many in all, and what
+Tell = Callable[[int, int, str], None]
 
 
 class Bench:
@@ -106,7 +108,7 @@ class Bench:
         return self._given[name]
 
     def setting(self, *, needs_draft: bool = False) -> Setting:
-        """The models and the place that the flags name. Raises `UserError`."""
+        """Return the models and the place that the flags name. Raises `UserError`."""
         ask = self._given.get
         device = self._given.get("device", "cpu")
         place = place_of(device, ask("gpu_mem"))
@@ -128,7 +130,7 @@ class Bench:
         return setting._replace(ranks=ask("ranks"), **place)
 
     def prompts(self, num_each: int) -> tuple[list[Prompt], list[str]]:
-        """Prompts of the sets that were asked for, and their names."""
+        """Return prompts of the sets that were asked for, and their names."""
         found = prompts(self._given.get("source") or ["code"], num_each)
         return found, [prompt.name for prompt in found]
 
@@ -138,7 +140,7 @@ class Bench:
             require_same(self._old, self.name, {**setting.as_dict(), **others})
 
     def row(self, row: Row) -> Row:
-        """Keep a row on disk, whatever happens next; returns it."""
+        """Keep a row on disk, whatever happens next; return it."""
         if self._given.get("rows_file") is not None:
             add_row(self._given["rows_file"], {"bench": self.name, **row})
         return row
@@ -152,7 +154,7 @@ class Bench:
         guards: Mapping[str, Guard] | None = None,
         proof: Proof | None = None,
     ) -> None:
-        """Store, compare, and end with one JSON line; what is slower beyond noise exits with 1."""
+        """Store, compare, and end with one JSON line; exit with 1 if slower beyond noise."""
         if proof is not None:
             print(proof_line(proof))
             settings = {**settings, "proof": proof._asdict()}
@@ -175,13 +177,13 @@ class Bench:
             raise typer.Exit(1)
 
     def end(self, found: Row) -> None:
-        """The last line of a command that has an object of its own, stored with `--json`."""
+        """Print the last line of a command with an object of its own, stored with `--json`."""
         if self.json_file is not None:
             store(found, self.json_file)
         print(json.dumps(found), flush=True)
 
     def prove(self, setting: Setting, written: Sequence[Written]) -> Proof:
-        """The gate of all tokens, with a line for who waits."""
+        """Prove all tokens, with a line on the screen."""
         with self.screen:
             self.screen.wait("proving every token")
             return setting.prove(written)
@@ -190,8 +192,9 @@ class Bench:
 def command(
     name: str, *shared: str, examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make `main(bench, own flags)` the command `offload bench NAME` with these flags of `_FLAGS`
-    before its own.
+    """Make `main(bench, own flags)` the command `offload bench NAME`.
+
+    These flags of `_FLAGS` come before its own.
     """
     names = [*" ".join((*shared, ENDS)).split()]
 
@@ -218,7 +221,7 @@ def command(
 
 
 def say_nothing(done: int, total: int, label: str) -> None:
-    """For those who measure without a screen."""
+    """Do nothing: a listener without a screen."""
 
 
 def say_ceiling(text: str, rate: float) -> float:
@@ -231,9 +234,7 @@ def say_link(setting: Setting) -> float:
 
 
 def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
-    """The ceiling of a place at the start: on a CPU before anything is opened, on a device with its
-    plan.
-    """
+    """Print a place's ceiling at the start: on a CPU before opening, on a device with its plan."""
     if setting.opened is None and plan is None:
         say_link(setting)
     elif setting.opened is not None and plan is not None:
@@ -241,9 +242,7 @@ def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
 
 
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column to the left, figures to the right; what a row shorter than the others says
-    stands as it is.
-    """
+    """Print a table, first column to the left; shorter rows end in a note that stands as it is."""
     lines = [head, *rows]
     widths = [max(len(row[i]) for row in lines if len(row) == len(head)) for i in range(len(head))]
     widths[0] = max(len(row[0]) for row in lines)
@@ -257,7 +256,7 @@ def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
-    """Refuse what is not known. Raises `UserError`."""
+    """Refuse a name that is not known. Raises `UserError`."""
     known = list(known)
     if unknown := [name for name in names if name not in known]:
         raise UserError(

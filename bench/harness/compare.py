@@ -47,7 +47,8 @@ class Change(NamedTuple):
     after: float
     ratio: float  # after / before, above 1 is better
     noise: float  # the ratio may lie so far from 1 by chance; infinite where too few samples tell
-    is_worse: bool  # beyond noise
+    # whether it is worse by more than noise
+    is_worse: bool
 
     @property
     def line(self) -> str:
@@ -66,9 +67,7 @@ class Change(NamedTuple):
 
 
 def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> None:
-    """Refuse to compare with a result of another bench, model, budget or amount of text. Raises
-    `UserError`.
-    """
+    """Refuse a result of another bench, model, budget or amount of text. Raises `UserError`."""
     if old.bench != bench:
         raise UserError(
             f"--compare needs a result of {bench}, got one of {old.bench}: name another file"
@@ -82,8 +81,9 @@ def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> Non
 
 
 def changes(old: Result, new: Result) -> list[Change]:
-    """All figures that both results guard. Raises `UserError` for results that measure different
-    things.
+    """Return all figures that both results guard.
+
+    Raises `UserError` for results that measure different things.
     """
     require_same(old, new.bench, new.settings)
     shared = [name for name in new.guards if name in old.guards]
@@ -99,9 +99,7 @@ def changes(old: Result, new: Result) -> list[Change]:
 
 
 def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
-    """Print the verdicts, and before them what else may explain a change: another machine, other
-    code.
-    """
+    """Print the verdicts, and first what else may explain a change: other machine, other code."""
     pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
     for name, then, now in (*pairs, ("commit", old.commit, new.commit)):
         if then != now:
@@ -111,7 +109,7 @@ def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
 
 
 def change(name: str, old: Guard, new: Guard) -> Change:
-    """One figure. Samples of zero, such as of a text that ended in its first burst, are left out."""
+    """Compare one figure; zero samples, as of a text that ended at once, are left out."""
     sign = 1 if new.better == "higher" else -1
     before = old.samples
     after = new.samples

@@ -1,6 +1,4 @@
-"""A random matrix in each kind of words that a checkpoint may have, for those who measure how fast
-it is expanded.
-"""
+"""A random matrix in each kind of words that a checkpoint may have, to time its expansion."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,7 +31,7 @@ class Sample(NamedTuple):
 
 
 def samples(num_rows: int, num_columns: int, device: torch.device | str = "cpu") -> list[Sample]:
-    """One or more of each kind; sizes are multiples of 256."""
+    """Return one or more samples of each kind; sizes are multiples of 256."""
     random = torch.Generator().manual_seed(0)
 
     def words(*shape: int) -> Tensor:
@@ -69,7 +67,7 @@ def _int4(words: Words, num_rows: int, num_columns: int) -> Sample:
 
 
 def _gptq(words: Words, num_rows: int, num_columns: int) -> Sample:
-    """Words of eight numbers of a column, seen from the side."""
+    """Return words of eight numbers of a column."""
     packed = words(num_columns // 8, 4 * num_rows).view(torch.int32).t()
     scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
     return Sample(
@@ -116,13 +114,13 @@ def _mxfp4(words: Words, num_rows: int, num_columns: int) -> Sample:
 def _blocks(
     kind: str, num_bytes: int, num_weights: int, words: Words, num_rows: int, num_columns: int
 ) -> Sample:
-    """Of GGUF; with scales of random bits, but no NaN among them."""
+    """Return GGUF blocks, with scales of random bits but no NaN among them."""
     block_MB = words(num_rows * num_columns // num_weights, num_bytes).bitwise_and_(0xBB)
     return Sample(f"GGUF {kind}", "blocks", (kind, block_MB), (len(block_MB), num_weights))
 
 
 def _exponents(width: int, _: Words, num_rows: int, num_columns: int) -> Sample:
-    """Of bfloat16 weights that are spread as trained ones are."""
+    """Return words of bfloat16 weights that are spread as trained ones are."""
     weight_N = (torch.randn(num_rows * num_columns) * 0.02).bfloat16()
     top = int(weight_N.abs().max().view(torch.int16)) >> 7
     words = encode_exponents_reference(weight_N, top, width)

@@ -3,11 +3,9 @@
 What a rule promises decides how it is proved. Where each token is the target's own draw (greedy,
 `match`, `topk`), every one must be the draw of the reference in float32, up to bf16 rounding; and
 runs of a decoder that promises the same bits for every tree must not differ at all. Rules that draw
-afresh promise a
-distribution: the surprise -log p(token) of all tokens together must lie as far from its mean, the
-    entropy, as chance
-allows. That test sees tokens of another distribution or temperature; a single odd token may slip
-through it, and what stands behind are the tests of the rules.
+afresh promise a distribution: the surprise -log p(token) of all tokens together must lie as far
+from its mean, the entropy, as chance allows. That test sees tokens of another distribution or
+temperature; a single odd token may slip through it, and behind it are the tests of the rules.
 
 Invariant: proofs come after all measuring, so that the reference's memory and time are in no
 figure.
@@ -58,7 +56,8 @@ class Proof(NamedTuple):
     num_exact: int  # tokens that are the reference's own draw
     num_near: int  # ... that miss it by no more than rounding
     num_by_law: int  # ... of rules that promise a distribution only
-    sigmas: float  # by how much the surprise of the latter misses its mean; 0 where there are none
+    # by how much the surprise of the last of these misses its mean; 0 where there are none
+    sigmas: float
 
 
 def prove(written: Sequence[Written], score: Score) -> Proof:
@@ -80,7 +79,10 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
 
 
 def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
-    """Refuse tokens that miss the reference's draw by more than rounding. Raises `WrongTokenError`."""
+    """Refuse tokens that miss the reference's draw by more than rounding.
+
+    Raises `WrongTokenError`.
+    """
     limit = rounding(sampling)
     if gaps and max(gaps) > limit:
         at = next(index for index, gap in enumerate(gaps) if gap > limit)
@@ -89,8 +91,9 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
 
 
 def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
-    """By how many standard errors the surprise of tokens misses its mean; infinite where
-    probabilities are not numbers.
+    """Return by how many standard errors the surprise of tokens misses its mean.
+
+    Infinite where probabilities are not numbers.
 
     Args:
         drawn: distributions (T, V) and the tokens that are said to be drawn from them.
@@ -108,8 +111,7 @@ def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
 
 @contextmanager
 def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterator[Score]:
-    """A `Score` of the original model in float32: resident where that fits into free memory, else
-    streamed.
+    """Return a `Score` of the original model in float32: resident where that fits, else streamed.
 
     Args:
         target: the model itself, or the small one that an inflated target was made from.
@@ -154,7 +156,7 @@ def _repeats_draws(run: Written) -> bool:
 
 
 def _require_same_texts(written: Sequence[Written]) -> None:
-    """Runs that begin alike go on alike. Raises `WrongTokenError`."""
+    """Require runs that begin alike to go on alike. Raises `WrongTokenError`."""
     first: dict[tuple[tuple[int, ...], Sampling], Written] = {}
     for run in written:
         other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)

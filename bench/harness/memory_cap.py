@@ -1,9 +1,8 @@
-"""A memory group of its own for one child process: what it allocates and what it keeps of files,
-together below a cap.
+"""A memory group for one child process: its memory and page cache, together below a cap.
 
-Why: a peer that maps a file larger than its share must not live off the page cache of a machine
-with more memory. Only a group of the kernel (cgroup v1 or v2) counts both. Where none may be made,
-the caller gets None and must say so.
+A peer that maps a file larger than its share must not live off the page cache of a machine with
+more memory. Only a group of the kernel (cgroup v1 or v2) counts both. Where none may be made, the
+caller gets None and must say so.
 """
 
 import os
@@ -29,16 +28,12 @@ class MemoryCap(NamedTuple):
         return self.folder / _PROCESSES
 
     def peak_bytes(self) -> int | None:
-        """The most that the group has held, page cache included; None where the kernel does not
-        keep it.
-        """
+        """Return the most bytes held, page cache included; None where it is not kept."""
         path = self.folder / self.files.peak
         return int(path.read_text()) if path.is_file() else None
 
     def remove(self, patience_s: float = 5.0) -> None:
-        """Remove the group once its last process is gone, which the kernel may notice a moment
-        late.
-        """
+        """Remove the group once its last process is gone, which the kernel may notice late."""
         give_up = time.monotonic() + patience_s
         while True:
             try:
@@ -55,8 +50,7 @@ def new_cap(
     membership: Path = Path("/proc/self/cgroup"),
     make_folder: Callable[[Path], None] = Path.mkdir,
 ) -> MemoryCap | None:
-    """A group of `cap_bytes` inside the innermost group of ours that can have one; None where none
-    can.
+    """Make a group of `cap_bytes` inside the innermost group of ours that can have one, or None.
 
     In cgroup v2 a group that holds processes may have no limited children: then one beside it has
     to do.
@@ -74,9 +68,7 @@ def new_cap(
 
 
 def drop_pages(path: Path) -> None:
-    """Ask the kernel to forget what it cached of a file or of the files in a folder, whoever read
-    them.
-    """
+    """Ask the kernel to forget what it has cached of a file or of the files in a folder."""
     for each in [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]:
         file = os.open(each, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -84,9 +76,7 @@ def drop_pages(path: Path) -> None:
 
 
 def _set_limit(cap: MemoryCap, cap_bytes: int) -> bool:
-    """Whether the group takes the limit; never creates a file, for only the kernel's own do
-    anything.
-    """
+    """Return whether the group takes the limit; only the kernel's own files are written."""
     try:
         with (cap.folder / cap.files.limit).open("r+", encoding="ascii") as limit:
             limit.write(str(cap_bytes))

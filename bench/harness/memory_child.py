@@ -1,9 +1,9 @@
-"""One decoder in a process of its own, and what memory it takes: phase by phase of loading, then
-text by text.
+"""One decoder in a process of its own, and the memory of each phase of loading and each text.
 
 Libraries are imported before anything is measured, those that transformers imports lazily for the
-target included, so what is told is what `--ram` is for. Invariant: peaks are the kernel's own
-(`VmHWM`), set back before every phase.
+target included, so the figures are what `--ram` is for.
+
+Invariant: peaks are the kernel's own (`VmHWM`), set back before every phase.
 """
 
 import ctypes
@@ -28,10 +28,12 @@ class Order(NamedTuple):
 
     target: str
     draft: str
-    options: dict[str, Any]  # of `LoadOptions`
+    # fields of `LoadOptions`
+    options: dict[str, Any]
     num_texts: int = 3  # one after another, or as many rounds of `parallel` at a time
     num_tokens: int = 32
-    prompt_tokens: int = 128  # of the longest
+    # length of the longest prompt
+    prompt_tokens: int = 128
     temperature: float = 0.0
 
 
@@ -41,7 +43,8 @@ class Taken(NamedTuple):
     phase: str
     peak_bytes: int
     end_bytes: int
-    held_bytes: int  # at its end, without what C's allocator has free
+    # memory at the phase's end, without what C's allocator has free
+    held_bytes: int
 
 
 class _FreeBlocks(ctypes.Structure):
@@ -63,14 +66,16 @@ class _FreeBlocks(ctypes.Structure):
 
 
 class Meter:
-    """Takes the phases of this process down."""
+    """Notes the memory of this process's phases."""
 
     def __init__(self) -> None:
-        self.imported_bytes, self.found, self._phase = rss_bytes(), list[Taken](), "headers"
+        self.imported_bytes = rss_bytes()
+        self.found = list[Taken]()
+        self._phase = "headers"
         _set_back_peak()
 
     def begin(self, phase: str) -> None:
-        """The phase before it is over."""
+        """Begin a phase; the one before it is over."""
         taken = (
             one - self.imported_bytes
             for one in (peak_rss_bytes(), rss_bytes(), rss_bytes() - _free_bytes())
@@ -84,7 +89,7 @@ def run_child(
     order: Order,
     python: Sequence[str] = (sys.executable, "-m", "offload.bench.harness.memory_child"),
 ) -> Any:
-    """What `follow` found, in a fresh process."""
+    """Return what `follow` found, in a fresh process."""
     done = subprocess.run(
         [*python, json.dumps(order._asdict())], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -141,7 +146,7 @@ def _import_libraries(target: Path) -> None:
 
 
 def _free_bytes() -> int:
-    """What C's allocator keeps of freed memory, where it tells."""
+    """Return what C's allocator keeps of freed memory, where it tells."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         return 0
@@ -150,7 +155,7 @@ def _free_bytes() -> int:
 
 
 def _set_back_peak() -> None:
-    """Where the kernel does not let us, a phase's peak is that of all before it as well."""
+    """Set the peak back; where the kernel refuses, a phase's peak includes earlier phases."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

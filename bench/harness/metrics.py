@@ -1,11 +1,9 @@
-"""What a reader of text feels, from the moments at which tokens arrived: the usual names of serving
-benchmarks.
+"""Latencies and throughput from the arrival of tokens, as serving benchmarks name them.
 
-A run is a list of bursts, since one sweep accepts several tokens at once. All of them reach the
-consumer in the same
-moment, so the latency between tokens is zero within a burst and a whole sweep between bursts: its
-median says nothing about speed here and its p99 everything about smoothness. That is why the time
-per sweep stands beside it.
+A run is a list of bursts, since one weight pass accepts several tokens at once. All of them reach
+the consumer in the same moment, so the latency between tokens is zero within a burst and a whole
+pass between bursts: its median says nothing about speed here and its p99 everything about
+smoothness. That is why the time per pass stands beside it.
 """
 
 from collections.abc import Sequence
@@ -16,20 +14,19 @@ import numpy as np
 
 
 class Burst(NamedTuple):
-    """Tokens that one sweep has yielded."""
+    """Tokens that one pass has yielded."""
 
     time_s: float  # since the request
     num_tokens: int  # may be zero where a run was cut at its length
 
 
 def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
-    """Mean, median and p99 (`mean_ttft_s`, ...) of runs, each a list of bursts; runs without a
-    token are left out.
+    """Return mean, median and p99 (`mean_ttft_s`, ...) of runs, each a list of bursts.
 
-    `ttft` and `e2el` are over runs, to the first burst and to the last token; `tpot` per token
-    after the first burst, over runs; `itl` between neighbouring tokens, over all; `sweep` between
-    bursts, over all. `decode_tokens_per_s` counts what came after the first bursts,
-    `output_tokens_per_s` all, prompt time included.
+    Runs without a token are left out. `ttft` and `e2el` are over runs, to the first burst and to
+    the last token; `tpot` per token after the first burst, over runs; `itl` between neighbouring
+    tokens, over all; `sweep` between bursts, over all. `decode_tokens_per_s` counts what came after
+    the first bursts, `output_tokens_per_s` all, prompt time included.
     """
     told = [
         bursts
@@ -69,7 +66,7 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
 
 
 def acceptance_by_depth(accepted_per_sweep: Sequence[int], depth: int) -> list[float]:
-    """Share of sweeps whose accepted path reached each of the depths 1..depth.
+    """Return the share of passes whose accepted path reached each of the depths 1..depth.
 
     A sweep of k tokens accepted k - 1 nodes; its last token is the target's own. The sweep that a
     run's length cuts counts with what was left of it, hence these are lower bounds by at most one

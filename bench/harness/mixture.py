@@ -1,5 +1,4 @@
-"""A mixture of experts that nobody trained: cut from the packaged target in seconds, where no good
-text is asked for.
+"""An untrained mixture of experts, cut from the packaged target where no good text is needed.
 
 Invariant: the folder has its name only when it is whole.
 """
@@ -18,7 +17,7 @@ _COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.jso
 
 
 def untrained_mixture(size_bytes: int) -> Path:
-    """The mixture inflated to this size; made once, then reused."""
+    """Return the mixture inflated to this size; made once, then reused."""
     folder = cache_folder() / "moe-untrained"
     if not folder.is_dir():
         scratch = folder.with_name(f"{folder.name}.part")

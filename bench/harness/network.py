@@ -1,10 +1,11 @@
-"""A network of hosts on this machine: namespaces of the kernel, and between them a switch that this
-process plays.
+"""A network of hosts on this machine: kernel namespaces, and a switch that this process plays.
 
-Why not `tc`: its netem is missing in many kernels, and it would need as many rights. Each host has
-a TUN device that is read here. A packet takes its time on the sender's cable and on the receiver's,
-at once where both are free, and then the latency; nothing is lost. It is as punctual as this
-process gets to run. Invariant: no namespace outlives `network`.
+`tc` would not do: its netem is missing in many kernels, and it would need as many rights. Each host
+has a TUN device that is read here. A packet takes its time on the sender's cable and on the
+receiver's, at once where both are free, and then the latency; nothing is lost. It is as punctual as
+this process gets to run.
+
+Invariant: no namespace outlives `network`.
 """
 
 import fcntl
@@ -31,26 +32,28 @@ _VERSION_4 = 4
 
 
 class NoNetworkError(Exception):
-    """This machine, or this user, cannot have one."""
+    """This machine, or this user, cannot have a network of namespaces."""
 
 
 class Host(NamedTuple):
-    """One end."""
+    """One end of the network."""
 
     namespace: str
     address: str
 
     @property
     def prefix(self) -> list[str]:
-        """Of a command that is to run there."""
+        """What precedes a command that is to run there."""
         return ["ip", "netns", "exec", self.namespace]
 
 
 class Switch:
-    """Hands on packets between devices, by the last byte of their addresses: 1 is the first."""
+    """Passes packets on between devices, by the last byte of their addresses: 1 is the first."""
 
     def __init__(self, devices: list[int], network: Network) -> None:
-        self._devices, self._network, self._lock = devices, network, threading.Lock()
+        self._devices = devices
+        self._network = network
+        self._lock = threading.Lock()
         self._sender_free_s, self._receiver_free_s = ([0.0] * len(devices) for _ in range(2))
         self.sent_bytes = [0] * len(devices)  # headers included
         for source in range(len(devices)):
@@ -88,7 +91,7 @@ class Switch:
 
 @contextmanager
 def network(num_hosts: int, between: Network) -> Iterator[tuple[list[Host], Switch]]:
-    """Hosts that reach each other. Raises `NoNetworkError` where this process may not make any."""
+    """Yield hosts that reach each other. Raises `NoNetworkError` where none may be made."""
     with ExitStack() as resources:
         try:
             opened = [_open_host(index, resources) for index in range(num_hosts)]

@@ -1,7 +1,4 @@
-"""What a sweep yields against the size of the tree, a table where there is one size only.
-
-And the runs of a pipeline over time, from the moment each is issued to the moment it is back, and
-processes over hours.
+"""Pictures: tokens per pass against tree size, runs of a pipeline over time, processes over hours.
 
 Invariant: a picture that has left its folder still says which models, which machine and which day
 it is of.
@@ -26,7 +23,7 @@ _TITLE_WIDTH = 90  # characters that fit above the axes
 
 
 def require_pictures() -> None:
-    """Raises `UserError` where pictures cannot be drawn; ask before measuring."""
+    """Raise `UserError` where pictures cannot be drawn; call it before measuring."""
     if find_spec("matplotlib") is None:
         raise UserError(
             "--picture needs matplotlib, which is not installed: pip install 'offload[bench]'"
@@ -34,17 +31,17 @@ def require_pictures() -> None:
 
 
 def draw_sizes(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """Rows of `decode`: a line per temperature, rule and kind of tree, in the order of their sizes."""
+    """Draw rows of `decode`: a line per temperature, rule and kind of tree, by size."""
     figure_of(rows, settings).savefig(path)
 
 
 def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """A panel for each row with `events` of one text, see `RunEvent`."""
+    """Draw a panel for each row with `events` of one text, see `RunEvent`."""
     flights_of(rows, settings).savefig(path)
 
 
 def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
-    """The picture itself: a line for each run, and the moments at which tokens were emitted."""
+    """Return the figure: a line for each run, and the moments at which tokens were emitted."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 0.8 + 1.7 * len(rows)), dpi=120, layout="constrained")
@@ -60,9 +57,7 @@ def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
 
 
 def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
-    """What processes hold over time: a column for each, a panel for each field of its samples but
-    the time.
-    """
+    """Draw what processes hold over time: a column for each, a panel for each field."""
     from matplotlib.figure import Figure
 
     names = [name for name in next(iter(samples.values()))[0]._fields if name != "time_s"]
@@ -97,7 +92,7 @@ def _plot_flights(place: "Axes", events: Sequence[Sequence[Any]]) -> None:
 
 
 def figure_of(rows: Sequence[Row], settings: Row) -> "Figure":
-    """The picture itself; `settings` name the models."""
+    """Return the figure; `settings` name the models."""
     from matplotlib.figure import Figure  # alone: no window system, no global state
 
     has_sizes = len({row["num_nodes"] for row in rows if row["num_nodes"] > 1}) > 1

@@ -1,5 +1,4 @@
-"""The ceiling of everything that streams from disk: a few threads that read the same files and do
-nothing else.
+"""The ceiling of all that streams from disk: a few threads that only read the same files.
 
 It shares no code with the disk reader, so that a slow one cannot hide behind a ceiling of its own
 making.
@@ -32,8 +31,9 @@ class Reading(NamedTuple):
 
 
 def plain_read_s(shards: Sequence[Path], num_bytes: int, how: Reading = Reading()) -> float:  # noqa: B008 (immutable)
-    """Seconds in which `num_bytes` of these files arrive, read from their beginnings, again and
-    again if need be.
+    """Return the seconds in which `num_bytes` of these files arrive.
+
+    They are read from their beginnings, again and again if need be.
     """
     largest_bytes = max(path.stat().st_size for path in shards) // _PAGE_BYTES * _PAGE_BYTES
     block_bytes = min(how.block_bytes, largest_bytes)
@@ -69,8 +69,9 @@ def plain_rate(shards: Sequence[Path], num_bytes: int, how: Reading = Reading())
 
 
 def _touched(num_bytes: int) -> memoryview:
-    """Huge pages that are there already; with small ones O_DIRECT pins each for itself: 1.2 instead
-    of 2.0 GB/s.
+    """Return huge pages that are there already.
+
+    With small ones O_DIRECT pins each for itself: 1.2 instead of 2.0 GB/s.
     """
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

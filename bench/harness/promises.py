@@ -38,9 +38,7 @@ def row(
     *,
     promise: str | None = None,
 ) -> Row:
-    """A figure beside its ceiling; `limit` is what their ratio may be at most, of counts as many as
-    possible.
-    """
+    """Return a figure beside its ceiling; `limit` bounds their ratio, from below for counts."""
     assert promise is None or promise in PROMISES, f"nobody promised {promise}"
     ratio = value / ceiling if ceiling else None
     is_met = None if limit is None or ratio is None else ratio <= limit
@@ -51,10 +49,9 @@ def row(
 
 
 def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; what breaks becomes rows that say so, because the rows behind them are still worth
-    having.
+    """Yield the rows; what breaks becomes rows that say so, since later rows are still of use.
 
-    It breaks all of `promises`, of which nobody will see more; a wrong token breaks that of
+    It breaks all of `promises`, of which no more will be seen; a wrong token breaks that of
     exactness, too.
     """
     try:
@@ -66,9 +63,7 @@ def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator
 
 
 def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[Row]:
-    """A row for each promise that is missed, or one of none; no two rows of a step have the same
-    name.
-    """
+    """Return a row for each promise that is missed, or one of none, with names of their own."""
     for promise in [*promises] or (None,):
         yield failure(name, promise, error)
 
@@ -80,8 +75,9 @@ def failure(name: str, promise: str | None, error: Exception) -> Row:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """For every promise what was wanted, what was seen, and whether it is met; None where nothing
-    was measured.
+    """Return for every promise what was wanted, what was seen, and whether it is met.
+
+    None where nothing was measured.
     """
     found = []
     for promise, wanted in PROMISES.items():

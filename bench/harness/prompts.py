@@ -22,12 +22,14 @@ from offload.errors import UserError
 CODE = "code"
 COPY = "copy"
 _HELD_OUT_PERCENT = 3
-_CHARS = 1200  # of a text: more than enough for 128 tokens
+# characters of a text: more than enough for 128 tokens
+_CHARS = 1200
 # of a file: shorter ones are stubs, longer ones tables
 _LEAST_BYTES = 4000
 _MOST_BYTES = 60_000
 _ALL = slice(None)
-_COPIED_CHARS = range(800, 1500)  # of a function: some 250 to 400 tokens
+# characters of a function that is copied: some 250 to 400 tokens
+_COPIED_CHARS = range(800, 1500)
 
 
 class Prompt(NamedTuple):
@@ -36,12 +38,12 @@ class Prompt(NamedTuple):
     name: str  # unique within a bench, such as code/argparse.py
     text: str
     is_chat: bool = False  # a question: it belongs into a chat template where the model has one
-    then: str = ""  # of a copy: how it goes on where the text is done as it was begun
+    # how a copy goes on where the text is done as it was begun
+    then: str = ""
 
 
 def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[Prompt]:
-    """`num_each` prompts from every source, spread evenly over what it has; fewer where it has
-    fewer.
+    """Return `num_each` prompts from every source, spread evenly over what it has.
 
     Args:
         part: of each source, so that what was tuned on one half can be reported on the other.
@@ -57,9 +59,7 @@ def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[P
 
 
 def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
-    """Token ids: a text cut to `num_tokens`; a copy whole, and a question where a chat template
-    surrounds it.
-    """
+    """Return token ids: a text cut to `num_tokens`, a copy whole, a question as a chat."""
     if prompt.is_chat and decoder.tokenizer is not None and decoder.tokenizer.chat_template:
         return decoder.encode(prompt.text)
     ids = decoder.encode(prompt.text, raw=True)
@@ -84,9 +84,7 @@ def _texts(source: str) -> list[Prompt]:
 
 
 def _copies(path: Path) -> Iterator[Prompt]:
-    """Of the functions of a file that are neither short nor long: each whole, with the head of the
-    edited copy.
-    """
+    """Yield functions that are neither short nor long, each with the head of its edited copy."""
     lines = read_source(path).splitlines(keepends=True)
     try:
         nodes = list(ast.walk(ast.parse("".join(lines))))
@@ -123,7 +121,7 @@ def _from_file(path: Path) -> Iterator[Prompt]:
 
 
 def _question(line: str, place: str) -> str:
-    """The first turn of a line of Spec-Bench or MT-Bench, or its `prompt` or `text`."""
+    """Return the first turn of a line of Spec-Bench or MT-Bench, or its `prompt` or `text`."""
     try:
         entry: Any = json.loads(line)
     except ValueError:
@@ -144,9 +142,7 @@ def _spread(found: list[Prompt], num: int) -> list[Prompt]:
 
 
 def held_out_files() -> list[Path]:
-    """The standard library's files that the packaged pair was not trained on, split by a hash of
-    their paths.
-    """
+    """Return library files that the pair was not trained on, split by a hash of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         path
@@ -157,7 +153,7 @@ def held_out_files() -> list[Path]:
 
 
 def read_source(path: Path) -> str:
-    """A few test files are deliberately not UTF-8: what does not decode is dropped."""
+    """Read a file; what does not decode is dropped, since a few test files are not UTF-8."""
     return path.read_text(encoding="utf-8", errors="ignore")
 
 

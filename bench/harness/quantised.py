@@ -1,8 +1,8 @@
-"""A checkpoint once more in a format of fewer bytes, written by the plainest rule: rounded to the
-nearest code.
+"""A checkpoint in a format of fewer bytes, written by the plainest rule: round to nearest.
 
-What is measured with it is speed; that its numbers are what libraries make of them is the tests'
-affair. Invariant: the folder has its name only when it is whole.
+It measures speed; that its numbers are what libraries make of them is up to the tests.
+
+Invariant: the folder has its name only when it is whole.
 """
 
 import json
@@ -35,7 +35,7 @@ _FP8 = {
 
 
 def int4(weight_NK: Tensor) -> dict[str, Tensor]:
-    """As compressed-tensors packs them, in groups of 128 along K, symmetric."""
+    """Return words as compressed-tensors packs them, in groups of 128 along K, symmetric."""
     groups_NGg = weight_NK.float().unflatten(1, (-1, _GROUP))
     scale_NG = (groups_NGg.abs().amax(-1) / 7.5).clamp(min=1e-8).bfloat16()
     code_NK = (groups_NGg / scale_NG.float()[..., None]).round().clamp(-8, 7).flatten(1).int() + 8
@@ -49,7 +49,10 @@ def int4(weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
-    """As DeepSeek stores them, in blocks of 128 x 128; sizes are multiples of these or smaller."""
+    """Return words as DeepSeek stores them, in blocks of 128 x 128.
+
+    Sizes are multiples of these or smaller.
+    """
     blocks = (
         weight_NK.float().unflatten(0, (-1, min(_BLOCK, len(weight_NK)))).unflatten(2, (-1, _BLOCK))
     )
@@ -65,7 +68,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]]
 
 
 def quantised(source: Path, name: str) -> Path:
-    """The checkpoint of `source` in one of `FORMATS`, or packed, beside it; made once, then reused."""
+    """Return the checkpoint of `source` in one of `FORMATS`, or packed; made once, then reused."""
     folder = source.with_name(f"{source.name}-{name}")
     if folder.is_dir():
         return folder
@@ -88,7 +91,7 @@ def quantised(source: Path, name: str) -> Path:
 def _tensors(
     source: Path, quantise: Callable[[Tensor], dict[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Words of one layer lie together, as the format's own writer has them: by type, then by name."""
+    """Yield words layer by layer, as the format's own writer has them: by type, then by name."""
     held = dict[str, Tensor]()
     for shard in open_checkpoint(source).shards:
         with safe_open(shard, "pt") as file:

@@ -1,6 +1,4 @@
-"""One rank of a `Cluster`, as a process: it loads as it is told, then rank 0 writes a text for
-every line it reads.
-"""
+"""One rank of a `Cluster`, as a process: it loads, then rank 0 writes a text for every line."""
 
 import json
 import sys
@@ -27,7 +25,7 @@ def main() -> None:
 
 
 def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
-    """One text, and what each rank has moved for it."""
+    """Write one text; return it with what each rank has moved for it."""
     run = decoder.run(
         order.prompt_ids, order.sampling, max_new_tokens=order.num_tokens, tree=order.tree
     )
@@ -47,7 +45,7 @@ def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
 
 
 def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigures]:
-    """Of all ranks; of a process by itself what corresponds, its passes since the first tokens."""
+    """Return the figures of all ranks, or of a single process its passes since the first tokens."""
     if told := decoder.target.figures():
         return told
     plan = decoder.plan
@@ -57,7 +55,7 @@ def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigu
 
 
 def tell(value: Any) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     print(json.dumps(value), flush=True)
 
 

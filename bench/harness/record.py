@@ -51,7 +51,8 @@ class Result:
     guards: dict[str, Guard]
     machine: Row
     created: str
-    commit: str | None  # of the checkout that it ran from
+    # the commit of the checkout that it ran from
+    commit: str | None
 
     def as_dict(self) -> Row:
         fields = asdict(self)
@@ -86,7 +87,7 @@ def this_machine() -> Row:
 
 
 def checkout_commit() -> str | None:
-    """The commit of this checkout, with a `+` where files differ from it; None outside of one."""
+    """Return this checkout's commit, with a `+` where files differ; None outside of one."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists() or shutil.which("git") is None:
         return None
@@ -113,8 +114,9 @@ def store(found: Row, path: Path) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """The same, where a file can be written there: known before anything is measured. Raises
-    `UserError`.
+    """Return the path, where a file can be written there. Raises `UserError`.
+
+    It is called before anything is measured.
     """
     if path is not None:
         folder = next(
@@ -136,7 +138,7 @@ def writable(path: Path | None) -> Path | None:
 
 
 def read(path: Path) -> Result:
-    """A stored result. Raises `UserError` for anything else."""
+    """Return a stored result. Raises `UserError` for anything else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -160,16 +162,15 @@ def read(path: Path) -> Result:
 
 
 def partial_path(path: Path) -> Path:
-    """Where `path` is written to until it is whole; it keeps its suffix, by which libraries tell
-    formats.
-    """
+    """Return where `path` is written to until it is whole; the suffix stays, for libraries."""
     return path.with_name(f".writing-{path.name}")
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A place to write to, which becomes `path` if the block ends well; folders are made. Raises
-    `OSError`.
+    """Yield a place to write to, which becomes `path` if the block ends well.
+
+    Folders are made. Raises `OSError`.
     """
     path = path.resolve()  # a link stays one, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from offload.streaming.expert_cache import ExpertCache
 
 
 def ours(passes: Iterable[Pass], num_blocks: int, num_slots: int) -> int:
-    """Misses of `ExpertCache`."""
+    """Count misses of `ExpertCache`."""
     cache = ExpertCache(num_blocks, num_slots)
     misses = 0
     for one in passes:
@@ -28,8 +28,9 @@ def ours(passes: Iterable[Pass], num_blocks: int, num_slots: int) -> int:
 
 
 def serve(cache: ExpertCache, blocks: Sequence[int]) -> int:
-    """One layer of a pass: hits are held first, and released where a miss finds no slot; returns
-    how many miss.
+    """Serve one layer of a pass; return how many miss.
+
+    Hits are held first, and released where a miss finds no slot.
     """
     hits = list[int]()
     missing = list[int]()
@@ -46,7 +47,7 @@ def serve(cache: ExpertCache, blocks: Sequence[int]) -> int:
 
 
 def recent(passes: Iterable[Pass], num_slots: int) -> int:
-    """Misses where what was used longest ago gives way; hits of a layer come before its misses."""
+    """Count misses where the least recently used gives way; a layer's hits precede its misses."""
     kept = OrderedDict[int, None]()
     misses = 0
     for one in passes:
@@ -62,7 +63,7 @@ def recent(passes: Iterable[Pass], num_slots: int) -> int:
 
 
 def optimal(passes: Iterable[Pass], num_slots: int) -> int:
-    """Misses of whoever knows the future. A layer's needs are one moment."""
+    """Count misses with knowledge of the future. A layer's needs are one moment."""
     moments = [blocks.tolist() for one in passes for blocks in one.blocks]
     coming: defaultdict[int, list[int]] = defaultdict(list)
     for moment in range(len(moments) - 1, -1, -1):
@@ -84,7 +85,7 @@ def optimal(passes: Iterable[Pass], num_slots: int) -> int:
 
 
 def expected(passes: Sequence[Pass], num_blocks: int, num_slots: int, num_rows: int) -> float:
-    """Misses by popularity alone, which is counted over all passes."""
+    """Count misses by popularity alone, which is counted over all passes."""
     uses_B = np.zeros(num_blocks)
     all_rows = 0
     for one in passes:

@@ -1,9 +1,8 @@
-"""Which experts each token of a text is routed to, and the passes that decoding such a text would
-be made of.
+"""Which experts each token of a text is routed to, and the passes of decoding such a text.
 
-Either recorded while a model reads texts, or made up: experts have a popularity that changes with
-the subject, tokens nearby resemble each other, and the first layer knows no popularity, as is seen
-in trained models.
+Routing is recorded while a model reads texts, or made up: experts have a popularity that changes
+with the subject, tokens nearby resemble each other, and the first layer knows no popularity, as is
+seen in trained models.
 """
 
 import random
@@ -13,14 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-ACCEPTANCE = 0.8  # of a guess whose predecessors were right
+# chance of a guess whose predecessors were right
+ACCEPTANCE = 0.8
 
 
 class Routing(NamedTuple):
-    """What some texts in a row were routed to."""
+    """The experts that some texts in a row were routed to."""
 
     chosen_TLK: np.ndarray  # ids of experts, by token, layer and rank
-    num_experts: int  # of a layer
+    # experts of a layer
+    num_experts: int
     starts: tuple[int, ...] = (0,)  # first tokens of the texts
 
     @property
@@ -32,29 +33,33 @@ class Pass(NamedTuple):
     """One forward of some rows."""
 
     blocks: list[np.ndarray]  # by layer: what the pass needs, ascending, each once
-    rows: list[np.ndarray]  # of each of these: how many rows need it
+    # by layer: how many rows need each of these
+    rows: list[np.ndarray]
     num_rows: int
-    num_tokens: int  # that the text has grown by
+    # tokens by which the text has grown
+    num_tokens: int
 
 
 class MadeUp(NamedTuple):
-    """How routing is made up; the strengths are those of normal numbers that are added to a token's
-    own.
-    """
+    """How routing is made up; the strengths are of normal numbers added to a token's own."""
 
     num_layers: int = 12
     num_experts: int = 128
     num_chosen: int = 8
-    popularity: float = 0.8  # that lasts for all texts
-    subject: float = 0.9  # that lasts for one text
-    nearby: float = 0.9  # that fades within some tokens
+    # strength of what lasts for all texts
+    popularity: float = 0.8
+    # strength of what lasts for one text
+    subject: float = 0.9
+    # strength of what fades within some tokens
+    nearby: float = 0.9
     fading: float = 0.85  # how much of it is left in the next token
     num_texts: int = 4
-    num_tokens: int = 300  # of a text
+    # tokens of a text
+    num_tokens: int = 300
 
 
 def made_up(how: MadeUp, seed: int = 0) -> Routing:
-    """Texts on one subject each, one after the other."""
+    """Return texts on one subject each, one after the other."""
     rng = np.random.default_rng(seed)
     shape = (how.num_layers, how.num_experts)
     strength_L1 = np.ones((how.num_layers, 1))
@@ -73,7 +78,7 @@ def made_up(how: MadeUp, seed: int = 0) -> Routing:
 
 
 def recorded(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> Routing:
-    """What a model of `transformers` is routed to while it reads these texts, given as token ids.
+    """Return what a model of `transformers` is routed to while it reads these token ids.
 
     Every module named `experts` is called with the ids of the chosen ones second.
     """
@@ -101,11 +106,10 @@ def recorded(model: torch.nn.Module, texts: Sequence[Sequence[int]]) -> Routing:
 def passes(
     routing: Routing, num_rows: int, seed: int = 0, *, prompt_tokens: int = 0
 ) -> Iterator[Pass]:
-    """Decoding of every text with `num_rows` rows a pass: the accepted ones go on with the text,
-    others are rejected.
+    """Yield the passes of decoding every text with `num_rows` rows a pass.
 
-    A rejected row is routed like any other token of its text. The first `prompt_tokens` of a text
-    are one pass.
+    The accepted rows go on with the text, others are rejected. A rejected row is routed like any
+    other token of its text. The first `prompt_tokens` of a text are one pass.
     """
     rng = random.Random(seed)
     num_all = len(routing.chosen_TLK)

@@ -1,7 +1,8 @@
-"""Rows of measurements in one file: a line of JSON each, on disk before the next one is measured.
+"""Rows of measurements in one file: a line of JSON each, on disk before the next is measured.
 
-Several processes may append. Invariant: whatever a process is killed at, all rows before are read
-again.
+Several processes may append.
+
+Invariant: at whatever point a process is killed, all rows before are read again.
 """
 
 import json
@@ -19,7 +20,7 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(file).st_size
-        # whoever wrote last was killed within a line
+        # the last writer was killed within a line
         is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         os.write(file, ("\n" * is_torn + json.dumps(row, default=str) + "\n").encode())
         os.fsync(file)
@@ -28,7 +29,7 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All whole rows; what a killed process left of its last line is none."""
+    """Return all whole rows; what a killed process left of its last line is none."""
     if not path.exists():
         return []
     rows = []

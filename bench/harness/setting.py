@@ -43,9 +43,11 @@ from offload.units import parse_size, require
 
 PROMPT_TOKENS = 128
 PRETEND = "pretend"
-CEILING_BYTES = 400_000_000  # of one look at the link
+# bytes of one reading of the link
+CEILING_BYTES = 400_000_000
 _COPY_BYTES = 64 << 20
-_FREE_SHARE = 0.9  # of free memory, to a model that is made there
+# share of free memory for a model that is made there
+_FREE_SHARE = 0.9
 
 
 class Setting(NamedTuple):
@@ -59,7 +61,8 @@ class Setting(NamedTuple):
     device: str = "cpu"
     gpu_memory: str | int | None = None
     opened: Device | None = None  # None is the CPU
-    ranks: str | None = None  # that run the target together
+    # the ranks that run the target together
+    ranks: str | None = None
 
     @property
     def shards(self) -> Sequence[Path]:
@@ -71,7 +74,10 @@ class Setting(NamedTuple):
         return self.origin.parent == self.target.parent
 
     def open(self, tree: str, **options: Any) -> Decoder:
-        """A decoder with room for that tree; `options` are those of `load`. Raises `UserError`."""
+        """Open a decoder with room for that tree; `options` are those of `load`.
+
+        Raises `UserError`.
+        """
         require(
             options.get("lenience", 1) == 1,
             "what is measured is proved: `lenience` must be 1",
@@ -89,8 +95,9 @@ class Setting(NamedTuple):
         return load(self.target, self.draft, self.ram_bytes, tree, **how)
 
     def open_streamed(self, tree: str, **options: Any) -> Decoder:
-        """The same with every layer streamed: the budget is the least that works. Raises
-        `UserError`.
+        """Open a decoder with the least budget, so that every layer streams.
+
+        Raises `UserError`.
         """
         files = ModelFiles(
             open_headers(self.target), None if self.draft is None else open_headers(self.draft)
@@ -107,8 +114,9 @@ class Setting(NamedTuple):
         )
 
     def ceiling(self, plan: MemoryPlan) -> float:
-        """Bytes per second at which layers could arrive now: of a plain reader, or of copies to a
-        device.
+        """Return bytes per second at which layers could arrive now.
+
+        Those of a plain reader, or of copies to a device.
         """
         device = self.opened
         if device is None:
@@ -127,7 +135,7 @@ class Setting(NamedTuple):
         return plan.streamed_bytes / seconds if seconds else float("inf")
 
     def prove(self, written: Sequence[Written]) -> Proof:
-        """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
+        """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
         start = start_tokens(open_headers(self.origin))
         begun = [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
         with reference(
@@ -149,8 +157,9 @@ class Setting(NamedTuple):
 def find_setting(
     model: str | None, draft: str | None, size: str, ram: str | None, screen: Console
 ) -> Setting:
-    """The named models, or the packaged pair with a target of `size`. Raises `UserError`, before it
-    fetches.
+    """Return the named models, or the packaged pair with a target of `size`.
+
+    Raises `UserError`, before it fetches.
     """
     if model is not None:
         names = [model] if draft is None else [model, draft]
@@ -168,7 +177,7 @@ def find_setting(
 
 
 def resident_pair(ram: str | None) -> Setting:
-    """The packaged pair as it is: what does not depend on streaming is measured on it."""
+    """Return the packaged pair as it is, to measure what does not depend on streaming."""
     return Setting(
         PAIR / "target", PAIR / "draft", PAIR / "target", parse_size(ram or "2GiB", "--ram")
     )
@@ -176,8 +185,9 @@ def resident_pair(ram: str | None) -> Setting:
 
 @contextmanager
 def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -> Iterator[Setting]:
-    """The pair in the shape of Llama-2 70B and 7B, as many layers; on the pretend device of some
-    megabytes.
+    """Return the pair in the shape of Llama-2 70B and 7B, with as many layers.
+
+    On the pretend device it has some megabytes.
     """
     is_tiny = device is None or device.place.type == "cpu"
     shape, small = (TINY, TINY_DRAFT) if is_tiny else (LLAMA_2_70B, LLAMA_2_7B)
@@ -200,7 +210,7 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
 
 
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
-    """What a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
+    """Return what a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
     if device == PRETEND:
         return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": HostDevice()}
     opened: Device | None = open_device(device, gpu_memory)
@@ -212,9 +222,7 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
 
 
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
-    """Refuse, from headers alone, a budget that is too small even for the least of runs. Raises
-    `UserError`.
-    """
+    """Refuse, from headers alone, a budget too small for the least of runs. Raises `UserError`."""
     plan_memory(
         (target, draft), ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1
     )

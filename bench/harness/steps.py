@@ -1,5 +1,4 @@
-"""Where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes,
-steps, poisoned slots.
+"""Where the bench touches a decoder beyond `generate` and `run`: passes, steps, poisoned slots.
 
 Invariant: what a pass emits is the target's own greedy token, so every pass that is timed can be
 proved.
@@ -33,19 +32,23 @@ class Pass(NamedTuple):
 
     num_rows: int
     seconds: float
-    stall_s: float  # of these, compute waited for the link
-    num_bytes: int  # that came over the link
-    host_s: float  # of these, until the host had enqueued all of it
+    # part of the seconds in which compute waited for the link
+    stall_s: float
+    # bytes that came over the link
+    num_bytes: int
+    # part of the seconds until the host had enqueued all of it
+    host_s: float
 
 
 class PassRunner:
-    """Forwards of any size behind one text, each of which the text goes on by one token."""
+    """Runs passes of any size behind one text, which goes on by one token in each."""
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int]) -> None:
-        self._decoder, self._text = decoder, decoder.begin(prompt_ids, Sampling())
+        self._decoder = decoder
+        self._text = decoder.begin(prompt_ids, Sampling())
 
     def run(self, num_rows: int) -> Pass:
-        """One forward of a tree with so many nodes; the first one takes the prompt in as well."""
+        """Run one pass over a tree of so many nodes; the first one takes the prompt in as well."""
         target = self._decoder.target
         stream = self._decoder.target.stream
         tokens = self._text.tokens
@@ -73,7 +76,10 @@ class PassRunner:
 
 
 def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Curve:
-    """Seconds of a draft pass against its rows; the widths that a run records are recorded before."""
+    """Return seconds of a draft pass against its rows.
+
+    The widths that a run records are recorded before.
+    """
     drafter = decoder.drafter
     text = decoder.begin(prompt_ids, Sampling())
     assert isinstance(drafter, ModelDrafter), "there is a draft"
@@ -86,8 +92,9 @@ def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -
 def step_times(
     decoder: Decoder, prompt_ids: Sequence[int], shape: Shape, num_steps: int
 ) -> tuple[list[float], Written]:
-    """Seconds of greedy steps with one tree; the first takes the prompt in and the second finds
-    full slots.
+    """Return seconds of greedy steps with one tree.
+
+    The first takes the prompt in and the second finds full slots.
     """
     seconds = list[float]()
     text = decoder.begin(prompt_ids, Sampling(), shape=shape)
@@ -109,10 +116,9 @@ class Step(NamedTuple):
 def dictated(
     decoder: Decoder, prompt_ids: Sequence[int], then_ids: Sequence[int], shape: Shape
 ) -> Iterator[Step]:
-    """Steps of a target that is told what to write: it scores every tree, and what it prefers is
-    not heeded.
+    """Yield steps of a target that is told what to write: it scores every tree, unheeded.
 
-    None of them can reach the end of what is known: each is whole then, and their mean is not
+    None of the steps can reach the end of what is known: each is whole then, and their mean is not
     biased (Wald).
     """
     told = [*prompt_ids, *then_ids]
@@ -140,8 +146,7 @@ def dictated(
 def record_steps(
     decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int
 ) -> tuple[Timeline, list[int]]:
-    """Greedy steps behind a prompt; returns their events and all new tokens, which the caller has
-    to prove.
+    """Take greedy steps behind a prompt; return their events and all new tokens, to be proved.
 
     The step that takes the prompt in is run but not recorded.
     """
@@ -169,8 +174,9 @@ def record_steps(
 def repeated_scores(
     decoder: Decoder, num_rows: int, num_sweeps: int, held_bytes: Callable[[], int]
 ) -> tuple[int, int]:
-    """Sweeps with NaN in every slot that is free: how many repeat the first scores, and the bytes
-    that are lost.
+    """Run passes with NaN in every slot that is free.
+
+    Returns how many repeat the first scores, and the bytes that are lost.
     """
     target = decoder.target
     topology = best_first(DEFAULT_ACCEPTANCE, num_rows, 12)

@@ -1,5 +1,4 @@
-"""Datastores for measuring: the standard library but for what prompts are cut from, and a large one
-of permuted text.
+"""Datastores for measuring: the standard library without prompt files, and permuted text.
 
 Invariant: no file that `prompts` draws on is in either.
 """
@@ -25,7 +24,7 @@ _BLOCK_TOKENS = 64
 
 
 def library_store(screen: Console) -> Path:
-    """The store of the library for the packaged pair, built once and kept. Raises `UserError`."""
+    """Return the library's store for the packaged pair, built once. Raises `UserError`."""
     files = _files()
     sizes = repr([(str(path), path.stat().st_size) for path in files]).encode()
     path = cache_folder() / f"bench-library-{zlib.crc32(sizes):08x}.store"
@@ -43,8 +42,7 @@ def library_store(screen: Console) -> Path:
 
 
 def permuted_store(path: Path, screen: Console) -> str:
-    """Make a store of 100 M tokens: every file again and again, its blocks of tokens in another
-    order each time.
+    """Make a store of 100 M tokens: every file again and again, its blocks in another order.
 
     Returns how it was made. Raises `UserError`.
     """

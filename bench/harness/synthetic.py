@@ -1,20 +1,19 @@
-"""A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory as it is
-asked for.
+"""A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory.
 
-The files have headers and holes; who reads through `Maker` gets the weights. What the large model
-computes is
-what the small one computes, so acceptance is real and every token can be proved: the small weights
-lie in a corner of the large matrices, everything else is random and meets zeros. Three things
-differ from padding by a power of four:
+The files have headers and holes; reads through `Maker` get the weights. What the large model
+computes is what the small one computes, so acceptance is real and every token can be proved: the
+small weights lie in a corner of the large matrices, everything else is random and meets zeros.
+Three things differ from padding by a power of four:
 
 - A head of 128 contains one of 32 because every fourth of its rotary frequencies is one of the
 small head's.
+
 - sqrt(8192 / 192) is no power of two, so norm weights round. `origin` writes the small model with
-the rounded ones, in
-  float32: the reference of the proof.
+the rounded ones, in float32: the reference of the proof.
+
 - One hidden coordinate is the same for all tokens, too small to be seen by any norm (1e-6). The
-final norm enlarges it,
-  and the head makes of it a logit of -1000 or less for the ids that only the large vocabulary has.
+final norm enlarges it, and the head makes of it a logit of -1000 or less for the ids that only the
+large vocabulary has.
 """
 
 import json
@@ -84,8 +83,9 @@ TINY_DRAFT = Shape(256, 4, 4, 128, 384, 5000, 3)
 
 
 def sketch(source: Path, folder: Path, shape: Shape) -> Path:
-    """A folder that reads as a checkpoint of that shape through `Maker`; it takes some kilobytes of
-    disk.
+    """Write a folder that reads as a checkpoint of that shape through `Maker`.
+
+    It takes some kilobytes of disk.
     """
     config = json.loads((source / "config.json").read_text())
     eps = config["rms_norm_eps"] * config["hidden_size"] / shape.hidden
@@ -121,8 +121,9 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
 
 
 def origin(source: Path, folder: Path, shape: Shape) -> Path:
-    """The small model in float32 with the norms that the large one rounds to: it computes what the
-    large one does.
+    """Return the small model in float32 with the norms that the large one rounds to.
+
+    It computes what the large one does.
     """
     small = load_file(source / "model.safetensors")
     factor = math.sqrt(
@@ -139,7 +140,7 @@ def origin(source: Path, folder: Path, shape: Shape) -> Path:
 
 
 def open_source(shards: Sequence[Path], **options: Any) -> DiskReader:
-    """The byte source of any checkpoint: one that was sketched is made, others are read."""
+    """Return the byte source of any checkpoint; sketched ones are made, others are read."""
     return Maker(shards) if (shards[0].parent / NOTE).is_file() else DiskReader(shards, **options)
 
 
@@ -254,7 +255,7 @@ class _Weights:
             self._place_matrix(part, self._weights[small_name], weight)
 
     def _small_name(self, name: str) -> str | None:
-        """Of the small tensor that lies in this one; None in a layer that was put between."""
+        """Return the small tensor that lies in this one; None in a layer that was added."""
         if not name.startswith("model.layers."):
             return f"{name}.weight"
         _, _, layer, part = name.split(".", 3)

@@ -1,5 +1,4 @@
-"""What a sweep spends its time on, layer by layer: copies, waits, computing, and the drafting
-around it.
+"""What a pass spends its time on, layer by layer: copies, waits, computing, and drafting.
 
 Written as a Chrome trace, for ui.perfetto.dev. Times come from the stream's own `record` hook and
 from the figures of each step; nothing is inferred but the moment at which a copy really began: it
@@ -37,7 +36,7 @@ class Timeline:
             self._events.append(Event(kind, layer, start_s, end_s))
 
     def events(self) -> list[Event]:
-        """All events, in the order of their starts, copies one behind the other."""
+        """Return all events in the order of their starts, copies one behind the other."""
         with self._lock:
             found = list(self._events)
         free_s = float("-inf")

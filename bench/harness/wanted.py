@@ -1,6 +1,4 @@
-"""A figure beside what was wanted of it: a row, a line of a table, and a guard against growing
-worse.
-"""
+"""A figure beside what was wanted of it: a row, a line of a table, and a guard."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -14,7 +12,7 @@ Better = Literal["higher", "lower"]
 def wanted_row(
     name: str, value: float, wanted: float, samples: Sequence[float], better: Better
 ) -> Row:
-    """At least, or at most, `wanted` was asked for."""
+    """Return a row of a figure for which at least, or at most, `wanted` was asked."""
     is_met = value >= wanted if better == "higher" else value <= wanted
     return {
         "name": name,
@@ -29,7 +27,7 @@ def wanted_row(
 def say_wanted(
     rows: Sequence[Row], told: Callable[[Row], list[str]] = lambda _: []
 ) -> dict[str, Guard]:
-    """Print them, with what else there is to tell of each; returns what `--compare` watches."""
+    """Print the rows, with what else there is to tell; return what `--compare` watches."""
     say_table(["", "seen", "wanted", ""], [_cells(row, told(row)) for row in rows])
     return {row["name"]: Guard(row["samples"], row["better"]) for row in rows}
 

@@ -49,8 +49,10 @@ from offload.errors import UserError
 from offload.trees.spec import parse_tree, tree_to_fill
 from offload.units import RULES, Sampling, drafting_of
 
-_MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
-_STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link
+# tokens of a question in its chat template, which is not cut
+_MOST_PROMPT_TOKENS = 512
+# a run whose passes wait for less than this share is not bound by the link
+_STALLED_SHARE = 0.05
 _TRACED_STEPS = 3
 
 
@@ -64,7 +66,7 @@ class Case(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one token per sweep, to which temperature and rule are all one."""
+        """Whether it is one token per pass, for which temperature and rule do not matter."""
         return self.tree == "none"
 
     @property
@@ -78,14 +80,16 @@ class Effort:
     """How much is measured."""
 
     num_prompts: int
-    num_tokens: int  # of every run with a tree
-    num_plain: int  # of every run without one, whose sweeps are all alike
+    # tokens of every run with a tree
+    num_tokens: int
+    # tokens of every run without a tree, whose passes are all alike
+    num_plain: int
     temperatures: tuple[float, ...] = (0.0, 0.6)
     trees: tuple[str, ...] = ("none", "grown:128x20")  # the baseline first
     rules: tuple[str, ...] = ("match",)
 
     def cases(self) -> list[Case]:
-        """All of them, the baseline once and first; a static tree where a rule keeps distributions."""
+        """Return all cases, the baseline once and first; a static tree where a rule needs one."""
         every = product(self.temperatures, self.rules, self.trees)
         plain, *others = dict.fromkeys(
             Case(at, rule, tree_under(rule, tree)) for at, rule, tree in every
@@ -123,13 +127,15 @@ class Timed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Everything, unproved."""
+    """All runs, unproved."""
 
     runs: list[Timed]
     written: list[Written]
     ceilings: list[float]
-    settings: Row  # that only an open decoder knows
-    events: list[Event]  # of a few steps where a trace is wanted
+    # what only an open decoder knows
+    settings: Row
+    # events of a few steps, where a trace is wanted
+    events: list[Event]
 
 
 def measure(
@@ -143,10 +149,10 @@ def measure(
     trace: bool = False,
     others: Mapping[str, Decoder] = MappingProxyType({}),
 ) -> Measured:
-    """All runs, prompt by prompt.
+    """Measure all runs, prompt by prompt.
 
     Args:
-        note: hears of every run when it is over, before its tokens are proved.
+        note: gets every run when it is over, before its tokens are proved.
         others: decoders of the cases that name their sources.
     """
     cases = effort.cases()
@@ -200,7 +206,7 @@ def open_for(setting: Setting, effort: Effort, **options: Any) -> Decoder:
 def timed_run(
     decoder: Decoder, prompt_ids: list[int], case: Case, num_tokens: int, *, seed: int
 ) -> tuple[list[Burst], Generation]:
-    """One generation with the moments at which its bursts arrived."""
+    """Run one generation; note the moments at which its bursts arrived."""
     sampling = Sampling(temperature=case.temperature, seed=seed)
     run = decoder.run(
         prompt_ids, sampling, max_new_tokens=num_tokens, tree=case.tree, rule=case.rule
@@ -216,8 +222,9 @@ def timed_run(
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
-    """One row per case, in the order of the runs; speed-ups are against the baseline, which comes
-    first.
+    """Return one row per case, in the order of the runs.
+
+    Speed-ups are against the baseline, which comes first.
     """
     cases = dict.fromkeys(run.case for run in runs)
     plain, *rows = [_row(case, [run for run in runs if run.case == case]) for case in cases]
@@ -275,7 +282,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
 
 
 def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
-    """Ratios, prompt by prompt: absolute speed is the disk's affair."""
+    """Return ratios, prompt by prompt: absolute speed depends on the disk."""
     guards = {}
     for row in rows:
         if "speedup" in row:
@@ -324,16 +331,12 @@ def _hungriest(rules: Sequence[str]) -> str:
 
 
 def tree_under(rule: str, tree: str) -> str:
-    """Dynamic trees are not for rules that keep distributions: the static one within the same
-    bounds then.
-    """
+    """Return the tree for a rule; one that keeps distributions gets the static one."""
     return tree.removeprefix("grown:") if drafting_of(rule).keeps_distributions else tree
 
 
 def _largest(cases: Sequence[Case]) -> str:
-    """The tree that memory must be planned for; `auto` finds its own size, and the others must fit
-    beside it.
-    """
+    """Return the tree to plan memory for; `auto` finds its own size, and others must fit too."""
     trees = [tree_under(_hungriest([case.rule for case in cases]), case.tree) for case in cases]
     return "auto" if "auto" in trees else max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
@@ -425,7 +428,7 @@ def main(
 def run(
     bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt], trace: bool
 ) -> Measured:
-    """Say the ceiling, then measure all runs; unproved."""
+    """Print the ceiling, then measure all runs; unproved."""
     say_floor(setting)
     with bench.screen as screen, open_for(setting, effort) as decoder:
         say_floor(setting, decoder.plan)

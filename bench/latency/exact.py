@@ -1,13 +1,10 @@
-"""The gate of a place: every layer streamed, every tree writes the ids of transformers, before
-anything is timed there.
+"""The gate of a place: with every layer streamed, every tree writes the ids of transformers.
 
-In float32 they are equal, whatever the tree. In 16 bits the ids of all trees are those of none, bit
-for bit, where the decoder promises that; those of transformers, which rounds differently, may part
-from them where two tokens lie closer than rounding, and from there on both write different texts,
-so only the first such place says anything.
-
-A decoder that promises the same bits and one that does not compute in different ways: each is asked
-by itself.
+In float32 they are equal, for any tree. In 16 bits the ids of all trees are those of none, bit for
+bit, where the decoder promises that; those of transformers, which rounds differently, may part from
+them where two tokens lie closer than rounding, and from there on both write different texts, so
+only the first such place says anything. A decoder that promises the same bits and one that does not
+compute in different ways: each is asked by itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +32,7 @@ _CONTEXT = 768
 def gates(
     setting: Setting, prompt: str, num_new: int, invariant: bool | None = None
 ) -> Iterator[Row]:
-    """Both types; how far apart bf16 may be is a promise, and every run in it is proved once more.
+    """Run the gate in both types; how far apart bf16 may be is a promise, and is proved again.
 
     Args:
         invariant: as `load` has it; without it nothing is asked of the bits of trees.
@@ -66,7 +63,7 @@ def gates(
 def reference_ids(
     model: Path, prompt: str, place: torch.device, dtype: torch.dtype, num_new: int
 ) -> tuple[list[int], list[int]]:
-    """The prompt's ids, and what transformers writes behind them."""
+    """Return the prompt's ids, and what transformers writes behind them."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(place)
     theirs = _reference(model, dtype).to(place)
@@ -77,7 +74,7 @@ def reference_ids(
 
 
 def _reference(model: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """What transformers makes of a folder, of its weights in safetensors and of no code in it."""
+    """Return what transformers makes of a folder's safetensors, without code from it."""
     theirs = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=False, use_safetensors=True
     )
@@ -92,7 +89,7 @@ def streamed_ids(
     trees: Sequence[str],
     invariant: bool | None,
 ) -> Iterator[tuple[str, list[int]]]:
-    """What we write with each tree while every layer is streamed."""
+    """Return what we write with each tree while every layer is streamed."""
     with setting.open_streamed(
         _LARGEST, dtype=dtype, context=_CONTEXT, invariant=invariant
     ) as decoder:
@@ -107,7 +104,10 @@ def streamed_ids(
 def same_for_all_trees(
     setting: Setting, prompt_ids: Sequence[int], dtype: str, num_new: int
 ) -> Iterator[Row]:
-    """How many ids are those of no tree; nothing is asked of a decoder that does not promise them."""
+    """Return how many ids are those without a tree.
+
+    Nothing is asked of a decoder that does not promise them.
+    """
     with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
         texts = [
             decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
@@ -131,8 +131,9 @@ def same_for_all_trees(
 def in_bf16(
     setting: Setting, prompt: str, place: torch.device, num_new: int, invariant: bool | None = None
 ) -> Iterator[Row]:
-    """For each tree by how much the reference prefers its own token where ids part; 0 where they do
-    not.
+    """Return by how much the reference prefers its token where ids part, for each tree.
+
+    0 where they do not part.
     """
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.bfloat16, num_new)
     for tree, ours in streamed_ids(
@@ -156,7 +157,7 @@ def in_bf16(
 
 @torch.inference_mode()
 def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
-    """Logits (V,) of transformers in bf16 behind these ids."""
+    """Return logits (V,) of transformers in bf16 behind these ids."""
     theirs = _reference(model, torch.bfloat16).to(place)
     return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 

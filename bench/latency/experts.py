@@ -1,11 +1,11 @@
-"""What experts on demand are worth: tokens per second beside whole layers, with the same memory,
-tree by tree.
+"""What experts on demand are worth: tokens/s beside whole layers with the same memory.
 
 Room for experts is a share of their bytes, beside all that a run on demand needs at least with its
 dense layers staying; whole layers get the same budget. Each way runs in a process and a memory
-group of its own, tree after tree on every text, and `auto` in another one right behind. Invariant:
-all runs behind one prompt have written the same ids, and these are the original model's, before a
-speed is printed.
+group of its own, tree after tree on every text, and `auto` in another one right behind.
+
+Invariant: all runs behind one prompt have written the same ids, and these are the original model's,
+before a speed is printed.
 """
 
 import math
@@ -43,7 +43,8 @@ LARGEST = "dynamic:64x16"
 # over the best tree of whole layers, anywhere and near a third of the model's bytes
 LEAST_SPEEDUP = 0.98
 SPEEDUP = 3.0
-CHOICE = 1.07  # at most: the best of the grid / auto
+# the most that the best of the grid / auto should be
+CHOICE = 1.07
 _ENOUGH = "1TiB"  # until the budget of each room is known
 _BESIDE_BYTES = 640 << 20  # what a process holds before it loads a model, and may keep of files
 
@@ -53,7 +54,8 @@ class Effort(NamedTuple):
 
     num_prompts: int
     num_tokens: int
-    limit_s: float  # of a run, which is cut there
+    # seconds after which a run is cut
+    limit_s: float
     rounds: int
 
 
@@ -62,8 +64,9 @@ QUICK = Effort(1, 32, 12.0, 1)
 
 
 def room_bytes(setting: Setting, percent: int) -> int:
-    """The least budget with which dense layers stay and so many of the routed experts do. Raises
-    `UserError`.
+    """Return the least budget for all dense layers and so many routed experts.
+
+    Raises `UserError`.
     """
     files = ModelFiles(
         open_headers(setting.target), None if setting.draft is None else open_headers(setting.draft)
@@ -84,7 +87,7 @@ def room_bytes(setting: Setting, percent: int) -> int:
 def measure(
     setting: Setting, prompts: Sequence[list[int]], ram_bytes: int, effort: Effort
 ) -> list[Row]:
-    """A row for each way and tree with that budget; one without runs says why."""
+    """Return a row for each way and tree with that budget; one without runs says why."""
     rows = dict[tuple[str, str], Row]()
     for _ in range(effort.rounds):
         for way, trees in TREES.items():
@@ -109,7 +112,7 @@ def _run(
     trees: Sequence[str],
     effort: Effort,
 ) -> Outcome:
-    """All trees behind one prompt, then behind the next."""
+    """Run all trees behind one prompt, then behind the next."""
     named = (
         {"tree": AUTO} if trees == (AUTO,) else {"tree": LARGEST, "trees": [*trees] * len(prompts)}
     )
@@ -129,8 +132,9 @@ def _run(
 
 
 def _written(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Written]:
-    """What all runs have written, to be proved, each text once. Raises `UserError` where experts on
-    demand failed.
+    """Return what all runs have written, each text once, to be proved.
+
+    Raises `UserError` where experts on demand failed.
     """
     if failed := [row["reason"] for row in rows if row["reason"] and row["experts"] != "layers"]:
         raise UserError(f"experts on demand: {failed[0]}")
@@ -142,7 +146,7 @@ def _written(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Written]
 
 
 def _finished(row: Row) -> Row:
-    """With figures instead of runs; without them where no run came to a second pass."""
+    """Replace runs by figures; none where no run came to a second pass."""
     runs = row.pop("runs")
     sweeps = sum(len(run.bursts) - 1 for run in runs)
     if not sweeps:
@@ -152,7 +156,7 @@ def _finished(row: Row) -> Row:
 
 
 def promises(rows: Sequence[Row], model_bytes: int) -> list[Row]:
-    """By room: what was wanted of `auto` beside the best of all trees, and of whole layers."""
+    """Return what was wanted of `auto`, by room, beside the best tree, and of whole layers."""
     found = []
     third = min(rows, key=lambda row: abs(row["ram_bytes"] - model_bytes / 3))["room"]
     for room in dict.fromkeys(row["room"] for row in rows):
@@ -242,7 +246,7 @@ def _columns() -> list[str]:
 
 
 def _lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Tokens per second by tree, a line for each room and way; why there are none."""
+    """Return tokens per second by tree, a line for each room and way, or why there are none."""
     lines = []
     for room, way in dict.fromkeys((row["room"], row["experts"]) for row in rows):
         own = {row["tree"]: row for row in rows if (row["room"], row["experts"]) == (room, way)}

@@ -1,13 +1,11 @@
-"""What guesses without a model are worth, alone and beside a draft: copies of the text, a
-datastore, counts of pairs.
+"""What guesses without a model are worth, alone and beside a draft: copies, datastore, n-grams.
 
 Three texts. `code` goes on as the target likes, and so does `copy`, a function that is begun again
 under another name. A small target may not be able to copy, so `copy, dictated` is the same prompt
-with the edited function as what the
-target is told to write: sweeps, drafting and times are real, its own choice is not heeded. All
-sources take turns, and so does one token per sweep. Where nothing repeats lookup by itself must
-cost nothing: its steps stand beside steps without it, in turns. Prompts are the second half of what
-there is; with `--tuning` those of the first, for who tunes.
+with the edited function as what the target is told to write: passes, drafting and times are real,
+its own choice is not heeded. All sources take turns, and so does one token per pass. Where nothing
+repeats, lookup by itself must cost nothing: its steps stand beside steps without it, in turns.
+Prompts are the second half of what there is; with `--tuning` those of the first, to tune by.
 
 Invariant: nothing is printed before every token that a target chose was proved. What was dictated
 needs no proof.
@@ -74,7 +72,8 @@ _LENGTH = "1:16"
 class Effort(decode.Effort):
     """How much is measured; every case is one of `sources`."""
 
-    num_pairs: int = 80  # of steps where nothing repeats
+    # pairs of steps where nothing repeats
+    num_pairs: int = 80
     sources: tuple[str, ...] = SOURCES
 
     def cases(self) -> list[decode.Case]:
@@ -103,7 +102,7 @@ QUICK = {
 def open_all(
     setting: Setting, effort: Effort, store: Path, resources: ExitStack
 ) -> dict[str, Decoder]:
-    """A decoder for each mixture of sources, all layers streamed; each has room for the same tree."""
+    """Open a decoder for each mixture of sources, all layers streamed, with room for the tree."""
     found = dict[str, Decoder]()
     for name in effort.sources:
         parts = name.split("+")
@@ -119,7 +118,7 @@ def open_all(
 
 
 def dictate(decoders: Mapping[str, Decoder], found: Sequence[Prompt], effort: Effort) -> list[Row]:
-    """A row for each mixture, one token per sweep first; they take turns prompt by prompt."""
+    """Return a row for each mixture, one token per pass first; they take turns by prompt."""
     steps: dict[str, list[list[Step]]] = {name: [] for name in ("none", *decoders)}
     for prompt, name in ((prompt, name) for prompt in found for name in steps):
         decoder = decoders.get(name) or next(iter(decoders.values()))
@@ -156,10 +155,10 @@ def _dictated_row(name: str, texts: Sequence[Sequence[Step]]) -> Row:
 
 
 def against_plain(setting: Setting, num_pairs: int) -> tuple[Row, list[Written]]:
-    """Seconds of a step that looks up and finds nothing / of one that does not look, side by side.
+    """Return seconds of a step that looks up in vain over those of one that does not.
 
-    Both texts begin with every token at most once and go on with tokens that are drawn from nearly
-    all alike.
+    Side by side: both texts begin with every token at most once and go on with tokens that are
+    drawn from nearly all alike.
     """
     ram_bytes = max(setting.ram_bytes, _LEAST_RAM_BYTES)
     seconds = (list[float](), list[float]())
@@ -188,8 +187,9 @@ def against_plain(setting: Setting, num_pairs: int) -> tuple[Row, list[Written]]
 
 
 def retrieval(store: Path, found: Sequence[Prompt], num_steps: int) -> Row:
-    """Seconds that one step takes for its matches and their trie, at places of held-out texts; none
-    comes twice.
+    """Return seconds of one step's matches and their trie, at places of held-out texts.
+
+    No place comes twice.
     """
     tokenizer = load_tokenizer(PAIR / "target")
     assert tokenizer is not None, "the packaged pair has one"
@@ -215,7 +215,7 @@ def retrieval(store: Path, found: Sequence[Prompt], num_steps: int) -> Row:
 
 
 def promises(rows: Sequence[Row]) -> list[Row]:
-    """What was wanted of tokens per sweep, as far as it was measured."""
+    """Return what was wanted of tokens per pass, as far as it was measured."""
     known = {
         (row["texts"], row["sources"]): row for row in rows if row.get("temperature", 0.0) == 0.0
     }
@@ -320,7 +320,7 @@ def main(
 
 
 def stored(store: Path, bench: Bench) -> Row:
-    """Retrieval from that store, which is made where there is none; what it is made of is said."""
+    """Return retrieval from that store, made where there is none; prints what it is made of."""
     made = {}
     with bench.screen as screen:
         if not store.exists():

@@ -1,9 +1,8 @@
-"""The promises of the main job: streaming, memory, speed, prompt and start, each beside its
-ceiling.
+"""The promises of the main job (streaming, memory, speed, prompt, start), beside their ceilings.
 
 `streaming` and `prompt` are rows of `passes`, `speed` is `decode` with three trees; memory and
 start are measured in fresh processes. The ceiling of everything that streams is a plain reader of
-as many bytes, in turn with the sweeps.
+as many bytes, in turn with the passes.
 """
 
 import json
@@ -28,7 +27,7 @@ SPEED_TREES = ("64x16", "128x20", "grown:128x20")
 
 
 def streaming(size: str) -> Row:
-    """Back-to-back one-token sweeps against the plain reader, in turn."""
+    """Time back-to-back one-token passes against the plain reader, in turn."""
     return _passes(
         size,
         "streaming: one-token sweep / plain reader of the same bytes",
@@ -38,7 +37,7 @@ def streaming(size: str) -> Row:
 
 
 def prompt(size: str) -> Row:
-    """The sweep that takes in 128 prompt tokens against one-token sweeps right after it."""
+    """Time the pass that takes in 128 prompt tokens against one-token passes right after it."""
     name = f"prompt: sweep of {PROMPT_TOKENS} prompt tokens / one-token sweep"
     return _passes(size, name, "<= 1.30", is_prompt=True)
 
@@ -64,9 +63,7 @@ def _passes(size: str, name: str, wanted: str, *, is_prompt: bool) -> Row:
 
 
 def speed(size: str) -> Row:
-    """Tokens per second with and without trees, prompt by prompt in turn, and the share of the link
-    that was used.
-    """
+    """Measure tokens per second with and without trees, in turns, and the link's used share."""
     setting = _setting(size)
     effort = decode.Effort(6, 96, 8, (0.0,), ("none", *SPEED_TREES))
     with decode.open_for(setting, effort) as decoder:
@@ -96,9 +93,7 @@ def speed(size: str) -> Row:
 
 
 def memory(size: str) -> Row:
-    """Peak resident memory beyond the imported libraries, in a process of its own, against its
-    budget.
-    """
+    """Measure peak resident memory beyond the libraries, in a fresh process, beside its budget."""
     figures = _in_fresh_process(_MEMORY, size)
     name = "memory: (peak RSS - RSS after the imports) / --ram"
     return {
@@ -110,7 +105,7 @@ def memory(size: str) -> Row:
 
 
 def start(size: str) -> Row:
-    """`offload --help`, and from the end of the imports to the first layer of the first sweep."""
+    """Time `offload --help`, and from the end of imports to the first layer of the first pass."""
     help_s = []
     for _ in range(5):
         started = time.perf_counter()
@@ -153,7 +148,7 @@ _ROWS: dict[str, Callable[[str], Row]] = {
 
 
 def _in_fresh_process(code: str, size: str) -> Row:
-    """What it prints as JSON; it is given the target and a budget of a quarter of its size."""
+    """Return what a fresh process prints as JSON, given the target and a quarter of its size."""
     command = [
         sys.executable,
         "-c",

@@ -1,11 +1,9 @@
-"""Many texts at a time: tokens per second over all of them, beside the same texts one after
-another.
+"""Many texts at a time: tokens per second over all, beside the same texts one after another.
 
 The same prompts are written with every number of places, in turns, because disks drift. A text must
 have the ids that it has alone; where layers are streamed its bits are the same, else it is proved
-like any other. `equal` is the forest
-with its nodes shared out evenly, each tree by itself: what competition among the texts' candidates
-gains.
+like any other. `equal` shares the nodes out evenly, each tree by itself: what competition among the
+texts' candidates gains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +33,8 @@ CONTEXT = 512
 ALONE = "alone"
 FOREST = "forest"
 EQUAL = "equal"
-COMPARED = "dynamic:12x11"  # of a forest and of trees by themselves, which must have as many nodes
+# for trees grown together and by themselves, which must have as many nodes
+COMPARED = "dynamic:12x11"
 
 
 class Effort(NamedTuple):
@@ -59,7 +58,7 @@ class Case(NamedTuple):
 
 
 def cases_of(parallel: int, tree: str) -> list[Case]:
-    """What is compared: without a tree, and with the best of each."""
+    """Return what is compared: without a tree, and with the best of each."""
     return [
         Case(ALONE, "none", 1),
         Case(FOREST, "none", parallel),
@@ -72,7 +71,7 @@ def cases_of(parallel: int, tree: str) -> list[Case]:
 
 @contextmanager
 def evenly(drafter: Any) -> Iterator[None]:
-    """Meanwhile each text's tree grows by itself, within bounds of its own."""
+    """Let each text's tree grow by itself meanwhile, within bounds of its own."""
 
     def grow_all(texts: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
         told = guesses or [NO_GUESSES] * len(texts)
@@ -89,7 +88,7 @@ def evenly(drafter: Any) -> Iterator[None]:
 def run_case(
     setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any
 ) -> tuple[Row, Any]:
-    """Figures of all texts, and the texts; loading and the prompts' passes are left out."""
+    """Return figures of all texts, and the texts; without loading and the prompts' passes."""
     with setting.open(case.tree, parallel=case.parallel, context=CONTEXT, **options) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         requests = [Request(own, Sampling(), num_new) for own in ids]
@@ -113,9 +112,7 @@ def _as_it_is() -> Iterator[None]:
 
 
 class Counted(NamedTuple):
-    """Passes behind the first tokens of all texts, as long as all are under way: what a queue of
-    texts would see.
-    """
+    """Passes behind the first tokens while all texts are under way, as a queue would see them."""
 
     num_passes: int
     seconds: float
@@ -125,7 +122,7 @@ class Counted(NamedTuple):
 def write_counted(
     decoder: Decoder, requests: Sequence[Request]
 ) -> tuple[list[Generation], Counted]:
-    """All texts, and the passes that count."""
+    """Write all texts; return them and the passes that count."""
     found = dict[int, Generation]()
     marks = list[tuple[float, dict[int, int]]]()
     places = min(decoder.num_parallel, len(requests))
@@ -189,7 +186,7 @@ def main(bench: Bench, parallel: Parallel = 8, tree: TreeOf = "auto") -> None:
 
 
 def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]:
-    """How many times as many tokens a second, round by round."""
+    """Return how many times as many tokens a second, round by round."""
 
     def ratios(over: Case, under: Case) -> Guard:
         pairs = zip(_speeds(rows, over), _speeds(rows, under), strict=True)

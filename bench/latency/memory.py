@@ -1,5 +1,4 @@
-"""What a run takes of memory beside its plan: the peak of fresh processes, post by post and phase
-by phase.
+"""What a run takes of memory beside its plan: the peak of fresh processes, phase by phase.
 
 Each configuration gets the least budget that its plan does not refuse, so that every byte of the
 plan is needed. What libraries take when they are imported is no part of `--ram`. Growth is what is
@@ -43,7 +42,8 @@ class Case(NamedTuple):
     parallel: int = 1
     temperature: float = 0.0
     prompt_tokens: int = 128
-    more: Mapping[str, Any] = {}  # of `LoadOptions`
+    # further fields of `LoadOptions`
+    more: Mapping[str, Any] = {}
 
 
 CASES = {
@@ -77,7 +77,7 @@ CASES = {
 
 
 def target_of(kind: str, size_bytes: int) -> Path:
-    """The target of one kind; made once, then reused."""
+    """Return the target of one kind; made once, then reused."""
     if kind == MIXTURE:
         return untrained_mixture(2 * size_bytes)
     dense = inflated_target(size_bytes, lambda done, total: None)
@@ -85,7 +85,7 @@ def target_of(kind: str, size_bytes: int) -> Path:
 
 
 def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
-    """One configuration in a process of its own. Raises `UserError`."""
+    """Measure one configuration in a process of its own. Raises `UserError`."""
     options = {"tree": case.tree, "parallel": case.parallel, "context": CONTEXT, **case.more}
     spec = parse_tree(case.tree)
     files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
@@ -114,7 +114,7 @@ def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
 
 
 def judged(found: Row) -> Row:
-    """The row with its peak beyond the libraries, its growth, and whether both are as promised."""
+    """Return the row with its peak beyond the libraries, its growth, and both verdicts."""
     peak_bytes = max(phase["peak_bytes"] for phase in found["phases"])
     texts = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
     grown_bytes = growth(texts)
@@ -130,9 +130,7 @@ def judged(found: Row) -> Row:
 
 
 def growth(held_bytes: Sequence[int]) -> int | None:
-    """Of what is held, from the texts after the first fifth to the last ones; None of too few to
-    tell.
-    """
+    """Return by how much held memory grew between early and last texts; None of too few."""
     if len(held_bytes) < 10:
         return None
     few = max(3, len(held_bytes) // 10)
@@ -141,7 +139,7 @@ def growth(held_bytes: Sequence[int]) -> int | None:
 
 
 def say_bill(row: Row) -> None:
-    """Where the memory of one configuration goes."""
+    """Print where the memory of one configuration goes."""
     say_table(
         ["planned", "MiB"],
         [[name, _mib(row["posts"][name])] for name in POSTS if row["posts"][name]],

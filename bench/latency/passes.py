@@ -1,13 +1,10 @@
-"""Seconds of one forward against its rows: of the streamed target beside its link, of the draft
-beside its memory.
+"""Seconds of one pass against its rows: the target beside its link, the draft beside its memory.
 
-Forwards of all sizes take turns on one text, round after round, with a plain reader of as many
-bytes in between (on a
-device: copies to it): the time that it takes is the floor under every sweep. A sweep costs the same
-    up to the size at
-which computing becomes the slower side. The draft reads its weights once per forward, so it cannot
-be faster than memory, unless they stay in the processor's cache: its share of the ceiling may lie
-above 1. The prompt's sweep stands beside the others.
+Passes of all sizes take turns on one text, round after round, with a plain reader of as many bytes
+in between (on a device: copies to it): the time that it takes is the floor under every pass. A pass
+costs the same up to the size at which computing becomes the slower side. The draft reads its
+weights once per pass, so it cannot be faster than memory, unless they stay in the processor's
+cache: its share of the ceiling may lie above 1. The prompt's pass stands beside the others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +32,8 @@ from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 
-_STALLED_SHARE = 0.05  # of a sweep that waits for less than this the link is not the slower side
+# the link counts as the slower side where a pass waits for it longer than this share
+_STALLED_SHARE = 0.05
 _CONTEXT = 512
 
 
@@ -44,7 +42,8 @@ class Effort(NamedTuple):
 
     sizes: tuple[int, ...]
     rounds: int
-    passes: int  # of every size in a round
+    # passes of every size in a round
+    passes: int
     draft_s: float  # time for the draft's curve
 
 
@@ -58,16 +57,15 @@ class Measured(NamedTuple):
     """All rounds, unproved."""
 
     passes: list[Pass]
-    prompt_s: list[float]  # of the sweeps that take a prompt in
+    # seconds of the passes that take a prompt in
+    prompt_s: list[float]
     # a plain reader or copies of a sweep's bytes, before every round and after the last
     read_s: list[float]
     written: list[Written]
 
     @property
     def floor_s(self) -> float:
-        """The median reading; less where sweeps of some size took less, which shows what the link
-        gave meanwhile.
-        """
+        """The median reading, or less where a pass took less: that shows what the link gave."""
         sizes = {one.num_rows for one in self.passes}
         sweeps = [
             median(one.seconds for one in self.passes if one.num_rows == size) for size in sizes
@@ -114,7 +112,7 @@ def _floor_s(setting: Setting, decoder: Decoder) -> float:
 
 
 def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
-    """Medians for every size, the prompt's sweep last."""
+    """Return medians for every size, the prompt's pass last."""
     floor_s = measured.floor_s
     for size in sorted({one.num_rows for one in measured.passes}):
         of_size = [one for one in measured.passes if one.num_rows == size]
@@ -145,7 +143,7 @@ def _row(name: str, num_nodes: int, seconds: list[float], floor_s: float) -> Row
 def draft_rows(
     setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float
 ) -> Iterator[Row]:
-    """A forward of the draft against its rows, beside reading its weights once."""
+    """Return a pass of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
     shape = model_shape(open_headers(setting.draft))
     rate = memory_bytes_per_s(setting.opened)
@@ -163,9 +161,7 @@ def draft_rows(
 
 
 def compute_s(setting: Setting, num_rows: int) -> float:
-    """The least that the products of so many rows take, at the rate of the target's own largest
-    matrix.
-    """
+    """Return the least time of so many rows' products, at the rate of the largest matrix."""
     target = open_headers(setting.target)
     rate = flops_per_s(
         setting.opened, target.config["intermediate_size"], target.config["hidden_size"]

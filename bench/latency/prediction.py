@@ -1,13 +1,10 @@
-"""The plan beside the paper's offloading on an L40 (2402.12374, Table 5), and the bill of its
-steps; from data sheets.
+"""The plan beside the paper's offloading on an L40 (2402.12374, Table 5), from data sheets.
 
 The paper's rows are given their tokens per step, so that seconds alone are compared, and are
 predicted twice: all layers crossing the link, one thing after the other, which is what the paper's
 own figures add up to, and as this program would run, with as many layers resident as fit and
-everything overlapped.
-
-The bill has every term of a step beside what the link needs: the largest share of it that a step
-can be.
+everything overlapped. The bill has every term of a step beside what the link needs: the largest
+share of it that a step can be.
 """
 
 import json
@@ -49,11 +46,12 @@ class Predicted(NamedTuple):
     in_turn: float  # all layers streamed, nothing overlapped
     # all layers streamed while computing, as here but for resident layers and reading ahead
     overlapped: float
-    here: float  # as this program plans and runs
+    # as this program plans and runs
+    here: float
 
 
 def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
-    """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
+    """Predict a Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
     gpu = KNOWN["l40"]
     file = Path("config.json")
     target, draft = (
@@ -72,7 +70,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
 
 
 def paper_rows() -> list[Row]:
-    """The baseline and Table 5, measured by the paper and predicted."""
+    """Return the baseline and Table 5, measured by the paper and predicted."""
     base = predict_l40(chain(0), 1.0)
     rows: list[Row] = [
         {"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S, **base._asdict()}
@@ -97,7 +95,7 @@ def bill_of(
     context: int = _BILL_CONTEXT,
     profile: Path | None = None,
 ) -> Estimate:
-    """What a pair is expected to cost on that machine with one tree."""
+    """Return what a pair is expected to cost on that machine with one tree."""
     options = LoadOptions(
         context=context, tree=tree, profile=None if profile is None else str(profile)
     )
@@ -105,9 +103,7 @@ def bill_of(
 
 
 def bill_rows(hardware: str = "l40") -> list[Row]:
-    """Every term of a step of Llama-2-70B with a 7B draft, tree by tree, and the step over what its
-    link needs.
-    """
+    """Return every term of a step, tree by tree, and the step over what its link needs."""
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
         folders = [Path(name) / one for one in ("target", "draft")]

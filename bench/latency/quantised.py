@@ -1,5 +1,4 @@
-"""What fewer bytes are worth: seconds of a pass and of a token with the same target in bf16, fp8,
-int4 and packed.
+"""What fewer bytes are worth: seconds of a pass and of a token in bf16, fp8, int4 and packed.
 
 Every layer is streamed. Formats take turns, round after round, because disks drift; each pass
 stands beside the bytes that it reads and the seconds that it waits for them. A quantised target is
@@ -31,7 +30,8 @@ class Effort(NamedTuple):
 
     rounds: int
     num_plain: int  # tokens of a run without a tree, which is as many passes
-    num_tokens: int  # of a run with one
+    # tokens of a run with a tree
+    num_tokens: int
     trees: Sequence[str]
 
 
@@ -42,8 +42,9 @@ QUICK = Effort(2, 6, 48, ("none", "32x12", "128x20"))
 def measure(
     settings: dict[str, Setting], prompt: Prompt, effort: Effort, limit: int | None
 ) -> list[Row]:
-    """One row for each format and tree: medians over rounds. Raises `UserError` where a tree
-    changes a text.
+    """Return one row for each format and tree: medians over rounds.
+
+    Raises `UserError` where a tree changes a text.
     """
     runs = dict[tuple[str, str], list[Row]]()
     for _ in range(effort.rounds):
@@ -130,7 +131,7 @@ def main(bench: Bench, link_limit: Limit = None) -> None:
 
 
 def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
-    """Passes without a tree and the best tree of each format, beside those of bf16."""
+    """Return passes without a tree and the best tree of each format, beside those of bf16."""
     guards = dict[str, Guard]()
     for name in {row["format"] for row in rows} - {PLAIN}:
         own = [row for row in rows if row["format"] == name]

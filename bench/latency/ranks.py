@@ -1,12 +1,11 @@
-"""Many ranks on this machine, each with a link of the same speed: what a pass takes beside one
-rank, and over networks.
+"""Many ranks on this machine, each with a link of the same speed, beside one rank.
 
 Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it
 here read as if each had its own. Each rank has the least memory that it can do with, so that nearly
-all layers stream however many there are. All clusters are open at once, computing in float32, and
+all layers stream with any number of ranks. All clusters are open at once, computing in float32, and
 take turns text by text. Then two ranks talk over networks, emulated as well, and a pass stands
-beside max(link, drafting + computing + exchange). A short text may run a
-little faster than its link: it begins with full slots.
+beside max(link, drafting + computing + exchange). A short text may run a little faster than its
+link: it begins with full slots.
 
 Invariant: nothing is printed before all clusters wrote the same ids, and every one was proved.
 """
@@ -51,7 +50,8 @@ _HOW = {"threads": 1, "profile": "none", "lookup": False, "device": "cpu", "inva
 _NETWORKS = {"1 GbE, 1 ms": Network(125e6, 1e-3), "100 Mbit, 1 ms": Network(12.5e6, 1e-3)}
 # seconds of a pass beside one rank, by (ranks, one token a pass)
 _WANTED = {(2, True): 0.55, (3, True): 0.40}
-_DISK_MARGIN = 2.0  # of what the disk gives over what all emulated links together take
+# least ratio of the disk's rate to what all emulated links take together
+_DISK_MARGIN = 2.0
 _WANTED_TREE = 0.60
 _WANTED_NETWORK = 1.10
 
@@ -61,14 +61,15 @@ class Effort:
     """How much is measured."""
 
     num_prompts: int
-    num_tokens: int  # of every text with a tree
+    # tokens of every text with a tree
+    num_tokens: int
     num_plain: int
     num_staged: int
     tree: str
     sizes: tuple[int, ...] = (1, 2, 3)  # ranks
 
     def order(self, prompt_ids: list[int], seed: int, tree: str) -> Order:
-        """Every other text is greedy."""
+        """Return the order for a text; every other text is greedy."""
         num_tokens = self.num_plain if tree == _NONE else self.num_tokens
         return Order(prompt_ids, num_tokens, tree, temperature=0.6 * (seed % 2), seed=seed)
 
@@ -87,11 +88,11 @@ class Text(NamedTuple):
 
     @property
     def pass_s(self) -> list[float]:
-        """Seconds from burst to burst, so with drafting."""
+        """Seconds from burst to burst, drafting included."""
         return [after.time_s - before.time_s for before, after in pairwise(self.answer.bursts)]
 
     def moved(self, read: Callable[[RankFigures], float]) -> list[float]:
-        """Of each rank, in one pass."""
+        """Return what each rank moved in one pass."""
         _, first, last = self.answer.figures
         return [
             (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
@@ -102,7 +103,7 @@ class Text(NamedTuple):
 def write_all(
     clusters: dict[int, Cluster], texts: Sequence[list[int]], effort: Effort, tell: Any
 ) -> list[Text]:
-    """Prompt by prompt and tree by tree the clusters take turns."""
+    """Write texts, prompt by prompt and tree by tree; the clusters take turns."""
     found = list[Text]()
     total = len(texts) * 2 * len(clusters)
     for seed, ids in enumerate(texts):
@@ -115,7 +116,7 @@ def write_all(
 
 
 def row_of(texts: Sequence[Text], link_bytes_per_s: float, others: Sequence[Text] = ()) -> Row:
-    """Of one cluster and tree; `others` are the same texts of one rank, if that is another."""
+    """Return the row of one cluster and tree, beside the same texts of one rank (`others`)."""
     num_ranks = texts[0].num_ranks
     tree = texts[0].order.tree
     bursts = latencies([text.answer.bursts for text in texts])
@@ -138,9 +139,7 @@ def row_of(texts: Sequence[Text], link_bytes_per_s: float, others: Sequence[Text
 
 
 def _rank_row(figures: Sequence[list[list[RankFigures]]], rank: int) -> Row:
-    """Done beside planned: bytes read in each pass, bytes sent in exchanges, and the peak of
-    memory, over all texts.
-    """
+    """Return bytes read and sent in each pass, done beside planned, and the peak of memory."""
     read_bytes = sent_bytes = num_passes = num_rows = 0
     for first, _, last in ((moment[rank] for moment in text) for text in figures):
         read_bytes += last.bytes_streamed - first.bytes_streamed
@@ -168,7 +167,7 @@ def _rank_row(figures: Sequence[list[list[RankFigures]]], rank: int) -> Row:
 
 
 def _per_pass(figures: Sequence[Sequence[RankFigures]], rank: int) -> float:
-    """Rows of a pass after the prompt's."""
+    """Return the rows of a pass after the prompt's."""
     begun = figures[1][rank]
     end = figures[2][rank]
     return (end.num_rows - begun.num_rows) / max(1, end.num_passes - begun.num_passes)
@@ -179,14 +178,14 @@ def exchanged_bytes(figures: RankFigures) -> int:
 
 
 def compute_s(texts: Sequence[Text]) -> float:
-    """Of rank 0, where it waits neither for its link nor for the others; drafting included."""
+    """Return what rank 0 computes, drafting included, without waiting for link or ranks."""
     waits = [text.moved(lambda one: one.stall_s + one.exchange_s)[0] for text in texts]
     whole = [text.answer.stats["tpot_s"] * text.answer.stats["tokens_per_sweep"] for text in texts]
     return median(one - wait for one, wait in zip(whole, waits, strict=True))
 
 
 def promises(rows: Sequence[Row]) -> list[Row]:
-    """What was wanted of all of these rows."""
+    """Return what was wanted of all of these rows."""
     found = list[Row]()
     for row in rows:
         if "ratio" in row:
@@ -244,7 +243,7 @@ def cells(row: Row) -> list[str]:
 def open_clusters(
     setting: Setting, effort: Effort, link_bytes_per_s: float, resources: ExitStack, hosts: Any = ()
 ) -> dict[int, Cluster]:
-    """Clusters of all sizes, or one with a rank on each host; loaded. Raises `UserError`."""
+    """Open clusters of all sizes, or one with a rank on each host. Raises `UserError`."""
     usual = {"context": _CONTEXT, "dtype": _DTYPE}
     found = dict[int, Cluster]()
     for size in (len(hosts),) if hosts else effort.sizes:
@@ -279,7 +278,7 @@ def share(
     link_bytes_per_s: float,
     texts: Sequence[list[int]],
 ) -> Shown:
-    """Clusters of all sizes side by side."""
+    """Measure clusters of all sizes side by side."""
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting ranks")
         clusters = open_clusters(setting, effort, link_bytes_per_s, resources)
@@ -296,8 +295,9 @@ def over_networks(
     ids: list[int],
     local: Sequence[Row],
 ) -> Shown:
-    """Two ranks on hosts of their own, one text for each network and tree; a note where no hosts
-    can be made.
+    """Run two ranks on hosts of their own, one text for each network and tree.
+
+    There is a note where no hosts can be made.
 
     Args:
         local: rows of two ranks without a network between them, whose computing is that of these.
@@ -337,8 +337,9 @@ def over_networks(
 def _over_network(
     setting: Setting, effort: Effort, link_bytes_per_s: float, ids: list[int], between: Network
 ) -> list[tuple[Text, list[int]]]:
-    """A text without and one with a tree, and what each host has sent for it. Raises
-    `NoNetworkError`.
+    """Write a text with and one without a tree; return what each host has sent.
+
+    Raises `NoNetworkError`.
     """
     found = list[tuple[Text, list[int]]]()
     with ExitStack() as resources:
@@ -357,7 +358,7 @@ def _over_network(
 def in_stages(
     bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]
 ) -> Shown:
-    """Ways to run a pipeline, side by side."""
+    """Compare the ways to run a pipeline, side by side."""
     setting = find_setting(None, None, _STAGED_SIZE, None, bench.screen)
     ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.OTHERS)
     with bench.screen as screen, ExitStack() as resources:
@@ -374,9 +375,7 @@ def in_stages(
 def _beside(
     row: Row, exchange: Gathers, between: Network, alone_s: float, sent: Sequence[int]
 ) -> Row:
-    """What a pass was expected to take over a network, and the network's own count of bytes beside
-    the formula's.
-    """
+    """Return the expected time of a pass over a network, and both counts of its bytes."""
     num_rows = row["ranks"][0]["rows_per_pass"]
     formula_s = exchange.seconds(num_rows, between)
     planned = [rank["planned_exchanged_bytes"] for rank in row["ranks"]]
@@ -389,7 +388,7 @@ def _beside(
 
 
 def exchange_of(target: Path, num_ranks: int) -> Gathers:
-    """The exchanges of even shares."""
+    """Return the exchanges of even shares."""
     checkpoint = open_checkpoint(target)
     widths = gathered_widths(share_layers(checkpoint, [1 / num_ranks] * num_ranks))
     num_layers, width = (
@@ -491,7 +490,7 @@ def main(
 
 
 def rows_of(texts: Sequence[Text], link_bytes_per_s: float, effort: Effort) -> list[Row]:
-    """A row for each tree and number of ranks, one rank first."""
+    """Return a row for each tree and number of ranks, one rank first."""
     rows = list[Row]()
     for tree in (_NONE, effort.tree):
         own = {

@@ -1,5 +1,4 @@
-"""A pipeline of stages whose layers stay in memory and are slowed down: the ways to run it, and
-PipeInfer's ablations.
+"""A pipeline of stages in memory that are slowed down: ways to run it, and PipeInfer's ablations.
 
 Each layer sleeps (`slow_layer_s`), so that stages take their time although this machine has fewer
 cores than there are ranks. All ways are open at once, compute in float32 and take turns text by
@@ -42,8 +41,9 @@ class Piped(NamedTuple):
 def open_ways(
     setting: Setting, ways: Sequence[str], slow_layer_s: float, resources: ExitStack
 ) -> dict[str, Cluster]:
-    """Stages and a rank that drafts, which `plain` has no use for, once for each way. Raises
-    `UserError`.
+    """Open stages and a rank that drafts, once for each way. Raises `UserError`.
+
+    `plain` has no use for the rank that drafts.
     """
     common = {
         "ram": _RAM,
@@ -68,7 +68,7 @@ def open_ways(
 def write_all(
     clusters: dict[str, Cluster], texts: Sequence[list[int]], num_tokens: int, tell: Any
 ) -> list[Piped]:
-    """Prompt by prompt the ways take turns; every other text is greedy."""
+    """Write texts prompt by prompt, the ways in turns; every other text is greedy."""
     found = list[Piped]()
     for seed, ids in enumerate(texts):
         for way, cluster in clusters.items():
@@ -79,7 +79,7 @@ def write_all(
 
 
 def row_of(texts: Sequence[Piped], peak_rss_bytes: Sequence[int]) -> Row:
-    """The paper's figures of one way, and what became of its runs."""
+    """Return the paper's figures of one way, and what became of its runs."""
     each = [latencies([text.answer.bursts]) for text in texts]
     counts = Counter(event[1] for text in texts for event in text.answer.stats.get("runs", []))
     names = {"tokens_per_s": "decode_tokens_per_s", "ttft_s": "mean_ttft_s", "itl_s": "mean_itl_s"}
@@ -98,7 +98,7 @@ def row_of(texts: Sequence[Piped], peak_rss_bytes: Sequence[int]) -> Row:
 
 
 def promises(rows: Sequence[Row]) -> list[Row]:
-    """What was wanted, as far as it was measured; ratios text by text."""
+    """Return what was wanted, as far as it was measured; ratios text by text."""
     known = {row["way"]: row for row in rows}
     found = list[Row]()
     for way, figure, beside, wanted, better in _WANTED:
@@ -117,7 +117,7 @@ HEAD = ["pipeline", "tokens/s", "ttft s", "itl s", "runs", "cancelled", "dead", 
 
 
 def cells(row: Row) -> list[str]:
-    """Of a table."""
+    """Return the cells of a table."""
     figures = [f"{row[name]:.3f}" for name in ("tokens_per_s", "ttft_s", "itl_s")]
     runs = [str(row[f"num_{what}"]) for what in ("issued", "cancelled", "dead")]
     return [

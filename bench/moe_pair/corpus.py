@@ -20,7 +20,7 @@ END_OF_TEXT = 0
 
 
 def library_ids(*, held_out: bool) -> Tensor:
-    """Ids of all files in random order, the end of text before each."""
+    """Return ids of all files in random order, the end of text before each."""
     root = Path(sysconfig.get_paths()["stdlib"])
     kept_back = held_out_files()
     learnt = {path for path in root.rglob("*.py") if "site-packages" not in path.parts} - set(
@@ -34,7 +34,7 @@ def library_ids(*, held_out: bool) -> Tensor:
 
 
 def windows(ids: Tensor, num_tokens: int, length: int, seed: int) -> Tensor:
-    """`num_tokens` ids as (windows, length), from random places."""
+    """Return `num_tokens` ids as (windows, length), from random places."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(ids) - length, (num_tokens // length,), generator=generator)
     return torch.stack([ids[start : start + length] for start in starts])

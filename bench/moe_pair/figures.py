@@ -18,8 +18,9 @@ _BATCH = 8
 def held_out_figures(
     target: Qwen3MoeForCausalLM, draft: LlamaForCausalLM, texts_BS: Tensor
 ) -> dict[str, Any]:
-    """Losses in nats, `rank_N`: how often the draft's N-th guess is the target's greedy token, and
-    the routing.
+    """Return losses in nats, `rank_N` and the routing, on held-out text.
+
+    `rank_N` is how often the draft's N-th guess is the target's greedy token.
     """
     logits = [
         (target(input_ids=rows).logits, draft(input_ids=rows).logits)
@@ -43,7 +44,7 @@ def held_out_figures(
 
 
 def held_out_texts(ids: Tensor, length: int) -> Tensor:
-    """Texts spread over all that was kept back, as (texts, length)."""
+    """Return texts spread over all that was kept back, as (texts, length)."""
     rows = ids[: len(ids) // length * length].view(-1, length)
     return rows[:: max(1, len(rows) // _NUM_TEXTS)][:_NUM_TEXTS]
 

@@ -1,4 +1,4 @@
-"""What target and draft learn by.
+"""The losses by which target and draft learn.
 
 A target that is trained this shortly would route by token alone. Real mixtures prefer some experts
 within a text (`routing` measures it), so routers are to tell texts apart: the entropy of a text's
@@ -18,8 +18,9 @@ _LABEL_WEIGHT = 0.5
 
 
 def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
-    """Next-token loss in nats, and what is added for the routers; texts of a multiple of
-    `_TEXT_TOKENS`.
+    """Return next-token loss in nats, and what is added for the routers.
+
+    Texts have a multiple of `_TEXT_TOKENS`.
     """
     with torch.autocast("cpu", torch.bfloat16):
         out = model(input_ids=tokens_BS, use_cache=False, output_router_logits=True)
@@ -37,8 +38,9 @@ def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
 
 
 def _told_of_text(logits_TSE: Tensor) -> Tensor:
-    """Information between text and expert in nats: how far a text's mean choice differs from that
-    of all.
+    """Return the information between text and expert in nats.
+
+    How far a text's mean choice differs from that of all.
     """
     chosen_TE = logits_TSE.softmax(-1).mean(1)
     return _entropy(chosen_TE.mean(0)) - _entropy(chosen_TE).mean()
@@ -49,8 +51,9 @@ def _entropy(share: Tensor) -> Tensor:
 
 
 def draft_loss(draft: LlamaForCausalLM, target: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
-    """KL from the target's law, plus its argmax as a label: T > 0 accepts by the first, T = 0 by
-    the second.
+    """Return KL from the target's distribution, plus its argmax as a label.
+
+    T > 0 accepts by the first, T = 0 by the second.
     """
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():

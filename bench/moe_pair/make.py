@@ -1,8 +1,9 @@
-"""Trains a small mixture of experts and its draft, once, and keeps them in the cache.
+"""Train a small mixture of experts and its draft, once, and keep them in the cache.
 
-Why: what experts on demand gain depends on how a text routes and on how often a draft is right, so
-both models have to be trained, and benches must run where no model hub can be reached. Invariant:
-the folder is whole or not there; a run that is cut goes on where it was.
+What experts on demand gain depends on how a text routes and on how often a draft is right, so both
+models have to be trained, and benches must run where no model hub can be reached.
+
+Invariant: the folder is whole or not there; a run that is cut goes on where it was.
 """
 
 import fcntl
@@ -59,8 +60,9 @@ class Recipe(NamedTuple):
 
 
 def moe_pair(screen: Console) -> Path:
-    """The folder of `target` and `draft`, trained when it is not there: some twenty minutes on a
-    core.
+    """Return the folder of `target` and `draft`, trained when it is not there.
+
+    That takes some twenty minutes on a core.
     """
     recipe = Recipe()
     folder = cache_folder() / recipe.folder_name
@@ -78,7 +80,7 @@ def moe_pair(screen: Console) -> Path:
 
 
 def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen: Console) -> None:
-    """Train both models in `work`, or go on there, and write `target`, `draft` and `figures.json`."""
+    """Train both models in `work`, or go on there; write them and `figures.json`."""
     dense = LlamaForCausalLM.from_pretrained(
         PAIR / "target", dtype=torch.float32, use_safetensors=True
     )
@@ -112,7 +114,8 @@ def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen:
 
 
 def moe_setting(size: str, ram: str | None, screen: Console) -> Setting:
-    """The pair with its target inflated to `size`; both are made when they are not in the cache.
+    """Return the pair with its target inflated to `size`; both are made when not in the cache.
+
     Raises `UserError`.
     """
     size_bytes = parse_size(size, "--size")
@@ -125,7 +128,7 @@ def moe_setting(size: str, ram: str | None, screen: Console) -> Setting:
 
 
 def _batch(ids: Tensor, recipe: Recipe, step: int) -> Tensor:
-    """Short texts, and at last longer ones, so that late positions are trained too."""
+    """Return short texts, and at last longer ones, so that late positions are trained too."""
     is_short = step < _SHORT_SHARE * recipe.target.num_steps
     return windows(
         ids,
@@ -138,7 +141,7 @@ def _batch(ids: Tensor, recipe: Recipe, step: int) -> Tensor:
 def _draft_batch(
     texts_BS: Tensor, batch: Callable[[int], Tensor], step: int, recipe: Recipe
 ) -> Tensor:
-    """By turns what the target wrote and the corpus."""
+    """Return by turns what the target wrote and the corpus."""
     if step % 2:
         return batch(step)
     generator = torch.Generator().manual_seed(recipe.seed + _LEARNT + step)
@@ -157,8 +160,9 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def _workspace(folder: Path) -> Iterator[Path]:
-    """Beside `folder`, locked, and left as it is when the run is cut. Raises `UserError` while
-    another run is on.
+    """Yield a locked folder beside `folder`, left as it is when the run is cut.
+
+    Raises `UserError` while another run is on.
     """
     work = folder.with_name(f".{folder.name}.training")
     work.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,4 @@
-"""How a model routes a text: who is chosen how often, how many experts n rows need, what neighbours
-share.
-"""
+"""How a model routes a text: how often experts are chosen, and what rows and neighbours share."""
 
 from typing import NamedTuple
 
@@ -24,14 +22,14 @@ class RoutingTable(NamedTuple):
 
 @torch.no_grad()
 def chosen_experts(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
-    """(layers, texts, tokens, chosen) of expert numbers."""
+    """Return expert numbers, (layers, texts, tokens, chosen)."""
     logits = model(input_ids=tokens_BS, use_cache=False, output_router_logits=True).router_logits
     chosen = [one.topk(model.config.num_experts_per_tok, -1).indices for one in logits]
     return torch.stack(chosen).unflatten(1, tokens_BS.shape)
 
 
 def routing_table(chosen_LBSK: Tensor, num_experts: int) -> RoutingTable:
-    """The table of what `chosen_experts` gives; texts of 64 tokens or more."""
+    """Return the table of what `chosen_experts` gives; texts of 64 tokens or more."""
     used_LBSE = torch.nn.functional.one_hot(chosen_LBSK, num_experts).sum(-2).float()
     k = chosen_LBSK.shape[-1]
 

@@ -60,7 +60,7 @@ def train(
 
 
 def _share(step: int, num_steps: int) -> float:
-    """A short warm-up, then a cosine."""
+    """Return the learning rate's share: a short warm-up, then a cosine."""
     cosine = 0.5 + 0.5 * math.cos(math.pi * step / num_steps)
     return min(1.0, (step + 1) / _WARMUP_STEPS) * (_LEAST_SHARE + (1 - _LEAST_SHARE) * cosine)
 
@@ -99,7 +99,7 @@ def _save(model: nn.Module, optimiser: torch.optim.AdamW, path: Path, num_done: 
 
 
 def _load(model: nn.Module, optimiser: torch.optim.AdamW, path: Path) -> int:
-    """Take over weights and moments; returns the number of steps done."""
+    """Take over weights and moments; return the number of steps done."""
     with safe_open(path, "pt") as file:
         num_done = int(file.metadata()["num_steps"])
         for name, weight in model.named_parameters():

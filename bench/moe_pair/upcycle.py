@@ -20,7 +20,7 @@ _WEIGHT_NOISE = 0.05
 
 
 class ExpertSizes(NamedTuple):
-    """What the dense model does not say."""
+    """The sizes that the dense model does not say."""
 
     num_experts: int = 32
     num_chosen: int = 4
@@ -31,7 +31,7 @@ class ExpertSizes(NamedTuple):
 def upcycled(
     dense: LlamaForCausalLM, sizes: ExpertSizes, tokens_BS: Tensor, seed: int
 ) -> Qwen3MoeForCausalLM:
-    """The mixture in float32; `tokens_BS` are for measuring queries and keys."""
+    """Return the mixture in float32; `tokens_BS` are for measuring queries and keys."""
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(moe_config(dense, sizes)).float()
     weights = dense.float().state_dict()
@@ -48,7 +48,7 @@ def upcycled(
 
 
 def moe_config(dense: LlamaForCausalLM, sizes: ExpertSizes) -> Qwen3MoeConfig:
-    """The Llama's config with experts."""
+    """Return the Llama's config with experts."""
     own = dense.config
     kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
@@ -97,7 +97,7 @@ def _noisy(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _norm_scales(dense: LlamaForCausalLM, tokens_BS: Tensor) -> dict[str, float]:
-    """Root mean square of queries and keys, under the names of their norms' weights."""
+    """Return root mean squares of queries and keys, by the names of their norms' weights."""
     scales = dict[str, float]()
     hooks = []
     for name, module in dense.named_modules():

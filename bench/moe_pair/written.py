@@ -1,4 +1,4 @@
-"""What the target itself writes: there its draft will have to guess."""
+"""Text that the target itself writes, where its draft will have to guess."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 @torch.no_grad()
 def target_texts(target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
-    """(texts, tokens) after prompts from the corpus: a third each greedy, at T = 0.6 and at T = 1."""
+    """Return (texts, tokens) after corpus prompts: a third each greedy, at T = 0.6 and at T = 1."""
     torch.manual_seed(seed)
     texts = []
     for number, way in enumerate(_WAYS):
@@ -37,7 +37,7 @@ def target_texts(target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
 
 
 def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
-    """The same from a file, which is written whole when it is not there."""
+    """Return target texts from a file, which is written whole when it is not there."""
     if not path.exists():
         partial = path.with_name(f".{path.name}.partial")
         save_file({"texts": target_texts(target, ids, seed)}, partial)

@@ -23,8 +23,9 @@ _NUM_SHARED = 2
 
 
 def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: bool) -> float:
-    """Seconds per token of a folder with a config, whose weights are not read; `num_resident`
-    layers stay there.
+    """Return seconds per token of a folder with a config, whose weights are not read.
+
+    `num_resident` layers stay on the device.
 
     Args:
         is_pinned: whether its weights are page-locked for it, which only a device can do.

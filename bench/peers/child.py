@@ -1,8 +1,7 @@
-"""One compared program in a process of its own: joins its memory group, runs its prompts, prints
-one JSON line.
+"""One compared program in a process of its own: it runs its prompts in its memory group.
 
-This file imports nothing heavy: the module that knows the program is imported inside the group, by
-its `Order`.
+It prints one JSON line. This file imports nothing heavy: the module that knows the program is
+imported inside the group, by its `Order`.
 """
 
 import json
@@ -41,8 +40,9 @@ class Order(NamedTuple):
 
 
 class Peer(Protocol):
-    """A program that decodes greedily; it hands over the new tokens of every pass, and `emit` may
-    raise to end it.
+    """A program that decodes greedily and hands over the new tokens of every pass.
+
+    `emit` may raise to end it.
     """
 
     def use_threads(self, count: int) -> None: ...
@@ -69,13 +69,13 @@ class Measured(NamedTuple):
 
 
 def rate(runs: list[Measured]) -> float:
-    """Tokens per second after the first burst, over all runs."""
+    """Return tokens per second after the first burst, over all runs."""
     decode_s = sum(run.bursts[-1][0] - run.bursts[0][0] for run in runs)
     return sum(run.num_decoded for run in runs) / decode_s if decode_s else 0.0
 
 
 def follow(order: Order) -> dict[str, Any]:
-    """Run the order in this process; returns what the parent reads (`run.Outcome`)."""
+    """Run the order in this process; return what the parent reads (`run.Outcome`)."""
     if order.group:
         Path(order.group).write_text(str(os.getpid()))
     drop_pages(Path(order.target))
@@ -97,7 +97,7 @@ def follow(order: Order) -> dict[str, Any]:
 
 
 def free_bytes(order: Order) -> int:
-    """What the cap leaves beside what this process holds already, its libraries above all."""
+    """Return what the cap leaves beside what this process holds, its libraries above all."""
     return available_ram_bytes() if order.group else order.cap_bytes - rss_bytes()
 
 
@@ -111,8 +111,9 @@ def _trial(peer: Peer, order: Order, num_threads: int) -> float:
 
 
 def _run(peer: Peer, order: Order, prompt: int, num_tokens: int) -> Measured:
-    """Stop after the burst that reaches `num_tokens`, and count it whole: to cut it would count its
-    time in full.
+    """Stop after the burst that reaches `num_tokens`, and count it whole.
+
+    A cut burst would count its time in full.
     """
     run = Measured(prompt, [])
     started = time.perf_counter()

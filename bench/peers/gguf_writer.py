@@ -1,5 +1,4 @@
-"""The same weights for llama.cpp: a Llama or Qwen3-MoE written as GGUF, bit for bit where the
-format allows it.
+"""A checkpoint for llama.cpp: a Llama or Qwen3-MoE written as GGUF, bit for bit where possible.
 
 Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms and routers become
 float32, as llama.cpp wants them. Rows of a Llama's query and key projections are reordered: its
@@ -39,8 +38,7 @@ _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
-    """Write `source` as one file, matrices as blocks of `kind`; it appears under its name when it
-    is whole.
+    """Write `source` as one file, matrices as blocks of `kind`; it appears when it is whole.
 
     Raises:
         UserError: not a plain Llama or Qwen3-MoE in bf16.
@@ -79,8 +77,9 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
 
 
 def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a query or key projection in the order of llama.cpp: both halves of each head
-    interleaved.
+    """Return rows of a query or key projection with both halves of each head interleaved.
+
+    This is llama.cpp's order.
     """
     num_rows, width = rows_RD.shape
     halves = rows_RD.reshape(num_heads, 2, num_rows // num_heads // 2, width)
@@ -88,8 +87,9 @@ def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms and routers in float32, matrices in bf16 as uint16: views of the mapped files, experts
-    stacked.
+    """Yield norms and routers in float32, matrices in bf16 as uint16, experts stacked.
+
+    Matrices are views of the mapped files.
     """
     config = checkpoint.config
     stacks = dict[str, dict[int, np.ndarray]]()

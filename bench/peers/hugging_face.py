@@ -1,5 +1,4 @@
-"""`transformers` beyond memory: layers that accelerate loads from disk for every pass, or the
-mapped file as it is.
+"""`transformers` beyond memory: layers from disk by accelerate for every pass, or the mapped file.
 
 Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {}
 for its defaults; `lookup` is `prompt_lookup_num_tokens` in place of one.
@@ -52,7 +51,7 @@ class Transformers:
 
 
 class _Bursts(BaseStreamer):
-    """Hands on what `generate` streams, without the prompt that comes first."""
+    """Passes on what `generate` streams, without the prompt that comes first."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit

@@ -58,9 +58,7 @@ class LlamaCpp:
 
 
 class _Draft(LlamaDraftModel):
-    """Continues greedily with a small model, which keeps the keys and values of what the texts
-    share.
-    """
+    """Continues greedily with a small model, which keeps the shared prefix of texts cached."""
 
     def __init__(self, path: str, num_tokens: int) -> None:
         self.model = _open(path, None)
@@ -74,7 +72,7 @@ class _Draft(LlamaDraftModel):
 
 
 class _Lookup(LlamaPromptLookupDecoding):
-    """Copies what followed on the last tokens before."""
+    """Copies what followed the last tokens earlier in the text."""
 
     before: Callable[[], None]  # as above
 
@@ -85,9 +83,7 @@ class _Lookup(LlamaPromptLookupDecoding):
 
 
 def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
-    """On the map: copies of weights in another order, which would be made of quantised ones, do not
-    fit under a cap.
-    """
+    """Open a model on the map: reordered copies of quantised weights do not fit under a cap."""
     usual = llama_cpp.llama_cpp.llama_model_default_params
 
     def mapped() -> Any:

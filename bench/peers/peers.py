@@ -1,8 +1,7 @@
-"""The same model, prompts and memory for other programs: how many times more tokens per second ours
-gives.
+"""Other programs with our model, prompts and memory: how many times more tokens/s ours gives.
 
-With `--lookup` nobody has a draft: copies of the text itself, and what counts is tokens per pass.
-With `--experts` the target is a mixture of experts, of which a pass needs a few.
+With `--lookup` no program has a draft: copies of the text itself, and what counts is tokens per
+pass. With `--experts` the target is a mixture of experts, of which a pass needs a few.
 
 Every program runs in a process and a memory group of its own, whose cap counts the page cache too,
 greedily and on the same prompts; slow ones get fewer of them and fewer new tokens, as the table
@@ -46,12 +45,14 @@ from offload.units import parse_size
 OURS = "ours"
 QUICK_LIMIT_S = 60.0
 FULL_LIMIT_S = 240.0
-_ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
+# part of the context of 512, beside the prompt and the longest burst
+_ROOM_FOR_NEW = 300
 # (new tokens, prompts)
 _ONE_BY_ONE = (8, 2)
 _DRAFTED = (20, 6)
 _COPIED = (48, 6)
-_LOOKUP_TOKENS = 10  # that others guess: as their documentation has it
+# tokens that others guess, as their documentation has it
+_LOOKUP_TOKENS = 10
 _TUNED = {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "constant",
           "assistant_confidence_threshold": 0.0}  # fmt: skip
 
@@ -65,12 +66,13 @@ class Program(NamedTuple):
     needs: tuple[str, ...]  # what the interpreter must be able to import
     num_tokens: int  # new ones per prompt; four times as many without --quick
     num_prompts: int
-    wanted: float | None = None  # at least: our figure / theirs
+    # the least that our figure / theirs should be
+    wanted: float | None = None
     figure: str = "tokens_per_s"
     threads: tuple[int, ...] = (1, 2)
 
     def of_lookup(self) -> "Program":
-        """The same without a draft."""
+        """Return the program without a draft."""
         return self._replace(
             options={**self.options, "lookup": _LOOKUP_TOKENS}, figure="tokens_per_pass"
         )
@@ -160,10 +162,10 @@ def compare(
     setting: Setting,
     say: Callable[[Row], Any],
 ) -> list[Row]:
-    """Measure ours, the named programs and ours again; the rows, ours first, with their ratios.
+    """Measure ours, the named programs and ours again; return rows with ratios, ours first.
 
     Args:
-        say: hears of every row once it is known; ratios are only in what is returned.
+        say: gets every row once it is known; ratios are only in what is returned.
     """
     outcomes: dict[str, Outcome] = {}
     for name in (OURS, *(name for name in names if name != OURS), OURS):
@@ -235,7 +237,7 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Heading and one line per row, as text; a row without figures says why."""
+    """Return heading and one line per row, as text; a row without figures says why."""
     yield [
         "",
         "tokens/s",
@@ -276,7 +278,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
-    """Ours / theirs, prompt by prompt: absolute speed is the disk's affair."""
+    """Return ours / theirs, prompt by prompt: absolute speed depends on the disk."""
     ours = _rates(rows[0])
     guards = {}
     for row in rows[1:]:

@@ -1,5 +1,4 @@
-"""The parent's side of one compared program: find an interpreter that has it, run it under the cap,
-prove its tokens.
+"""The parent's side of one compared program: find an interpreter, run it under the cap, prove it.
 
 Invariant: an `Outcome` without a reason holds tokens that were all found to be the original model's
 own.
@@ -33,12 +32,14 @@ class Outcome(NamedTuple):
     num_threads: int = 0  # 0: not told
     trial_tokens_per_s: dict[str, float] | None = None  # by number of threads
     is_capped: bool = False
-    peak_bytes: int | None = None  # of the group, page cache included
-    rss_bytes: int = 0  # of the process
+    # peak of the group, page cache included
+    peak_bytes: int | None = None
+    # peak of the process
+    rss_bytes: int = 0
     load_s: float = 0.0
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """Both measurements of the same program."""
+        """Return both measurements of the same program as one."""
         if self.reason or later.reason:
             return Outcome(reason=self.reason or later.reason)
         peaks = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None]
@@ -52,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | None:
-    """The first interpreter that can import all modules; None when none can."""
+    """Return the first interpreter that can import all modules; None when none can."""
     for python in pythons:
         if subprocess.run([python, "-c", _HAS_ALL, *modules], capture_output=True).returncode == 0:
             return python
@@ -77,8 +78,7 @@ def run_child(python: str, order: Order) -> Outcome:
 def proved(
     outcome: Outcome, model: Path, prompts: Sequence[Sequence[int]], noise: float | None = None
 ) -> Outcome:
-    """The gate: the outcome itself when every token is what `model` chooses in float32, else one
-    without figures.
+    """Return the outcome if every token is what `model` chooses in float32, else its refusal.
 
     Scores may differ by `noise`: by default what rounding to bf16 makes of them.
     """
@@ -99,11 +99,11 @@ def proved(
 
 
 def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Path:
-    """The GGUF of a checkpoint, its blocks of `kind`, written once by an interpreter that has the
-    `gguf` package.
+    """Return the GGUF of a checkpoint, its blocks of `kind`, written once.
 
-    Raises:
-        subprocess.CalledProcessError: the writer failed.
+    The interpreter that writes it has the `gguf` package.
+
+    Raises:~    subprocess.CalledProcessError: the writer failed.
     """
     shards = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
@@ -121,7 +121,7 @@ def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Pa
 
 
 def _run_json(python: str, order: Order) -> dict[str, Any] | str:
-    """The child's last line, or why there is none."""
+    """Return the child's last line, or why there is none."""
     command = [python, "-m", "offload.bench.peers.child", json.dumps(order)]
     limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
     try:
@@ -149,14 +149,12 @@ def _outcome(figures: dict[str, Any]) -> Outcome:
 
 
 def last_line(text: str) -> str:
-    """The last line with anything on it, cut to what fits into a table."""
+    """Return the last line with anything on it, cut to what fits into a table."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def environment() -> dict[str, str]:
-    """Ours, and in a checkout the way to this package, which another interpreter need not have
-    installed.
-    """
+    """Return our environment and, in a checkout, the way to this package for others."""
     root = Path(offload.__file__).resolve().parents[1]
     paths = [str(root)] if (root / "pyproject.toml").is_file() else []
     paths += filter(None, [os.environ.get("PYTHONPATH")])

@@ -1,7 +1,6 @@
-"""Clients of a server: whole answers and streams, some left in the middle, some requests that are
-refused.
+"""Clients of a server: whole answers and streams, some left in the middle, some refused.
 
-Invariant: what came is told as it came. Whether it is right is found out later, when nothing is
+Invariant: answers are kept as they came. Whether they are right is found out later, when nothing is
 measured any more.
 """
 
@@ -46,8 +45,11 @@ class Clients:
     def __init__(self, port: int, table: Sequence[Wish], num: int, seed: int) -> None:
         self._port = port
         self._table = table
-        self.answers, self.errors = list[Answer](), list[str]()
-        self.num_refused, self._is_over, self._may_ask = 0, Event(), Event()
+        self.answers = list[Answer]()
+        self.errors = list[str]()
+        self.num_refused = 0
+        self._is_over = Event()
+        self._may_ask = Event()
         self._idle = [Event() for _ in range(num)]
         self._threads = [
             Thread(target=self._ask, args=(Random(f"{seed}/{n}"), self._idle[n]))
@@ -117,7 +119,7 @@ class Clients:
             )
 
     def _follow(self, name: int, response: Iterable[bytes], most: int | None) -> None:
-        """A stream to its end, or to as many pieces."""
+        """Follow a stream to its end, or to as many pieces."""
         text = ""
         num_pieces = 0
         is_whole = False

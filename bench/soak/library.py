@@ -1,9 +1,10 @@
-"""A process that opens a model, writes some texts and closes it, in another way each time, until it
-is told to end.
+"""A process that opens a model, writes some texts and closes it, each time in another way.
 
-Runs are broken off, chats and sessions kept and gone on with. It tells each text as a line of JSON;
-a line `round` says that everything is closed, waits for an answer, and that is when it is looked
-at. Invariant: between rounds it holds nothing that it did not hold before the first one.
+It goes on until it is told to end. Runs are broken off, chats and sessions kept and gone on with.
+It tells each text as a line of JSON; a line `round` says that everything is closed, waits for an
+answer, and that is when it is looked at.
+
+Invariant: between rounds it holds nothing that it did not hold before the first one.
 """
 
 import gc
@@ -25,11 +26,12 @@ from offload.engine.request import Request
 
 TREES = ("none", "chain:4", "chain:auto", "16x4", "dynamic:24x6", "sequences:4x4", "auto")
 RULES = ("match", "match", "topk")
-_LEFT_SHARE = 0.3  # of texts, that are broken off
+# share of texts that are broken off
+_LEFT_SHARE = 0.3
 
 
 class Order(NamedTuple):
-    """What such a process is told."""
+    """The order that such a process gets."""
 
     target: str
     draft: str
@@ -49,7 +51,7 @@ def main(order: Order) -> None:
 
 
 def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
-    """One life of a decoder."""
+    """Open a decoder, write some texts, and close it."""
     how: dict[str, Any] = {
         "tree": rng.choice(TREES), "rule": rng.choice(RULES), "parallel": rng.choice((1, 1, 2, 3)),
         "lookup": rng.choice((True, None)), "draft_dtype": rng.choice((None, "int8")),
@@ -86,7 +88,7 @@ def write_one(decoder: Decoder, wish: Wish, name: int, rng: Random) -> None:
 
 
 def talk(decoder: Decoder, rng: Random) -> None:
-    """A conversation that is kept in a file, gone on with, and left."""
+    """Keep a conversation in a file, go on with it, and leave it."""
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as folder:
         chat = Chat(decoder, max_new_tokens=4)
         path = Path(folder) / "session"

@@ -1,10 +1,10 @@
-"""Hours: a server with clients and a process that opens and closes models, both watched, and every
-text proved.
+"""Hours: a server with clients and a process that opens and closes models, every text proved.
 
 A quarter of all texts is broken off. Now and then everything stops, both processes are looked at,
 and it goes on.
-Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; what
-is told by its share of a longer text must be the beginning of the right one.
+
+Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; a text
+that was broken off must be the beginning of the right one.
 """
 
 import json
@@ -46,7 +46,8 @@ _LEAST_LOOKS = 4
 _LEAST_PERIOD_S = 5.0
 _START_S = 300.0
 _END_S = 60.0
-_MOST_NODES = 96  # of all trees of a pass
+# nodes of all trees of a pass
+_MOST_NODES = 96
 SERVER = "server"
 LIBRARY = "library"
 HEAD = [
@@ -111,7 +112,7 @@ class Server:
         )
 
     def close(self) -> int:
-        """Its exit status."""
+        """End the server; return its exit status."""
         self.clients.close()
         self.process.terminate()
         try:
@@ -129,7 +130,8 @@ class Library:
     """The process that opens and closes models."""
 
     def __init__(self, order: Order, folder: Path) -> None:
-        self.temporary, self.texts = _made(folder / "library-tmp"), list[Told]()
+        self.temporary = _made(folder / "library-tmp")
+        self.texts = list[Told]()
         self.log = (folder / "library.log").open("w")
         what = ["offload.bench.soak.library", json.dumps(order)]
         self.process = _start(
@@ -138,7 +140,7 @@ class Library:
         self._folder = folder
 
     def look(self, time_s: float) -> Sample:
-        """At the end of its round, which is waited for."""
+        """Sample the process at the end of its round, which is waited for."""
         self._finish_round()
         return look(
             self.process.pid, self.temporary, time_s, sum(len(text.new_ids) for text in self.texts)
@@ -172,9 +174,10 @@ class Library:
 
 
 class Soaked(NamedTuple):
-    """What was seen."""
+    """The samples and texts of a soak."""
 
-    samples: dict[str, list[Sample]]  # of each process
+    # by process
+    samples: dict[str, list[Sample]]
     texts: list[Told]
     answers: list[Answer]
     errors: list[str]
@@ -232,7 +235,7 @@ def _both(
 
 
 def prove(bench: Bench, setting: Setting, model: Path, soaked: Soaked) -> Any:
-    """Every token of both. Raises `WrongTokenError` and `UserError`."""
+    """Prove every token of both. Raises `WrongTokenError` and `UserError`."""
     table = wishes()
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
         ids = [wish.ids(decoder) for wish in table]
@@ -261,7 +264,7 @@ def prove(bench: Bench, setting: Setting, model: Path, soaked: Soaked) -> Any:
 
 
 def require_right(answer: Answer, right: str) -> None:
-    """Raises `WrongTokenError`; of a text that was left the end may lack."""
+    """Raise `WrongTokenError` for a wrong text; one that was left may lack its end."""
     is_right = answer.text == right if answer.is_whole else right.startswith(answer.text)
     if not is_right:
         raise WrongTokenError(
@@ -338,9 +341,7 @@ def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
 
 
 def _least_ram(setting: Setting) -> int:
-    """The least that works for the largest of what is opened, so that nearly everything is
-    streamed.
-    """
+    """Return the least budget for the largest of what is opened, so that nearly all is streamed."""
     assert setting.draft is not None
     files = ModelFiles(open_headers(setting.target), open_headers(setting.draft))
     plan = partial(
@@ -355,7 +356,7 @@ def _start(what: Sequence[str], temporary: Path, **pipes: Any) -> subprocess.Pop
 
 
 def _tail(folder: Path, process: str) -> str:
-    """The end of what it said on standard error."""
+    """Return the end of a process's standard error."""
     return " ".join((folder / f"{process}.log").read_text(errors="replace").split())[-300:]
 
 

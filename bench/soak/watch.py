@@ -1,6 +1,6 @@
 """A process looked at from outside, time after time, and whether anything of it drifts.
 
-Invariant: it is looked at when nothing is under way in it, so that whatever is there is kept, and
+Invariant: it is looked at when nothing is under way in it, so that all that is there is kept, and
 not in use.
 """
 
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from offload.machine import rss_bytes
 
-_WARM_UP = 1 / 6  # of a soak: caches fill, libraries are imported when they are first needed
+# share of a soak in which caches fill, and libraries are imported when they are first needed
+_WARM_UP = 1 / 6
 
 
 class Sample(NamedTuple):
@@ -23,13 +24,16 @@ class Sample(NamedTuple):
     rss_bytes: int
     num_descriptors: int
     num_threads: int
-    num_files: int  # in the folder for temporary ones
-    cpu_s: float  # that it has used so far
-    num_tokens: int  # that it has written so far
+    # files in the folder for temporary ones
+    num_files: int
+    # processor time that it has used so far
+    cpu_s: float
+    # tokens that it has written so far
+    num_tokens: int
 
 
 def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:
-    """What a process holds now. Raises `OSError` where it has ended."""
+    """Return what a process holds now. Raises `OSError` where it has ended."""
     folder = Path(f"/proc/{process}")
     ticks = os.sysconf("SC_CLK_TCK")
     user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
@@ -45,14 +49,15 @@ def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sampl
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Those behind the warm-up."""
+    """Return the samples behind the warm-up."""
     start_s = samples[0].time_s + _WARM_UP * (samples[-1].time_s - samples[0].time_s)
     return [one for one in samples if one.time_s >= start_s]
 
 
 def drift(samples: Sequence[Sample]) -> float:
-    """By which share resident memory has grown behind the warm-up, along the median slope: no
-    single look moves it.
+    """Return the growth of resident memory behind the warm-up, as a share.
+
+    It is taken along the median slope, so that no single look moves it.
     """
     kept = settled(samples)
     slopes = [
@@ -65,8 +70,9 @@ def drift(samples: Sequence[Sample]) -> float:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, int]:
-    """By how much counts that should be constant have grown, from the first half behind the warm-up
-    to the second.
+    """Return by how much counts that should be constant have grown behind the warm-up.
+
+    From its first half to its second.
     """
     kept = settled(samples)
     half = max(1, len(kept) // 2)
@@ -75,7 +81,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def speed_kept(samples: Sequence[Sample]) -> float:
-    """Tokens per second of processor time in the second half over those in the first.
+    """Return tokens per CPU second in the second half over those in the first.
 
     Neighbours that take turns with a process change the time on the clock far more than they change
     this.
@@ -86,7 +92,7 @@ def speed_kept(samples: Sequence[Sample]) -> float:
 
 
 def speeds(samples: Sequence[Sample]) -> list[float]:
-    """Tokens per second on the clock, between looks."""
+    """Return tokens per second on the clock, between looks."""
     return [
         (later.num_tokens - one.num_tokens) / max(1e-9, later.time_s - one.time_s)
         for one, later in pairwise(samples)

@@ -1,8 +1,7 @@
-"""What a soak asks for: a small table of texts, so that the same one is written again in many other
-ways.
+"""The texts that a soak asks for: a small table, so that each is written again in many ways.
 
-Invariant: a wish is a text by itself. Whoever writes it, with whatever tree, memory or neighbours,
-gives the same.
+Invariant: a text depends on its request alone: any process, tree, memory or neighbours give the
+same.
 """
 
 from pathlib import Path
@@ -40,7 +39,7 @@ class Wish(NamedTuple):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The same as a request of OpenAI's protocol."""
+        """Return the request in OpenAI's protocol."""
         sampling = {
             "temperature": self.sampling.temperature,
             "seed": self.sampling.seed,
@@ -53,7 +52,7 @@ class Wish(NamedTuple):
 
 
 def wishes() -> list[Wish]:
-    """The table, the same on every call."""
+    """Return the table, the same on every call."""
     rng = Random("wishes")
     texts = [prompt.text for prompt in prompts(["code"], NUM_WISHES)]
     return [
@@ -68,8 +67,9 @@ def wishes() -> list[Wish]:
 
 
 def with_template(target: Path, folder: Path) -> Path:
-    """The model in another folder, its files linked, with a chat template: the packaged pair has
-    none.
+    """Return the model in another folder, its files linked, with a chat template.
+
+    The packaged pair has none.
     """
     folder.mkdir()
     for path in target.iterdir():

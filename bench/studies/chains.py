@@ -1,5 +1,4 @@
-"""What gamma guesses yield beside what Leviathan et al. (2211.17192) expect: their tables 2 and 4,
-on our pair.
+"""What gamma guesses yield beside Leviathan et al.'s formulas (2211.17192, tables 2 and 4).
 
 Tokens per pass and alpha do not depend on streaming, so they are measured on the packaged pair as
 it is, by the paper's own rule, which is `specinfer` on a chain. What a pass takes is measured with
@@ -34,7 +33,8 @@ class Effort(NamedTuple):
     """How much is measured."""
 
     num_prompts: int
-    num_tokens: int  # of every run
+    # tokens of every run
+    num_tokens: int
     lengths: tuple[int, ...]
     num_steps: int  # streamed, of every length and prompt
     temperatures: tuple[float, ...] = (0.0, 1.0)
@@ -63,7 +63,7 @@ class Times(NamedTuple):
 def measured_yields(
     effort: Effort, prompts: Sequence[Prompt], written: list[Written]
 ) -> list[Yield]:
-    """By temperature and length, over all prompts."""
+    """Return yields by temperature and length, over all prompts."""
     found = []
     with resident_pair(None).open(
         f"chain:{max(effort.lengths)}", rule=RULE, context=CONTEXT
@@ -90,8 +90,9 @@ def measured_yields(
 def measured_times(
     setting: Setting, effort: Effort, prompt: Prompt, written: list[Written]
 ) -> dict[int, Times]:
-    """By length, 0 among them; lengths take turns, so that what else this machine does is shared
-    among them.
+    """Return times by length, 0 among them.
+
+    Lengths take turns, so that other load of this machine is shared among them.
     """
     samples: dict[int, list[Times]] = {gamma: [] for gamma in (0, *effort.lengths)}
     with setting.open(f"chain:{max(effort.lengths)}", context=CONTEXT) as decoder:
@@ -111,8 +112,9 @@ def measured_times(
 
 
 def rows_of(yields: Sequence[Yield], times: dict[int, Times]) -> list[Row]:
-    """Each yield beside what the formulas make of its alpha, which all lengths of a temperature
-    estimate together.
+    """Return each yield beside what the formulas make of its alpha.
+
+    All lengths of a temperature estimate alpha together.
     """
     plain = times[0]
     longest = max(times)

@@ -1,10 +1,9 @@
-"""Is the chosen tree the best one? What `--tree auto` takes, after one tune, against a grid of
-sizes and depths.
+"""Is the chosen tree the best one? `--tree auto`, after one tune, against sizes and depths.
 
-On the disk as it is, and with the link slowed down to a fifth (Sequoia, 2402.12374: figure 5c and
-table 3). Trees take turns; a tree's tokens per sweep are counted on more tokens than are streamed
-while timing. Prompts are the second halves of files that the pair was not trained on, of whose
-first halves the profile is made. All tokens are proved.
+Measured on the disk as it is, and with the link slowed down to a fifth (Sequoia, 2402.12374: figure
+5c and table 3). Trees take turns; a tree's tokens per pass are counted on more tokens than are
+streamed while timing. Prompts are the second halves of files that the pair was not trained on, of
+whose first halves the profile is made. All tokens are proved.
 """
 
 import tempfile
@@ -32,7 +31,8 @@ from offload.trees.topology import DynamicShape, Shape, chain
 from offload.units import Sampling, parse_size
 
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
-WANTED = 1.07  # at most: seconds per token of the chosen tree / of the best
+# the most that seconds per token of the chosen tree / of the best should be
+WANTED = 1.07
 _AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
 Size = tuple[int, int]  # nodes, depth
 
@@ -44,7 +44,8 @@ class Effort(NamedTuple):
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
     rounds: tuple[int, int]  # over the grid: as it is, and slowed down
-    num_sweeps: int  # of every tree in every round
+    # passes of every tree in every round
+    num_sweeps: int
     largest: str | None = None  # tree to time; None is what memory has room for
 
 
@@ -54,9 +55,7 @@ QUICK = Effort(1024, (16, 64, 256), (6, 14), (1, 1), 3)
 
 @contextmanager
 def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[TuneResult]:
-    """The outcome of `offload tune`; its profile lies in a folder of its own, out of the user's
-    cache.
-    """
+    """Return the outcome of `offload tune`, with its profile in a folder of its own."""
     with tempfile.TemporaryDirectory() as name:
         paths = [Path(name) / f"{path.parent.name}-{path.name}" for path in held_out_files()]
         for path, (first, _) in zip(paths, _halves(), strict=True):
@@ -68,7 +67,7 @@ def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[TuneResu
 
 
 def tree_for(profile: Profile, size: Size) -> TreeChoice:
-    """What `--tree NxD` means with this profile."""
+    """Return what `--tree NxD` means with this profile."""
     return TreeSelector(profile.identity.rule, profile).choose(TreeSpec("best", *size))
 
 
@@ -80,7 +79,7 @@ def _halves() -> list[tuple[str, str]]:
 def against_grid(
     setting: Setting, tuned: TuneResult, effort: Effort, limit: int | None, num_rounds: int
 ) -> list[Row]:
-    """Seconds per token of every tree, with that link; the chosen one first."""
+    """Return seconds per token of every tree, with that link; the chosen one first."""
     options: dict[str, Any] = {"context": 512, "profile": tuned.path, "link_limit": limit}
     with setting.open("auto", **options) as decoder:
         choice = decoder.tree_choice(Sampling())
@@ -120,7 +119,7 @@ def _row(link: str, size: Size, s_per_token: dict[Size, float], tokens_per_sweep
 
 
 def _grid(tuned: TuneResult, effort: Effort, choice: TreeChoice) -> dict[Size, Shape]:
-    """The tree that was chosen, none, and others of its kind."""
+    """Return the tree that was chosen, none, and others of its kind."""
     grid: dict[Size, Shape] = {
         (choice.shape.num_nodes, choice.shape.depth): choice.shape,
         (1, 0): chain(0),
@@ -141,7 +140,7 @@ def _grid(tuned: TuneResult, effort: Effort, choice: TreeChoice) -> dict[Size, S
 
 
 def _yields(grid: dict[Size, Shape], prompts: Sequence[tuple[int, ...]]) -> dict[Size, float]:
-    """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
+    """Return tokens per pass of every tree on the text that the target writes."""
     largest = f"{max(tree.num_nodes for tree in grid.values())}x{DEPTH}"
     sampling = Sampling()
     with resident_pair(None).open(largest, context=512) as decoder:
@@ -163,8 +162,9 @@ def _yields(grid: dict[Size, Shape], prompts: Sequence[tuple[int, ...]]) -> dict
 
 
 def _whole(sweeps: Sequence[int]) -> list[int]:
-    """The sweeps that begin within the first `NUM_NEW` tokens: each counts as a whole, which biases
-    nothing (Wald).
+    """Return the passes that begin within the first `NUM_NEW` tokens.
+
+    Each counts as a whole, which biases nothing (Wald).
     """
     return [
         count

@@ -1,7 +1,7 @@
-"""Is expanding as fast as memory? GB/s of numbers written by kind of words: torch, numba, one
-thread and two.
+"""Is expanding as fast as memory? GB/s written by kind of words: torch, numba, 1 and 2 threads.
 
 All take turns with a copy of as many bytes, which nothing that writes them can beat by much.
+
 Invariant: what is timed has given the bits of the reference before.
 """
 
@@ -37,7 +37,7 @@ QUICK = Effort(2048, 3)
 
 
 def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]:
-    """The fastest of some rounds, in which all take turns. Raises `UserError` where bits differ."""
+    """Return the fastest of some rounds, taken in turns. Raises `UserError` where bits differ."""
     size = effort.size
     fastest = dict[tuple[str, str, int], float]()
     source, out = (torch.zeros(size, size, dtype=DTYPE) for _ in range(2))
@@ -67,7 +67,7 @@ def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]
 
 
 def check(sample: Sample) -> None:
-    """Both forms, to the bit. Raises `UserError` where they differ."""
+    """Require both forms to be bitwise equal. Raises `UserError` where they differ."""
     wanted, got = (torch.empty(sample.out_shape, dtype=DTYPE) for _ in range(2))
     sample.expand(REFERENCE, wanted)
     if HAS_NUMBA:
@@ -80,7 +80,7 @@ def check(sample: Sample) -> None:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch's, which compiled functions go by."""
+    """Set the threads of torch, which compiled functions use too."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""How many experts must a token read, by the room there is for them and by the rows of a pass?
+"""How many experts must a token read, by the room for them and by the rows of a pass?
 
 Routing is made up, or with --model recorded while that model reads texts of --prompts, one after
 the other; then the same passes are replayed with every way of keeping experts
@@ -15,7 +15,8 @@ from offload.bench.harness.routing import MadeUp, Routing, made_up, passes, reco
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 
-LEAST_TOKENS = 16  # of a text
+# tokens that a text must have
+LEAST_TOKENS = 16
 
 
 class Effort(NamedTuple):
@@ -23,7 +24,8 @@ class Effort(NamedTuple):
 
     made_up: MadeUp
     num_prompts: int
-    rooms: tuple[float, ...] = (0.03, 0.05, 0.1, 0.2, 0.3, 0.6)  # of all experts
+    # shares of all experts that there is room for
+    rooms: tuple[float, ...] = (0.03, 0.05, 0.1, 0.2, 0.3, 0.6)
     num_rows: tuple[int, ...] = (1, 4, 16)
 
 
@@ -32,7 +34,7 @@ QUICK = Effort(MadeUp(num_layers=6, num_experts=64, num_chosen=4, num_tokens=150
 
 
 def replayed(routing: Routing, rooms: Sequence[float], num_rows: Sequence[int]) -> list[Row]:
-    """Experts that were read for each layer and token, by rows and room."""
+    """Return experts that were read for each layer and token, by rows and room."""
     rows = list[Row]()
     for count in num_rows:
         run = list(passes(routing, count))
@@ -56,8 +58,9 @@ def replayed(routing: Routing, rooms: Sequence[float], num_rows: Sequence[int]) 
 
 
 def recorded_from(model: str, bench: Bench, num_prompts: int) -> tuple[Routing, list[str]]:
-    """Of prompts that the model reads whole. Raises `UserError` where it has no experts, or no
-    tokenizer.
+    """Return the routing of prompts that the model reads whole.
+
+    Raises `UserError` where it has no experts, or no tokenizer.
     """
     import torch
     from transformers import AutoModelForCausalLM

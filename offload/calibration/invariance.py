@@ -1,6 +1,6 @@
 """Whether a row has the same bits on this machine whatever stands beside it.
 
-Nobody promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
+No library promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
 layer is run with its real weights, once with all rows and in parts, and its activation functions
 are computed again for fewer rows. Of a model with recurrent layers one of each kind is run, with a
 tree as well.
@@ -39,12 +39,12 @@ class Invariance(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """So far: a later layer may have a product that is refused."""
+        """Whether it holds so far: a later layer may have a product that is refused."""
         return self.rows is not None and not self.rows.num_refused
 
 
 class _DifferError(Exception):
-    """Two ways to compute a row gave different bits; says of what."""
+    """Two ways to compute a row gave different bits; the message says of what."""
 
 
 def make_invariant(
@@ -108,12 +108,12 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
 
 
 def _length(stated: Any) -> int:
-    """0 for what is none: transformers does not look at every length that a config.json may have."""
+    """Return a length of config.json, 0 for none: transformers does not check all of them."""
     return stated if type(stated) is int else 0
 
 
 def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
-    """Let the model be so from now on, by `rows`. Raises `_DifferError`."""
+    """Make the model invariant from now on, by `rows`. Raises `_DifferError`."""
     most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
@@ -162,7 +162,7 @@ def _logits_by_tree(model: StreamedModel, token_T: Tensor, num_levels: int) -> T
 
 
 def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
-    """Scores of all rows of a chain, taken in by passes of so many rows."""
+    """Return scores of all rows of a chain, taken in by passes of so many rows."""
     parts = []
     for part_T in token_T.split(list(cut)):
         position_T = torch.arange(len(part_T)) + cache.length
@@ -173,7 +173,7 @@ def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KV
 
 
 class _CheckedRows(InvariantRows):
-    """Computes activations again with fewer rows, beside others, and with every number of threads."""
+    """Computes activations again: fewer rows, beside others, every number of threads."""
 
     is_checking = True
 

@@ -1,17 +1,13 @@
-"""The comparisons of a run: each kernel against what runs without it, at the sizes of the run's own
-models.
+"""Kernel selection: each kernel against its reference, at the sizes of the run's own models.
 
-Triton compiles a kernel anew for every width, path length and temperature that is a constant of
-its; all are compared, and so compiled, before the first step. Invariant: the bench times the
-functions that the start of a run compares; only the sizes differ. The rival is the reference, but
-for `match`, which draws on the few rows that a walk visits.
+`choose_kernels` compares the kernels of a step. Triton compiles a kernel anew for every width, path
+length and temperature that is a constant of it; all are compared, and so compiled, before the first
+step. The rival is the reference, but for `match`, which draws on the few rows that a walk visits.
+`choose_expansion` compares how coded weights are expanded, by numba or Triton instead of plain
+torch, on words of the checkpoint's own layers.
 
-How the coded weights of a model are expanded: by numba's functions or Triton's, or where these fail
-by plain torch.
-
-Each kind of words that the checkpoint has is tried on words of its own, where they are expanded
-later. Invariant: a function is used only where it has given the bits of the reference for every
-coding of its kind.
+Invariant: a function is used only where it has agreed with the reference at every shape and coding
+of its kind; the bench times the very functions that the start of a run compares.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,17 +41,19 @@ from offload.trees.token_tree import ancestors
 from offload.trees.topology import k_ary
 from offload.units import Sampling
 
-# of attention: no other size is other code
+# rows of an attention that is compared: other sizes run the same code
 _COMPARED_NODES = 40
 _COMPARED_PREFIX = 100
-_NUM_SLOTS = 64  # a commit of a path touches no more of them
-VISITED = 7  # rows that a walk looks at in a step that yields seven tokens
+# slots of a cache: a commit of a path touches no more of them
+_NUM_SLOTS = 64
+# rows that a walk looks at in a step that yields seven tokens
+VISITED = 7
 # rows that commits are rounded up to
 _PATHS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
 
 
 class Heads(NamedTuple):
-    """The attention of one model, and its cache, as far as they are a kernel's code."""
+    """The attention of one model and its cache, as far as they change a kernel's code."""
 
     num_heads: int = 64
     num_groups: int = 8
@@ -68,7 +66,7 @@ class Heads(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A kind of norm that a model has."""
+    """One kind of norm that a model has."""
 
     width: int
     form: NormForm = FORMS[0]
@@ -77,25 +75,29 @@ class Norm(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What is compared; the defaults are a 70B model's."""
+    """The shapes that are compared; the defaults are those of a 70B model."""
 
-    heads: tuple[Heads, ...] = (Heads(),)  # of both models, the target's first
+    # both models' heads, the target's first
+    heads: tuple[Heads, ...] = (Heads(),)
     num_layers: int = 80
     num_slots: int = 2048
     num_nodes: tuple[int, ...] = (1, 64, 768)
-    num_scored: tuple[int, ...] = (1, 16, 64, 128)  # rows whose logits are there at once
+    # rows whose logits are there at once
+    num_scored: tuple[int, ...] = (1, 16, 64, 128)
     num_prefix: tuple[int, ...] = (128, 1024)
     vocab_sizes: tuple[int, ...] = (32_000, 128_256)
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    level_sizes: tuple[int, ...] = (1, 32)  # nodes whose children are drawn together
+    # nodes whose children are drawn together
+    level_sizes: tuple[int, ...] = (1, 32)
     path_lengths: tuple[int, ...] = (2, 6, 20)
-    norms: tuple[Norm, ...] = (Norm(8192),)  # of both models
+    # both models' norms
+    norms: tuple[Norm, ...] = (Norm(8192),)
 
 
 def shapes_of(
     model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft: StreamedModel | None = None
 ) -> Shapes:
-    """Those of these models, and of the logits that memory was planned for."""
+    """Return the shapes of these models, and of the logits that memory was planned for."""
     models = [one for one in (model, draft) if one is not None]
     return Shapes(
         heads=tuple(dict.fromkeys(map(_heads_of, models))),
@@ -134,23 +136,25 @@ def _heads_of(model: StreamedModel) -> Heads:
 
 def _norms_of(model: StreamedModel) -> Iterator[Norm]:
     for module, form in find_norms(model.meta_model):
-        weight = getattr(module, "weight", None)  # without one they are of queries and keys
+        # norms without a weight are those of queries and keys
+        weight = getattr(module, "weight", None)
         width = _heads_of(model).width if weight is None else weight.shape[0]
         yield Norm(width, form, model.dtype, weight is not None)
 
 
 class KernelChoice(NamedTuple):
-    """What a run takes, and why."""
+    """The kernels that a run takes, and why."""
 
     kernels: KernelSet
-    comparisons: tuple[ComparisonOutcome, ...]  # none on a CPU, where no kernel runs
+    # empty on a CPU, where no kernel runs
+    comparisons: tuple[ComparisonOutcome, ...]
 
 
 NO_KERNELS = KernelChoice(REFERENCES, ())
 
 
 def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice:
-    """Compare each kernel at each shape; those that agree take the place of what runs without them."""
+    """Compare each kernel at each shape; return those that agree in place of their references."""
     outcomes = [
         compare(comparison, device) for comparison in comparisons(shapes, str(device.place))
     ]
@@ -161,7 +165,7 @@ def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice:
 
 
 def comparisons(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
-    """All of them, in the order of a step."""
+    """Yield all comparisons, in the order of a step."""
     yield from _draws(shapes, device)
     yield from _norms(shapes, device)
     yield from _attention(shapes, device)
@@ -170,7 +174,7 @@ def comparisons(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
 
 
 def _random(device: str, *shape: int) -> Tensor:
-    """From a generator of its own: a run leaves the caller's as it is."""
+    """Return random numbers from a generator of its own: the caller's stays as it is."""
     return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
@@ -199,7 +203,8 @@ def _equal(
     def agrees() -> bool:
         got = kernel(*what)
         wanted = reference(*what)
-        exact = got.dtype == torch.int64  # logarithms of one device may differ in the last place
+        # logarithms of one device may differ in the last place
+        exact = got.dtype == torch.int64
         return (
             torch.equal(got, wanted)
             if exact
@@ -324,9 +329,7 @@ def _commits(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
 
 
 def _commits_agree(shapes: Shapes, device: str) -> bool:
-    """Paths of all lengths that are code of their own, in the caches of both models; each moves by
-    one row.
-    """
+    """Return whether paths of all compiled lengths move alike in the caches of both models."""
     agree = list[bool]()
     for heads, num_rows in product(shapes.heads, _PATHS):
         wanted = [
@@ -340,20 +343,22 @@ def _commits_agree(shapes: Shapes, device: str) -> bool:
     return all(agree)
 
 
-# By kind: docs/quantised.md, bench/studies/expansion.py.
+# The figures by kind are in docs/quantised.md, made by bench/studies/expansion.py.
 WITHOUT_NUMBA = (
     "weights are expanded with torch: pip install 'offload[fast]' makes that 2 to 25 times faster"
 )
-# numbers: with less a thread's share may lack the cases that code has, more takes long
+# numbers of an example: with fewer a thread's share may lack cases of the code, more take long
 _ENOUGH = 1 << 18
 
 
 class ExpansionChoice(NamedTuple):
-    """What a model takes, and why."""
+    """How a model's coded weights are expanded, and why."""
 
     expansion: Expansion = REFERENCE
-    comparisons: tuple[ComparisonOutcome, ...] = ()  # one for each kind and coding
-    notes: tuple[str, ...] = ()  # for the user
+    # one for each kind and coding
+    comparisons: tuple[ComparisonOutcome, ...] = ()
+    # for the user
+    notes: tuple[str, ...] = ()
 
 
 def choose_expansion(
@@ -361,34 +366,35 @@ def choose_expansion(
     fetch: Callable[[SlabLayout], np.ndarray],
     device: Device | None,
 ) -> ExpansionChoice:
-    """Compare on words of the model's own layers, which are not bound yet; nothing is read where
-    none are coded.
+    """Compare expansions on words of the model's own layers, which are not bound yet.
+
+    Nothing is read where no weights are coded.
 
     Args:
         fetch: reads the slab of a layer.
-        device: that the model computes on; None is the CPU, with as many threads as torch has now.
+        device: where the model computes; None is the CPU, with as many threads as torch has now.
     """
     codings = _layer_of_codings(model)
-    rivals = _rivals(model.place)
-    if not codings or rivals is None:
+    faster = _faster_expansion(model.place)
+    if not codings or faster is None:
         missed = bool(codings) and model.place.type == "cpu"
         return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
     outcomes = list[ComparisonOutcome]()
     for words in _examples(model, fetch, codings):
-        outcomes += [compare(one, device) for one in _comparisons(words, rivals)]
-    agreeing = {kind: getattr(rivals, kind) for kind, is_used in used(outcomes).items() if is_used}
+        outcomes += [compare(one, device) for one in _comparisons(words, faster)]
+    agreeing = {kind: getattr(faster, kind) for kind, is_used in used(outcomes).items() if is_used}
     return ExpansionChoice(REFERENCE._replace(**agreeing), tuple(outcomes), tuple(_notes(outcomes)))
 
 
-def _rivals(place: torch.device) -> Expansion | None:
-    """Of the reference there; None where there are none."""
+def _faster_expansion(place: torch.device) -> Expansion | None:
+    """Return the faster functions that may replace the reference there, None if there are none."""
     if place.type == "cpu":
         return COMPILED if HAS_NUMBA else None
     return EXPANSION_KERNELS if is_for_kernels(place) else None
 
 
 def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
-    """All that layers have, with the first layer of each."""
+    """Return every coding that layers have, with the first layer that has it."""
     found = dict[Coding, int]()
     for layer in range(model.num_layers):
         found = dict.fromkeys(model.codings_of(layer), layer) | found
@@ -398,7 +404,7 @@ def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
 def _examples(
     model: StreamedModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
 ) -> Iterator[CodedWeight]:
-    """Words of each coding, of the smallest weight that is large enough or else of the largest."""
+    """Yield words of each coding, from its smallest weight that is large enough, or its largest."""
     for layer in sorted(set(codings.values())):
         words = model.coded_words(layer, fetch)
         for coding in [coding for coding, first in codings.items() if first == layer]:
@@ -408,13 +414,13 @@ def _examples(
             yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])
 
 
-def _comparisons(words: CodedWeight, rivals: Expansion) -> Iterator[KernelComparison]:
-    """One for each function that the coding calls."""
+def _comparisons(words: CodedWeight, faster: Expansion) -> Iterator[KernelComparison]:
+    """Yield one comparison for each function that the coding calls."""
     out, wanted = (
         torch.empty(words.shape, dtype=words.dtype, device=words.stored_B.device) for _ in range(2)
     )
     for kind in _kinds(words, out):
-        rival = REFERENCE._replace(**{kind: getattr(rivals, kind)})
+        rival = REFERENCE._replace(**{kind: getattr(faster, kind)})
         run, run_reference = (
             partial(words.expand, into, how) for into, how in ((out, rival), (wanted, REFERENCE))
         )
@@ -437,7 +443,7 @@ def _kinds(words: CodedWeight, out: Tensor) -> list[str]:
 def _agree(
     run: Callable[[], Any], run_reference: Callable[[], Any], out: Tensor, wanted: Tensor
 ) -> bool:
-    """To the bit; NaN has many."""
+    """Return whether both outputs are bitwise equal; any NaN equals any NaN."""
     run()
     run_reference()
     bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
@@ -446,6 +452,6 @@ def _agree(
 
 
 def _notes(outcomes: list[ComparisonOutcome]) -> Iterator[str]:
-    """Of what does not work, once for each kind."""
+    """Yield a line about each kind whose faster function does not work."""
     for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
         yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"

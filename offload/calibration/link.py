@@ -1,13 +1,8 @@
 """What the link gives on this machine, measured on the very files that will be streamed.
 
-How fast layers reach a GPU: over its own link, and from the disk behind it where some of them lie
-there.
-
-What this machine does in a second, as far as the rows of a prompt's pass depend on it: before
-memory is planned.
-
-On a CPU products are timed, and the link on the very files; of a GPU usual rates are taken, see
-`memory.prompt_rows`.
+Layers reach a GPU over its own link, and from the disk behind it where some of them lie there.
+Before memory is planned, `with_rates` also times products on a CPU, as far as the rows of a
+prompt's pass depend on them; for a GPU usual rates are taken, see `memory.prompt_rows`.
 """
 
 import time
@@ -50,12 +45,11 @@ _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however man
 def link_bytes_per_s(
     shards: Sequence[Path], *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None
 ) -> float:
-    """Bytes per second at which slabs arrive from the largest of these files, the way a sweep reads
-    them.
+    """Return bytes per second at which slabs arrive from the largest of these files.
 
-    Chunks from all over the file are kept in flight until the time is over, so that neither a cache
-    below nor the start of the file speaks for the rest. `limit_bytes_per_s` slows the link down on
-    purpose.
+    They are read as a pass reads them: chunks from all over the file are kept in flight until the
+    time is over, so that neither a cache below nor the start of the file speaks for the rest.
+    `limit_bytes_per_s` slows the link down on purpose.
     """
     try:
         size_bytes, shard = max((path.stat().st_size, path) for path in shards)
@@ -92,8 +86,9 @@ def link_bytes_per_s(
 
 
 def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
-    """Bytes per second at which a GPU copies `array`, which is page-locked memory of the host, by
-    its own clock.
+    """Return bytes per second at which a GPU copies `array`, by its own clock.
+
+    `array` is page-locked memory of the host.
     """
     import torch
 
@@ -121,8 +116,7 @@ def device_link_bytes_per_s(
     limit_bytes_per_s: float | None = None,
     disk_bytes_per_s: float | None = None,
 ) -> float:
-    """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of
-    reads behind them.
+    """Return bytes per second of streamed layers: the slower of copies to the GPU and of reads.
 
     Experts count as if all that the GPU has no room for were asked for once; host memory keeps as
     many as it has slots.
@@ -160,8 +154,7 @@ def with_rates(
     limit_bytes_per_s: float | None = None,
     disk_bytes_per_s: float | None = None,
 ) -> MemoryBudget:
-    """The same room with the rates of this machine's CPU, where plans for so many nodes may gain by
-    them.
+    """Return the budget with the rates of this machine's CPU, where plans may gain by them.
 
     `limit_bytes_per_s` is what the link is slowed down to, `disk_bytes_per_s` what it is said to
     be. Raises `UserError` where there is too little memory.
@@ -184,8 +177,9 @@ def with_rates(
 
 
 def product_flops_per_s(dtype: str, num_threads: int) -> float:
-    """Undisturbed, of products of as many rows as one has at most on a CPU: a busy second would
-    stay in the plan.
+    """Return the undisturbed rate of products of as many rows as one has at most on a CPU.
+
+    A busy second would stay in the plan.
     """
     import torch  # plans of machines elsewhere are made without it
     from torch.nn.functional import linear

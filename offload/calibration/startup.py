@@ -1,18 +1,11 @@
-"""Quick calibration: what computing costs here, by trying it for a second.
-
-That is enough to tell a tree of 32 nodes from one of 512. A sweep is timed by its first layer, with
-everything around the layers, and multiplied; a draft step by growing trees of a given width.
-Nothing streams yet while this runs, so
-readers that share the processor are not in these figures: `offload tune`, the full calibration, has
-them.
-
-Startup calibration: what is known about a pair of models on this machine before the first sweep.
+"""Quick calibration: what is known of a pair of models here before the first weight pass.
 
 `auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` tells
-the first two; disks drift by the hour, so the link is measured in any case. Without a profile the
-quick calibration takes about a second.
-
-What one model is, whatever the machine: its name and its size, from headers.
+the first two; disks drift by the hour, so the link is measured in any case. Without a profile,
+computing is tried for a second: enough to tell a tree of 32 nodes from one of 512. A pass is timed
+by its first layer, with everything around the layers, and multiplied; a draft step by growing trees
+of a given width. Nothing streams yet while this runs, so readers that share the processor are not
+in these figures: `offload tune`, the full calibration, has them.
 """
 
 import math
@@ -80,8 +73,9 @@ def sweep_curve(
     *,
     budget_s: float = 0.5,
 ) -> Curve:
-    """Compute time of a whole sweep against its rows; `slab` is the typical layer's, which is not
-    bound yet.
+    """Measure the compute time of a whole pass against its rows.
+
+    `slab` is the typical layer's, which is not bound yet.
     """
     typical = model.typical_layer
     share = (
@@ -107,8 +101,9 @@ def draft_curve(
     *,
     budget_s: float = 0.4,
 ) -> Curve:
-    """Time of one draft step against its rows, behind `prompt`; leaves `cache`, one of the
-    drafter's, empty.
+    """Measure the time of one draft step against its rows, behind `prompt`.
+
+    `cache`, one of the drafter's, is left empty.
     """
 
     def grow_s(topology: Topology) -> float:
@@ -128,8 +123,7 @@ def draft_curve(
 
 
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
-    """Medians of `measure` at ever larger sizes, one at least, for as long as `budget_s` lasts;
-    never falling.
+    """Return medians of `measure` at ever larger sizes, for as long as `budget_s` lasts.
 
     The first run of a size is not like the others (on a GPU it may be recorded) and counts in no
     median, nor as time.
@@ -150,7 +144,7 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
 
 
 def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
-    """A sweep of `share` times the typical layer, and of embeddings, norm and head once."""
+    """Return seconds of `share` times the typical layer, and of embeddings, norm and head once."""
     typical = model.typical_layer
     rest_s, with_layer_s = (
         _forward_s(model, num_rows, slice(typical, end)) for end in (typical, typical + 1)
@@ -177,7 +171,7 @@ _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
 class RunSettings(NamedTuple):
-    """What a choice is for."""
+    """What a choice is made for."""
 
     sampling: Sampling
     rule: str
@@ -191,7 +185,7 @@ def trees_of(
     *,
     device: str = "cpu",
 ) -> Trees:
-    """The trees of a decoder that is about to be loaded; `device` is the name of what computes.
+    """Return the trees of a decoder that is about to be loaded; `device` is its device's name.
 
     Raises `UserError` for a named profile that does not hold for such runs.
     """
@@ -263,10 +257,10 @@ def calibrate(
 def pick_threads(
     target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES
 ) -> ThreadPolicy:
-    """The policy for this machine, beginning with what is fastest for sweeps of so many rows and
-    for drafting.
+    """Return the thread policy for this machine, beginning with the fastest counts.
 
-    Ranks on one host compute at the same time, and share its cores.
+    For passes of so many rows, and for drafting. Ranks on one host compute at the same time, and
+    share its cores.
     """
     place = find_place()
     ladder = thread_ladder(max(1, cores.num_cores() // (1 if place is None else place.num_on_host)))
@@ -324,14 +318,14 @@ def _profile_finder(
 
 
 def name_of(model: str) -> str:
-    """As it was given, less the folders around it."""
+    """Return the name as it was given, without the folders around it."""
     # a hub id has no folder here, and its last part is its name all the same
     path = Path(os.path.abspath(model))
     return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
 class ModelFacts(NamedTuple):
-    """What one model is, whatever the machine."""
+    """What one model is, on any machine: its name and its size, from headers."""
 
     name: str
     num_parameters: int
@@ -342,7 +336,7 @@ class ModelFacts(NamedTuple):
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
-        """From headers."""
+        """Return the facts that headers tell."""
         num_bytes = checkpoint.num_bytes
         shape = model_shape(checkpoint) if checkpoint.held else None
         if shape is not None:

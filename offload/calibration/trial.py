@@ -1,14 +1,16 @@
-"""One kernel against what runs without it: it is used where both agree, once, at the sizes of the
-run.
+"""One kernel against what runs without it: used where both agree, at the sizes of the run.
 
 How fast both are is a question for the bench (`bench/gpu/duels.py`), since a kernel is written to
-be faster. Invariant: a kernel that was wrong or refused at one shape is not used at any.
+be faster.
+
+Invariant: a kernel that was wrong or refused at one shape is not used at any.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # a console line does without torch
+# a console line does without torch
+if TYPE_CHECKING:
     from offload.streaming.device import Device
 
 
@@ -18,7 +20,8 @@ class KernelComparison(NamedTuple):
     kernel: str
     shape: str
     challenger: Callable[[], Any]
-    rival: Callable[[], Any]  # the best that runs without it
+    # the best that runs without it
+    rival: Callable[[], Any]
     agrees: Callable[[], bool]
 
 
@@ -27,22 +30,22 @@ class ComparisonOutcome(NamedTuple):
 
     kernel: str
     shape: str
-    reason: str = ""  # why the kernel is not used
+    # why the kernel is not used
+    reason: str = ""
 
 
 def compare(comparison: KernelComparison, device: "Device | None" = None) -> ComparisonOutcome:
-    """Whether both sides agree; after a failure the device, if it is one that computes, is waited
-    for.
+    """Return whether both sides agree; after a failure, wait for the device.
 
-    Raises:
-        RuntimeError: the kernel has left the device unusable, and every error from here on would be
-        blamed on others.
+    Raises:~    RuntimeError: the kernel has left the device unusable, and every error from here on
+    would be blamed on others.
     """
     kernel = comparison.kernel
     shape = comparison.shape
     try:
         return ComparisonOutcome(kernel, shape, "" if comparison.agrees() else "its results differ")
-    except Exception as error:  # compilers and drivers refuse with exceptions of every kind
+    # compilers and drivers refuse with exceptions of every kind
+    except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first_line[:120]}"
     try:
@@ -54,7 +57,7 @@ def compare(comparison: KernelComparison, device: "Device | None" = None) -> Com
 
 
 def used(outcomes: Iterable[ComparisonOutcome]) -> dict[str, bool]:
-    """By kernel whether it agreed wherever it was tried, in the order of the outcomes."""
+    """Return for every kernel whether it agreed wherever it was tried, in order of the outcomes."""
     found: dict[str, bool] = {}
     for outcome in outcomes:
         found[outcome.kernel] = found.get(outcome.kernel, True) and not outcome.reason
@@ -62,6 +65,6 @@ def used(outcomes: Iterable[ComparisonOutcome]) -> dict[str, bool]:
 
 
 def rows_of(outcomes: Sequence[ComparisonOutcome]) -> list[dict[str, object]]:
-    """Each with whether its kernel is used, by the names that `--json` and benches use."""
+    """Return each outcome with `is_used`, by the names that `--json` and benches use."""
     is_used = used(outcomes)
     return [{**one._asdict(), "is_used": is_used[one.kernel]} for one in outcomes]

@@ -1,21 +1,18 @@
-"""The service of the draft rank: it guesses ahead all the time, and answers the head from what it
-has.
+"""The draft rank: it guesses ahead all the time, and answers the head from what it has.
 
     DRAFT    RESET, GROW, ACCEPT from the head; GROW is answered once, soon: with fewer nodes if
-    more would take long RESULT   TREE, where a head waits for stages, too; ERROR
+             more would take long
+    RESULT   TREE, where a head waits for stages, too; ERROR
 
-Invariant: every GROW gets one TREE, and what is told is the tree's best, in their order
-(`draft_tree.py`); how far the tree was run ahead changes how soon.
-
-The draft rank's tree of one text: it lives from step to step, and hands out its best nodes one
-after the other.
-
+Its tree (`DraftTree`) lives from step to step, and hands out its best nodes one after the other.
 Every node that was run has children with the chances p = softmax(beta u), as in
 `drafting/dynamic.py`; f is the product of p below the root. When tokens are accepted the root moves
 down, the rows of what hangs below stay in the cache, and what does not is forgotten. A node is
 certain to be the next best once every node with a larger f has been run, for f never rises along a
-path; only such nodes are handed out. Invariant: so which nodes are told, and in which order, does
-not depend on how much was run ahead, and parents come before their children.
+path; only such nodes are handed out.
+
+Invariants: every GROW gets one TREE. Which nodes it has, and in which order, does not depend on how
+much was run ahead, only how soon it comes; parents come before their children.
 """
 
 import heapq
@@ -114,10 +111,10 @@ class DraftTree:
         return len(self._rows)
 
     def begin(self, tokens: Sequence[int], sampler: Sampler, sharpness: DraftCalibration) -> None:
-        """A text begins with these committed tokens, at least one; what it shares with the last one
-        is not run again.
+        """Begin a text with these committed tokens, at least one.
 
-        `sharpness` learns from the tokens that follow.
+        What it shares with the last text is not run again. `sharpness` learns from the tokens that
+        follow.
         """
         agreed = takewhile(
             lambda pair: pair[0] == pair[1], zip(self._tokens, tokens[:-1], strict=False)
@@ -130,7 +127,7 @@ class DraftTree:
         self._numbers, self._news = count(1), list[tuple[DraftNode, int]]()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """The root moves down to the last of these; those that nobody guessed are new nodes."""
+        """Move the root down to the last of these tokens; unguessed ones are new nodes."""
         path = list[DraftNode]()
         for token in tokens:
             self._learn(token)
@@ -148,9 +145,7 @@ class DraftTree:
             node.row = row
 
     def best(self, num_nodes: int, least_f: float, least_p: float) -> BestNodes:
-        """The best nodes not told yet that meet the cut-offs, on paths that meet them; at most so
-        many.
-        """
+        """Return the best nodes not told yet, on paths that meet the cut-offs."""
         nodes = list[DraftNode]()
         to_run = list[DraftNode]()
         num_seen = 0
@@ -170,8 +165,9 @@ class DraftTree:
         return BestNodes(nodes, to_run)
 
     def _in_order(self, least_f: float, least_p: float) -> Iterator[DraftNode]:
-        """The root, then all known nodes by falling f; of siblings the next one is looked at when
-        one has been.
+        """Yield the root, then all known nodes by falling f.
+
+        Of siblings the next one is looked at when one has been.
         """
         least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
         serial = count(1)
@@ -184,8 +180,9 @@ class DraftTree:
                     heapq.heappush(heap, (-others[at].log_f, next(serial), others, at))
 
     def run(self, nodes: Sequence[DraftNode]) -> None:
-        """Score nodes whose parents were run, in one pass; the root comes alone, behind all that is
-        committed.
+        """Score nodes whose parents were run, in one pass.
+
+        The root comes alone, behind all that is committed.
         """
         is_root = nodes[0] is self.root
         logits_WV = self._draft.catch_up(self._tokens) if is_root else self._run_rows(nodes)
@@ -206,8 +203,9 @@ class DraftTree:
             ]
 
     def tell(self, nodes: Sequence[DraftNode]) -> list[DraftNodeUpdate]:
-        """What the head has to hear: of tokens that were accepted and never told, then of these,
-        which get numbers.
+        """Return what the head has to hear: accepted tokens that it was not told, then these nodes.
+
+        The nodes get numbers.
         """
         news = self._news
         self._news = []
@@ -247,7 +245,7 @@ class DraftTree:
             self._sharpness.learn(self.root.score_V[None], torch.tensor([token]))
 
     def _child(self, token: int) -> DraftNode:
-        """Of the root; told, or among the news."""
+        """Return a child of the root that was told, or is among the news."""
         child = next((node for node in self.root.children or () if node.token == token), None)
         child = child or DraftNode(token, self.root.position + 1, log_f=self.root.log_f)
         if child.number is None:
@@ -337,7 +335,7 @@ class _Service:
             raise ValueError(f"a draft was told to {message.kind.name}")
 
     def step(self) -> bool:
-        """Answer, or run one pass; False where there is nothing to do."""
+        """Answer, or run one pass; return False where there is nothing to do."""
         asked = self._asked
         tree = self._tree
         if asked is None:

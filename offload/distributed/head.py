@@ -1,24 +1,19 @@
-"""The head of a pipeline: it writes the text, and says what the stages compute and what the draft
-guesses.
+"""The head of a pipeline: it writes the text, and orders what stages and draft compute.
 
     begin     RESET, the prompt in runs of up to 512 rows, each committed at once: stages overlap
-    without any guess
+              without any guess
     advance   until a token is emitted: issue what may be issued, ask for guesses, sleep until
-    anything arrives, walk end       nobody needs what is on its way
+              anything arrives, walk
+    end       what is on its way is no longer needed
     stop      the services end
 
 Runs on their way survive between two calls of `advance`, so stages and draft work while the caller
-does something else. What runs are about is the run table's (`runs.py`); here is when. Replies come
-on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. Invariant: what is
-emitted is a walk over draws, whatever arrives when.
+does something else. The run table (`runs.py`) says what runs are about; here is when. Replies come
+on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. A `CutOff` decides from
+which chance on a guess is worth a row of a run: f is the chance that the target walks through a
+node, so a row is worth f tokens, and it costs the slowest stage some time.
 
-From which chance on a guess is worth a row of a run: the paper's rule, and a price.
-
-f is the chance that the target walks through a node, so a row is worth f tokens; it costs the
-slowest stage some time. f falls along a path by itself, which is what the paper's recovery factor
-is for. Neither rule changes what is emitted.
-
-When runs were issued, stopped and back, and when tokens were emitted.
+Invariant: what is emitted is a walk over draws, whatever arrives when.
 """
 
 import sys
@@ -50,49 +45,47 @@ class Least(NamedTuple):
 
 
 class CutOff(Protocol):
-    """A rule, which is told what has come of earlier guesses."""
+    """A rule for the least chance of guesses, which is told what has come of earlier ones."""
 
     def least(self, token_s: float) -> Least:
-        """What a guess needs now, where a token takes so many seconds; 0 is not known yet."""
+        """Return the least chances now; a `token_s` of 0 is not known yet."""
 
     def speculated(self) -> None:
-        """Guesses have come."""
+        """Note that guesses have come."""
 
     def accepted(self) -> None:
-        """A run was accepted, in part at least."""
+        """Note that a run was accepted, in part at least."""
 
     def failed(self) -> bool:
-        """Nothing was likely enough: whether the rule asks for less now, so that another attempt
-        makes sense.
-        """
+        """Note that no guess was likely enough; return whether the rule now asks for less."""
 
 
 class Price:
-    """A row has to be worth its time: f >= (seconds of one more row at the slowest stage) /
-    (seconds of a token).
+    """The price of a row: f must reach (seconds of one more row) / (seconds of a token).
+
+    The row's seconds are those at the slowest stage.
     """
 
     def __init__(self, row_s: float) -> None:
         self._row_s = row_s
 
     def least(self, token_s: float) -> Least:
-        """0 while nothing is known."""
+        """Return the price; 0 while nothing is known."""
         return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
 
     def speculated(self) -> None:
-        """Nothing to note."""
+        """Do nothing: the price stays."""
 
     def accepted(self) -> None:
-        """Nothing to note."""
+        """Do nothing: the price stays."""
 
     def failed(self) -> bool:
-        """The price stays."""
+        """Return False: the price stays."""
         return False
 
 
 class RisingCut:
-    """PipeInfer's (2407.11798, section IV): what is guessed on top of unproved guesses has to be
-    surer.
+    """PipeInfer's cut-off (2407.11798, section IV): guesses on unproved guesses must be surer.
 
     cut = start + recovery x (batches since a run was accepted) - decay x (attempts that found
     nothing since then)
@@ -112,19 +105,19 @@ class RisingCut:
         )
 
     def least(self, token_s: float) -> Least:
-        """By the token's own chance; time does not matter."""
+        """Return the least chance of the token alone; time does not matter."""
         return Least(0.0, max(0.0, self._cut))
 
     def speculated(self) -> None:
-        """The next batch has to be surer."""
+        """Ask more of the next batch."""
         self._num_batches += 1
 
     def accepted(self) -> None:
-        """Back to the start."""
+        """Return to the start."""
         self._num_batches = self._num_fails = 0
 
     def failed(self) -> bool:
-        """The next attempt may be less sure, down to anything at all."""
+        """Ask less of the next attempt, down to nothing."""
         can_fall = self._rule.decay > 0 and self._cut > 0
         self._num_fails += can_fall
         return can_fall
@@ -158,13 +151,11 @@ class TokenTime:
         self._last_s: float | None = None
 
     def begin(self) -> None:
-        """A text begins, and its first tokens take as long as the prompt; what was known before
-        still holds.
-        """
+        """Begin a text; its first tokens take as long as the prompt, what was known holds."""
         self._last_s = None
 
     def emitted(self, num: int, now_s: float) -> None:
-        """So many tokens have come at once."""
+        """Note that `num_tokens` have come at once."""
         if self._last_s is not None:
             token_s = (now_s - self._last_s) / num
             counted_s = min(token_s, _MOST_RISE * self.token_s)
@@ -240,7 +231,7 @@ class Head:
     def begin(
         self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int = sys.maxsize
     ) -> None:
-        """A text that begins with these tokens, at least one, and has at most `end`.
+        """Begin a text with these tokens, at least one, that has at most `end`.
 
         What agrees with the text before is not run again, up to `most_kept` tokens.
         """
@@ -262,7 +253,7 @@ class Head:
         self._fill()
 
     def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:
-        """The next tokens, at least one; none where the text has reached its end.
+        """Return the next tokens, at least one; none where the text has reached its end.
 
         `on_arrival` is called when anything has arrived; what it raises leaves the text where it
         is.
@@ -282,14 +273,14 @@ class Head:
         return []
 
     def end(self) -> None:
-        """The text is done: what is on its way is not needed, and its answers will be passed over."""
+        """End the text: what is on its way is not needed, and its answers will be passed over."""
         self._cancel(self._table.abandon())
         self._num_stale += self._draft in (_Draft.ASKED, _Draft.OUTDATED)
         self._draft = _Draft.IDLE
         self._cut.accepted()
 
     def stop(self) -> None:
-        """The services end, whatever they wait for, as far as they are there."""
+        """End the services, whatever they wait for, as far as they are there."""
         with suppress(RankError):
             self.end()
         ways = [(rank, Channel.CONTROL) for rank in range(self._transport.num_ranks)]
@@ -305,7 +296,7 @@ class Head:
         self._ask_draft(reset_message(num_kept, sampling, self._tokens))
 
     def _issue_prompt(self, lo: int, hi: int) -> None:
-        """Positions [lo, hi) of the prompt; only the very last row is drawn."""
+        """Issue positions [lo, hi) of the prompt; only the very last row is drawn."""
         run = self._table.new_run()
         num_rows = hi - lo
         sees = [list(range(row + 1)) for row in range(num_rows)]
@@ -316,7 +307,7 @@ class Head:
         self._data(Kind.COMMIT, [num_rows, *range(num_rows)])
 
     def _fill(self) -> None:
-        """Issue and ask for whatever may be issued and asked for now."""
+        """Issue and ask for all that may be issued and asked for now."""
         if self._table.is_complete:
             return
         self._ask_for_guesses()
@@ -328,7 +319,7 @@ class Head:
             self._ask_for_guesses()
 
     def _next_nodes(self) -> list[RunNode]:
-        """What the next run has, the root first; nothing where waiting is better."""
+        """Return the nodes of the next run, the root first; nothing where waiting is better."""
         root = self._table.root
         mode = self._options.mode
         if root.run is None:
@@ -349,7 +340,10 @@ class Head:
 
     @property
     def _num_wanted(self) -> int:
-        """Guesses of the next run: without continuous speculation those of all runs at once."""
+        """Return how many guesses the next run needs.
+
+        Without continuous speculation, those of all runs at once.
+        """
         num_runs = (
             1 if self._options.is_continuous else self._options.num_runs(len(self._roles.stages))
         )
@@ -360,9 +354,7 @@ class Head:
         return self._table.best(count, self._cut.least(self._time.token_s).f)
 
     def _ask_for_guesses(self) -> None:
-        """As many as one run has room for and are not there, while the draft has nothing else to
-        do.
-        """
+        """Ask for as many guesses as one run has room for, while the draft is idle."""
         if self._draft == _Draft.SHORT and not self._table.has_credit:
             self._draft = _Draft.IDLE  # nothing can be issued, so there is time for more
         is_busy = self._options.mode == "sync" and self._table.num_on_way > 0
@@ -401,7 +393,7 @@ class Head:
         self._tell("dead" if is_dead else "drawn", run, len(tokens))
 
     def _take_tree(self, message: Message) -> None:
-        """Guesses; none says that no more are worth it, unless the draft was asked at another root."""
+        """Take guesses; none says that no more are worth it, unless the draft had another root."""
         if self._num_stale:
             self._num_stale -= 1
             return
@@ -419,7 +411,7 @@ class Head:
             self._draft = _Draft.IDLE if self._cut.failed() else _Draft.DRY
 
     def _take_step(self, step: RunStep) -> None:
-        """Tell everybody what was emitted, those first who need not go on."""
+        """Tell all ranks what was emitted, those first that need not go on."""
         self._cancel(step.dead)
         self._data(Kind.COMMIT, [len(step.path), *step.path, *step.kept])
         self._tokens += map(require_token, step.tokens)
@@ -452,7 +444,7 @@ class Head:
 
 
 def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:
-    """RUN as it travels: the last `num_drawn` rows are drawn."""
+    """Return the numbers of a RUN; its last `num_drawn` rows are drawn."""
     numbers = [rows.run, 0, len(rows.tokens), num_drawn]
     for pair in zip(rows.tokens, rows.positions, strict=True):
         numbers += pair
@@ -462,12 +454,15 @@ def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:
 
 
 def _ranks(roles: Roles) -> list[int]:
-    """Everybody who serves, once."""
+    """Return all ranks that serve, once each."""
     return sorted({*roles.stages, *([] if roles.draft is None else [roles.draft])})
 
 
 def _ways(roles: Roles) -> list[tuple[int, Channel]]:
-    """Where anything for the head may arrive; rank 0 hears its own orders on the other channels."""
+    """Return where anything for the head may arrive.
+
+    Rank 0 hears its own orders on the other channels.
+    """
     ways = [(rank, Channel.RESULT) for rank in _ranks(roles)]
     ways += [(rank, Channel.CONTROL) for rank in _ranks(roles) if rank != 0]
     return ways + [

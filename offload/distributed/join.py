@@ -1,9 +1,8 @@
-"""From processes that only know where to meet to ranks that talk: everybody's card is compared
-first.
+"""From processes that only know where to meet to ranks that talk.
 
-Cards lie in the store of torch.distributed, as JSON. Who does not come in time is named; who comes
-with another version, other files or other options is refused, on every rank alike and before
-anything is sent.
+Their handshakes are compared first; these lie in the store of torch.distributed, as JSON. A rank
+that does not come in time is named; one with another version, other files or other options is
+refused, on every rank alike and before anything is sent.
 """
 
 import json
@@ -27,15 +26,17 @@ from offload.errors import TOLD, RankError, UserError, reason
 from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo
 
-# of messages and cards; another number for every change that an older rank would misread
+# the version of messages and handshakes; it changes where an older rank would misread them
 PROTOCOL = 2
 JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
-_MAX_CARD_BYTES = 65536
-_KINDS = (str, list, dict, dict)  # of what a card tells
+_MAX_HANDSHAKE_BYTES = 65536
+# types of the values in a handshake
+_KINDS = (str, list, dict, dict)
 _ASK_AGAIN_S = 0.1
-_PATIENCE = 1.2  # of who waits in an exchange, so that silence is noticed first
-# for rank 0 to print what it has heard, before torchrun ends it because another has ended
+# a wait in an exchange is longer than the limit, so that silence is noticed first
+_PATIENCE = 1.2
+# time for rank 0 to print what it has heard, before torchrun ends it because another has ended
 _TELL_S = 1.0
 SAME_FILES = "give both the same files"
 _REMEDIES = {
@@ -48,16 +49,21 @@ _REMEDIES = {
 class RankHandshake(NamedTuple):
     """What a rank says of itself when it joins."""
 
-    must_agree: dict[str, str]  # by the keys of `_REMEDIES`
-    proofs: dict[str, str]  # of the weights, see `ModelIdentity`
-    host: str  # a name, and what tells apart hosts of one name
-    disks: list[str]  # that weights are read from
+    # by the keys of `_REMEDIES`
+    must_agree: dict[str, str]
+    # proofs of the weights, see `ModelIdentity`
+    proofs: dict[str, str]
+    # a name, and what tells apart hosts of one name
+    host: str
+    # disks that weights are read from
+    disks: list[str]
 
     @classmethod
     def of_this(cls, model: ModelIdentity, options: str, shards: Sequence[Path]) -> "RankHandshake":
-        """This process's; the arguments are those of `joined`."""
+        """Return this process's handshake; the arguments are those of `joined`."""
         release = ".".join(torch.__version__.split(".")[:2])
-        version = sys.modules["offload"].__version__  # above all rooms, and imported before any
+        # not imported here: the package lies above all of its folders
+        version = sys.modules["offload"].__version__
         agreed = {
             "offload": version,
             "torch": release,
@@ -70,31 +76,36 @@ class RankHandshake(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes, rank: int) -> "RankHandshake":
-        """A stranger's. Raises `UserError`."""
+        """Parse another rank's handshake, which is not trusted. Raises `UserError`."""
         try:
-            card = cls(**json.loads(content)) if len(content) <= _MAX_CARD_BYTES else None
+            handshake = cls(**json.loads(content)) if len(content) <= _MAX_HANDSHAKE_BYTES else None
         except (ValueError, TypeError, RecursionError):
-            card = None
-        told = [] if card is None else [card.host, card.disks, card.must_agree, card.proofs]
-        if card is None or not all(
+            handshake = None
+        told = (
+            []
+            if handshake is None
+            else [handshake.host, handshake.disks, handshake.must_agree, handshake.proofs]
+        )
+        if handshake is None or not all(
             isinstance(one, kind) for one, kind in zip(told, _KINDS, strict=True)
         ):
             raise UserError(f"rank {rank} says of itself what is no card: {_REMEDIES['protocol']}")
-        return card
+        return handshake
 
 
 class Joined(NamedTuple):
     """Ranks that have found each other."""
 
     transport: Gloo
-    cards: list[RankHandshake]  # by rank
+    # by rank
+    handshakes: list[RankHandshake]
 
     def note(self) -> str:
-        """What the user should know of where ranks are; empty where there is nothing."""
+        """Return what the user should know of where ranks are; empty where there is nothing."""
         users = defaultdict[tuple[str, str], list[int]](list)
-        for rank, card in enumerate(self.cards):
-            for disk in card.disks:
-                users[card.host, disk].append(rank)
+        for rank, handshake in enumerate(self.handshakes):
+            for disk in handshake.disks:
+                users[handshake.host, disk].append(rank)
         shared = sorted({tuple(ranks) for ranks in users.values() if len(ranks) > 1})
         return "; ".join(
             f"ranks {_listed(ranks)} read one disk, its speed is divided" for ranks in shared
@@ -111,7 +122,7 @@ def joined(
     limit_s: float = JOIN_LIMIT_S,
     exchange_limit_s: float = EXCHANGE_LIMIT_S,
 ) -> Iterator[Joined]:
-    """Ranks that talk until this context ends; how it ends is every rank's last word to the others.
+    """Join the ranks, which talk until this context ends; how it ends is each rank's last word.
 
     Args:
         model: must be the same on all ranks, as far as is known yet.
@@ -124,18 +135,20 @@ def joined(
     """
     with terminated_at_once():
         store = meet(place, limit_s)
-    cards = exchange_cards(store, place, RankHandshake.of_this(model, options, shards), limit_s)
+    handshakes = exchange_handshakes(
+        store, place, RankHandshake.of_this(model, options, shards), limit_s
+    )
     with _told():
-        compare(cards)
+        compare(handshakes)
     with terminated_at_once():
         transport = _open(store, place, limit_s, exchange_limit_s)
     with _told(), ended_by(transport):
-        yield Joined(transport, cards)
+        yield Joined(transport, handshakes)
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Mark an error of which all ranks know."""
+    """Mark an error that all ranks know of."""
     try:
         yield
     except BaseException as error:
@@ -145,8 +158,9 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def ended_by(transport: Gloo) -> Iterator[None]:
-    """Close it at the end, with the reason where that is an error; rank 0 hears of a loss in spite
-    of SIGTERM.
+    """Close the transport at the end, with the reason where that is an error.
+
+    Rank 0 hears of a loss in spite of SIGTERM.
     """
     is_refusal = False
     why = ""
@@ -155,7 +169,8 @@ def ended_by(transport: Gloo) -> Iterator[None]:
             yield
     except (RankError, GeneratorExit):
         raise
-    except SystemExit as leaving:  # how a rank ends that has followed the head to the end
+    # a rank that has followed the head to the end ends so
+    except SystemExit as leaving:
         why = f"exit code {leaving.code}" if leaving.code else ""
         raise
     except KeyboardInterrupt:
@@ -170,7 +185,8 @@ def ended_by(transport: Gloo) -> Iterator[None]:
 
 
 def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -> bool:
-    """Why this rank does not even join, for rank 0, which waits for it; whether it has heard.
+    """Tell rank 0, which waits for this rank, why it does not join; return whether it has heard.
+
     Raises `UserError`.
     """
     store = meet(place, meet_s)
@@ -181,14 +197,18 @@ def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -
             if monotonic() > due_s:
                 return False
             sleep(_ASK_AGAIN_S)
-    except RuntimeError:  # rank 0 has left, and has said why: this line, or one of its own
+    # rank 0 has left, and has said why: this line, or one of its own
+    except RuntimeError:
         return True
     sleep(_TELL_S)
     return True
 
 
 def meet(place: RankInfo, limit_s: float) -> dist.Store:
-    """The store that all ranks write to. Raises `UserError` where it is not reached in time."""
+    """Return the store that all ranks write to.
+
+    Raises `UserError` where it is not reached in time.
+    """
     is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(
@@ -208,23 +228,26 @@ def meet(place: RankInfo, limit_s: float) -> dist.Store:
     return dist.PrefixStore("offload", store)
 
 
-def exchange_cards(
+def exchange_handshakes(
     store: dist.Store, place: RankInfo, mine: RankHandshake, limit_s: float
 ) -> list[RankHandshake]:
-    """Everybody's. Raises `UserError` with who has not come in time or why one gave up, `RankError`
+    """Return the handshakes of all ranks.
+
+    Raises `UserError` with the rank that has not come in time or why one gave up, `RankError`
     without a store.
     """
     try:
         store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
-        _wait_for_cards(store, place.num_ranks, limit_s)
+        _wait_for_handshakes(store, place.num_ranks, limit_s)
         return [
             RankHandshake.parse(store.get(f"card/{rank}"), rank) for rank in range(place.num_ranks)
         ]
-    except RuntimeError:  # torch's, of whichever class
+    # torch raises various subclasses
+    except RuntimeError:
         raise RankError("rank 0 is gone (it has closed the store that ranks meet at)") from None
 
 
-def _wait_for_cards(store: dist.Store, num_ranks: int, limit_s: float) -> None:
+def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> None:
     due_s = monotonic() + limit_s
     missing = set(range(num_ranks))
     while missing := {rank for rank in missing if not store.check([f"card/{rank}"])}:
@@ -239,29 +262,33 @@ def _wait_for_cards(store: dist.Store, num_ranks: int, limit_s: float) -> None:
             error = UserError(
                 f"all {num_ranks} ranks must come within {limit_s:g} s, got none of {who}: see why there"
             )
-            if 0 not in missing:  # it says the same
+            # rank 0 says the same
+            if 0 not in missing:
                 error.add_note(TOLD)
             raise error
         sleep(_ASK_AGAIN_S)
 
 
-def compare(cards: Sequence[RankHandshake]) -> None:
-    """Refuse ranks that would misunderstand each other. Raises `UserError`, the same on every rank."""
-    first = cards[0]
-    for rank, card in enumerate(cards):
+def compare(handshakes: Sequence[RankHandshake]) -> None:
+    """Refuse ranks that would misunderstand each other. Raises `UserError`, alike on every rank."""
+    first = handshakes[0]
+    for rank, handshake in enumerate(handshakes):
         for what, remedy in _REMEDIES.items():
-            expected, got = (str(one.must_agree.get(what, "none"))[:80] for one in (first, card))
+            expected, got = (
+                str(one.must_agree.get(what, "none"))[:80] for one in (first, handshake)
+            )
             if expected != got:
                 rule = f"ranks must have the same {what}"
                 raise UserError(
                     f"{rule}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}"
                 )
-    require_same_weights([card.proofs for card in cards], is_final=False)
+    require_same_weights([handshake.proofs for handshake in handshakes], is_final=False)
 
 
 def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool) -> None:
-    """Refuse ranks whose weights are others, or in the end not proved to be the same. Raises
-    `UserError`.
+    """Refuse ranks with other weights, or in the end weights not proved to be the same.
+
+    Raises `UserError`.
     """
     for rank, own in enumerate(proofs):
         is_same = proved(proofs[0], own)
@@ -271,8 +298,9 @@ def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool)
 
 
 def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Gloo:
-    """A transport over process groups that are made here. Raises `UserError` where ranks cannot
-    reach each other.
+    """Return a transport over process groups that are made here.
+
+    Raises `UserError` where ranks cannot reach each other.
     """
     choose_interface(place.address, place.port)
     try:
@@ -296,7 +324,7 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
 
 
 def _boot_id() -> str:
-    """Differs between hosts, and between containers' hosts, whatever they call themselves."""
+    """Return what differs between hosts, and between containers' hosts, of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,24 +1,22 @@
-"""Where a model lies on a cluster that may be nobody's: rows of every layer, or layers, and a
-memory plan of each rank.
+"""Where a model lies on a cluster: on each rank rows of every layer (shards), or layers (stages).
 
-Plans are those that the ranks themselves would make, from the same headers cut in the same way. The
-first rank is the
-head: it holds the draft, and of shards embeddings and head; of stages the last one has the head. No
-    torch. Invariant: a
-layout is one that fits every rank, and a refusal names the rank.
+Plans are those that the ranks themselves would make, from the same headers cut in the same way, so
+that a cluster can be planned from elsewhere. The first rank is the head: it holds the draft, and of
+shards the embeddings and the model's head; of stages the last one has the model's head. No torch.
 
-How the matrices of every layer are shared among ranks: whole rows, so that each product is made in
-one place.
+Shards have whole rows of every matrix, so that each product is made in one place:
 
     q k v, gate up   a rank's own heads and features; their outputs stay where they are
     o, down          take the outputs of all ranks, gathered; each rank has some rows of the result,
-    gathered again
+        which are gathered again
 
 That is four gathers a layer. Families that cannot be cut by heads, or are to be cut among more
 ranks than they have key/value heads, have every product gathered at once, and attention on every
-rank, with small k and v whole. Either way
-each number is one row times one column on one rank: sums are never split. Invariant: every row of a
-matrix that is shared belongs to exactly one rank.
+rank, with small k and v whole. Either way each number is one row times one column on one rank: sums
+are never split.
+
+Invariants: every row of a matrix that is shared belongs to exactly one rank; a layout fits every
+rank, and a refusal names the rank.
 """
 
 import math
@@ -46,8 +44,7 @@ _STEP = 16
 _MANY = 4
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# Families whose heads can be computed apart: whatever else attention does there, it does head by
-# head.
+# Families whose heads can be computed apart: all that attention does there, it does head by head.
 _BY_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 _EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
 
@@ -55,20 +52,24 @@ _EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
 class ShardRole(Enum):
     """What becomes of a product's rows on other ranks."""
 
-    OWN = 0  # they stay there
-    JOINED = 1  # its input is gathered, and its output
-    GATHERED = 2  # its output is gathered
+    # they stay there
+    OWN = 0
+    # its input is gathered, and its output
+    JOINED = 1
+    # its output is gathered
+    GATHERED = 2
 
 
 class ShardedMatrix(NamedTuple):
     """One matrix of every layer."""
 
     role: ShardRole
-    rows_R: tuple[MatrixRows, ...]  # of each rank
+    # the rows that each rank has
+    rows_R: tuple[MatrixRows, ...]
 
 
 class Sharding(NamedTuple):
-    """Who has which rows; `matrices` by name within a layer."""
+    """Which rows of every matrix each rank has; `matrices` by name within a layer."""
 
     matrices: dict[str, ShardedMatrix]
 
@@ -79,7 +80,7 @@ class Sharding(NamedTuple):
 
     @property
     def percentages(self) -> str:
-        """Of all rows, what each rank has."""
+        """The share of all rows that each rank has, in words."""
         counts = [
             sum(rows.num for rows in one)
             for one in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
@@ -87,31 +88,30 @@ class Sharding(NamedTuple):
         return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
 
     def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
-        """What one rank reads of the layers."""
+        """Return what one rank reads of the layers."""
         return cut_rows(
             checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()}
         )
 
     def widths(self, name: str) -> list[int]:
-        """Numbers in a row of this matrix's output, rank by rank."""
+        """Return how many numbers of a row of this matrix's output each rank has."""
         return [rows.num for rows in self.matrices[name].rows_R]
 
     def input_widths(self, name: str) -> list[int]:
-        """The same for the gathered input of a joined matrix: outputs of values' heads, or of
-        features.
-        """
+        """Return `widths` for the gathered input of a joined matrix: values' heads, or features."""
         return self.widths(_FEED_FORWARD[1] if name in _FEED_FORWARD else _ATTENTION[0])
 
 
 def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
-    """Shares of about these sizes, which add up to 1.
+    """Return shards of about these sizes, which add up to 1.
 
     Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
     """
     where = checkpoint.directory.name
     shapes = layer_tensors(checkpoint)
     codings = [entry.coded.coding.name for entry in checkpoint.tensors.values() if entry.coded]
-    if codings:  # GGUF changes plain numbers, too: those are named where nothing else is coded
+    # GGUF changes plain numbers, too: those are named where nothing else is coded
+    if codings:
         coded = next((name for name in codings if name not in ENCODINGS), codings[0])
         raise UserError(
             f"{where}: layers cannot be shared, weights are stored as {coded}: run it as stages"
@@ -156,10 +156,10 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
 def split_rows(
     num_rows: int, fractions: Sequence[float], step: int = _STEP
 ) -> tuple[MatrixRows, ...]:
-    """Whole steps, or of small matrices rows, one at least for every rank, as near to the fractions
-    as these allow.
+    """Split rows into whole steps, one at least for every rank, about as the fractions say.
 
-    Raises `UserError` where there are fewer rows than ranks.
+    Small matrices are split by single rows. Raises `UserError` where there are fewer rows than
+    ranks.
     """
     num_ranks = len(fractions)
     if num_rows < num_ranks:
@@ -183,8 +183,9 @@ def split_rows(
 
 
 def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
-    """Whether layers are those of Llama: heads and features can be computed apart, and norms do not
-    span them.
+    """Return whether layers are those of Llama.
+
+    There heads and features can be computed apart, and norms do not span them.
     """
     sizes = config_sizes(checkpoint)
     num_heads = sizes.get("num_attention_heads", 0)
@@ -212,8 +213,9 @@ def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) 
 
 
 def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[float]) -> Sharding:
-    """Whole key/value heads with their query heads; features and results even out what these leave
-    uneven.
+    """Split whole key/value heads with their query heads.
+
+    Features and results even out what these leave uneven.
     """
     sizes = config_sizes(checkpoint)
     groups_R = split_rows(sizes["num_key_value_heads"], fractions, 1)
@@ -247,7 +249,8 @@ def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[
 
 
 _KEYS = "self_attn.k_proj"
-_FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
+# share of the context whose keys and values a pass reads on average
+_FILLED_SHARE = 0.5
 
 
 class ClusterRequest(NamedTuple):
@@ -261,15 +264,19 @@ class ClusterRequest(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """What one rank has."""
+    """What one rank has of the model."""
 
     machine: Hardware
-    layers: range  # its own, or those of which it has rows
-    rows: dict[str, MatrixRows]  # of each matrix of these; empty where it has all
-    shape: ModelShape  # of what it has
+    # its own layers, or those of which it has rows
+    layers: range
+    # by matrix of these layers; empty where it has all rows
+    rows: dict[str, MatrixRows]
+    shape: ModelShape
     plan: MemoryPlan
-    fraction: float  # of all layers' bytes
-    num_heads: int = 0  # of keys and values, where attention is computed by those that have them
+    # its share of all layers' bytes
+    fraction: float
+    # key/value heads, where attention is computed by the ranks that have them
+    num_heads: int = 0
 
     @property
     def link_s(self) -> float:
@@ -286,7 +293,7 @@ class RankPart(NamedTuple):
         ).compute_s
 
     def as_dict(self) -> dict[str, object]:
-        """What `--json` says of it."""
+        """Return the figures by the names that `--json` uses."""
         return {
             "name": self.machine.name,
             "fraction": self.fraction,
@@ -307,77 +314,83 @@ class ClusterLayout(NamedTuple):
     exchange: Gathers | Hops
 
 
-def lay_out_shards(wish: ClusterRequest, num_nodes: int) -> ClusterLayout:
-    """Rows of every layer on each rank. Raises `UserError` for layers that cannot be cut, and for
-    too little memory.
+def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
+    """Lay out rows of every layer on each rank.
+
+    Raises `UserError` for layers that cannot be cut, and for too little memory.
     """
-    target = wish.files.target
-    machines = wish.cluster.ranks
+    target = request.files.target
+    machines = request.cluster.ranks
     even = share_layers(target, [1 / len(machines)] * len(machines))
-    whole = model_shape(target, wish.dtype)
+    whole = model_shape(target, request.dtype)
     capacities = list[RankCapacity]()
     for rank, machine in enumerate(machines):
-        roomy = _plan(wish, num_nodes, machine, shard_files(wish.files, even, rank), is_roomy=True)
-        kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * roomy.cache_slots
-        capacities.append(_capacity(wish, machine, roomy, kv_bytes, num_nodes))
-    shared_kv_bytes = whole.kv_bytes_per_token * roomy.cache_slots if even.has_own_heads else 0
+        unlimited = _plan(
+            request, num_nodes, machine, shard_files(request.files, even, rank), is_roomy=True
+        )
+        kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * unlimited.cache_slots
+        capacities.append(_capacity(request, machine, unlimited, kv_bytes, num_nodes))
+    shared_kv_bytes = whole.kv_bytes_per_token * unlimited.cache_slots if even.has_own_heads else 0
     sharding = share_layers(
         target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes))
     )
-    parts = tuple(_shard(wish, num_nodes, sharding, rank) for rank in range(len(machines)))
+    parts = tuple(_shard(request, num_nodes, sharding, rank) for rank in range(len(machines)))
     return ClusterLayout(
-        parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(wish))
+        parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(request))
     )
 
 
-def _shard(wish: ClusterRequest, num_nodes: int, sharding: Sharding, rank: int) -> RankPart:
-    machine = wish.cluster.ranks[rank]
-    files = shard_files(wish.files, sharding, rank)
+def _shard(request: ClusterRequest, num_nodes: int, sharding: Sharding, rank: int) -> RankPart:
+    machine = request.cluster.ranks[rank]
+    files = shard_files(request.files, sharding, rank)
     rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
-    shape = model_shape(files.target, wish.dtype)
+    shape = model_shape(files.target, request.dtype)
     num_heads = 0
     if sharding.has_own_heads:
         num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
-    plan = _plan(wish, num_nodes, machine, files)
-    fraction = _fraction(wish, files.target)
+    plan = _plan(request, num_nodes, machine, files)
+    fraction = _fraction(request, files.target)
     return RankPart(machine, range(len(shape.layer_bytes)), rows, shape, plan, fraction, num_heads)
 
 
-def lay_out_stages(wish: ClusterRequest, num_nodes: int) -> ClusterLayout:
-    """Layers on each rank. Raises `UserError` for more ranks than layers, and for too little
-    memory.
+def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
+    """Lay out layers on each rank.
+
+    Raises `UserError` for more ranks than layers, and for too little memory.
     """
-    target = wish.files.target
-    ranks = wish.cluster.ranks
+    target = request.files.target
+    ranks = request.cluster.ranks
     if has_encoder(target.config):
         raise UserError(
             f"{target.directory.name}: it has an encoder, and stages have none: run it on one rank"
         )
-    whole = model_shape(target, wish.dtype)
+    whole = model_shape(target, request.dtype)
     last = len(ranks) - 1
     capacities = list[RankCapacity]()
 
     def files_of(rank: int, first: int, end: int) -> ModelFiles:
         section = checkpoint_of(target, Section(first, end, rank == 0, rank == last))
-        return ModelFiles(section, wish.files.draft if rank == 0 else None)
+        return ModelFiles(section, request.files.draft if rank == 0 else None)
 
     for rank, machine in enumerate(ranks):
-        roomy = _plan(
-            wish, num_nodes, machine, files_of(rank, 0, len(whole.layer_bytes)), is_roomy=True
+        unlimited = _plan(
+            request, num_nodes, machine, files_of(rank, 0, len(whole.layer_bytes)), is_roomy=True
         )
-        capacities.append(_capacity(wish, machine, roomy, 0, num_nodes))
-    load = Load(whole.layer_bytes, whole.kv_bytes_per_token * roomy.cache_slots)
+        capacities.append(_capacity(request, machine, unlimited, 0, num_nodes))
+    load = Load(whole.layer_bytes, whole.kv_bytes_per_token * unlimited.cache_slots)
     parts = list[RankPart]()
     for rank, layers in enumerate(stage_layers(capacities, load)):
         files = files_of(rank, layers.start, layers.stop)
-        shape = model_shape(files.target, wish.dtype)
-        plan = _plan(wish, num_nodes, ranks[rank], files)
-        parts.append(RankPart(ranks[rank], layers, {}, shape, plan, _fraction(wish, files.target)))
-    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(wish)))
+        shape = model_shape(files.target, request.dtype)
+        plan = _plan(request, num_nodes, ranks[rank], files)
+        parts.append(
+            RankPart(ranks[rank], layers, {}, shape, plan, _fraction(request, files.target))
+        )
+    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(request)))
 
 
 def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
-    """Of each gather of a layer: numbers in a row, rank by rank."""
+    """Return for each gather of a layer how many numbers of a row each rank has."""
     widths = list[Sequence[int]]()
     for name, matrix in sharding.matrices.items():
         widths += [sharding.input_widths(name)] if matrix.role is ShardRole.JOINED else []
@@ -386,7 +399,7 @@ def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
 
 
 def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
-    """What a rank of shards reads; embeddings, head and draft are the head's."""
+    """Return what a rank of shards reads; embeddings, head and draft are the head's."""
     own = sharding.checkpoint_of(rank, files.target)
     return (
         ModelFiles(own, files.draft)
@@ -396,33 +409,31 @@ def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
 
 
 def layers_alone(checkpoint: Checkpoint) -> Section:
-    """All of its layers, and nothing of what lies around them."""
+    """Return the section of all layers, without what lies around them."""
     return Section(
         0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False
     )
 
 
-def _fraction(wish: ClusterRequest, own: Checkpoint) -> float:
-    """Of all layers' bytes in the files; slabs are larger by their alignment."""
+def _fraction(request: ClusterRequest, own: Checkpoint) -> float:
+    """Return a rank's share of all layers' bytes in the files."""
     part, whole = (
-        checkpoint_of(one, layers_alone(one)).num_bytes for one in (own, wish.files.target)
+        checkpoint_of(one, layers_alone(one)).num_bytes for one in (own, request.files.target)
     )
     return part / whole
 
 
 def _plan(
-    wish: ClusterRequest,
+    request: ClusterRequest,
     num_nodes: int,
     machine: Hardware,
     files: ModelFiles,
     *,
     is_roomy: bool = False,
 ) -> MemoryPlan:
-    """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers
-    takes.
-    """
+    """Return one rank's plan; `is_roomy` plans without a limit, to see what is no layer."""
     own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "experts": "layers"}
-    room = MemoryBudget(**own, dtype=wish.dtype, context=wish.context, rule=wish.rule)
+    room = MemoryBudget(**own, dtype=request.dtype, context=request.context, rule=request.rule)
     try:
         return (room.roomy() if is_roomy else room).plan(files, num_nodes)
     except UserError as error:
@@ -431,21 +442,20 @@ def _plan(
 
 
 def _capacity(
-    wish: ClusterRequest, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, num_nodes: int
+    request: ClusterRequest, machine: Hardware, unlimited: MemoryPlan, kv_bytes: int, num_nodes: int
 ) -> RankCapacity:
-    """What a rank has for layers, and for keys and values beyond `kv_bytes` that it keeps whatever
-    its share is.
+    """Return what a rank has for layers and cache, beside `kv_bytes` that it keeps in any case.
 
     Raises `UserError` where everything else leaves nothing.
     """
     compute_s = 0.0
-    target = wish.files.target
-    if all(rank.flops_per_s for rank in wish.cluster.ranks):
-        layers = model_shape(checkpoint_of(target, layers_alone(target)), wish.dtype)
-        positions = int(_FILLED_SHARE * roomy.context)
+    target = request.files.target
+    if all(rank.flops_per_s for rank in request.cluster.ranks):
+        layers = model_shape(checkpoint_of(target, layers_alone(target)), request.dtype)
+        positions = int(_FILLED_SHARE * unlimited.context)
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
     capacity = RankCapacity.beside(
-        roomy,
+        unlimited,
         kv_bytes,
         ram_bytes=machine.ram_bytes,
         gpu_bytes=machine.gpu_bytes,
@@ -461,11 +471,11 @@ def _capacity(
         held = format_bytes(room_bytes - capacity.memory_bytes)
         room = format_bytes(room_bytes)
         what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
-        raise UserError(f"{what}: give it more, or lower `context` from {roomy.context}")
+        raise UserError(f"{what}: give it more, or lower `context` from {unlimited.context}")
     return capacity
 
 
-def _row_sizes(wish: ClusterRequest) -> tuple[int, int]:
-    """D, and the bytes of a number."""
-    dtype = compute_dtype_name(wish.files.target, wish.dtype)
-    return config_sizes(wish.files.target)["hidden_size"], PLAIN_OF[dtype].align_bytes
+def _row_sizes(request: ClusterRequest) -> tuple[int, int]:
+    """Return D, and the bytes of a number."""
+    dtype = compute_dtype_name(request.files.target, request.dtype)
+    return config_sizes(request.files.target)["hidden_size"], PLAIN_OF[dtype].align_bytes

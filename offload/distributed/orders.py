@@ -1,10 +1,9 @@
-"""What numbers of messages say to whoever serves: runs and commits of stages, how a text is drawn,
-why a rank fails.
+"""The numbers of messages to ranks that serve, and what ranks settle before the first pass.
+
+Orders are runs and commits of stages, how a text is drawn, and why a rank fails. Between joining
+and the first pass every rank says something small, and all ranks hear it.
 
 Invariant: numbers that cannot be an order raise `ValueError`, before anything is computed.
-
-What ranks settle between joining and the first pass: everybody says something small, and everybody
-hears it all.
 """
 
 import json
@@ -32,16 +31,14 @@ class RunMessage(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Uncommitted rows that become the next positions, and those that follow uncommitted, in their
-    new order.
-    """
+    """Uncommitted rows that are committed, and those that stay uncommitted, in their new order."""
 
     path: Sequence[int]
     kept: Sequence[int]
 
 
 def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
-    """A RUN behind so many uncommitted rows."""
+    """Read a RUN behind `num_uncommitted` rows."""
     number, is_dead, num_rows, num_drawn = numbers[:4]
     rows = numbers[4 : 4 + 2 * num_rows]
     end = 4 + 2 * num_rows
@@ -62,7 +59,7 @@ def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
 
 
 def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
-    """A COMMIT of so many uncommitted rows, none of them twice."""
+    """Read a COMMIT of `num_uncommitted` rows, none of them named twice."""
     num_path, *rows = numbers
     is_sound = (
         len({*rows}) == len(rows)
@@ -89,7 +86,7 @@ def reset_message(num_kept: int, sampling: Sampling, tokens: Sequence[int] = ())
 
 
 def sampling_of(reset: Message) -> Sampling:
-    """How the tokens of a text are drawn."""
+    """Return how the tokens of a text are drawn."""
     assert reset.payload is not None, "a text is reset with its temperature"
     own = dict(zip(_REAL, reset.payload.tolist(), strict=True))
     return Sampling(**own, **dict(zip(_WHOLE, reset.numbers[1:], strict=False)))  # type: ignore[arg-type]
@@ -101,7 +98,7 @@ def text_of(reset: Message) -> Sequence[int]:
 
 
 def error_message(error: Exception) -> Message:
-    """ERROR with its reason, in UTF-8."""
+    """Return an ERROR with its reason, in UTF-8."""
     return Message(Kind.ERROR, (), torch.tensor(list(reason(error).encode()), dtype=torch.uint8))
 
 
@@ -111,8 +108,9 @@ T = TypeVar("T")
 
 
 def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
-    """The values of all ranks, in their order; each is anything that JSON has. Returns when the
-    last has spoken.
+    """Return the values of all ranks, in their order; each is anything that JSON has.
+
+    Returns when the last rank has spoken.
     """
     ranks = range(transport.num_ranks)
     if transport.rank != _HEAD:
@@ -128,13 +126,14 @@ def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
 
 
 def broadcast_from_head(transport: Transport, value: Any = None) -> Any:
-    """What the head says, on every rank."""
+    """Return what the head says, on every rank."""
     return all_gather_objects(transport, value)[_HEAD]
 
 
 def agree_on(transport: Transport, refusal: str | None = None) -> None:
-    """Go on where no rank has anything against it. Raises `UserError` on all of them where one has,
-    saying which.
+    """Go on where no rank objects.
+
+    Raises `UserError` on all ranks where one objects, with its reason.
     """
     for rank, line in enumerate(all_gather_objects(transport, refusal)):
         if line is not None:
@@ -142,8 +141,9 @@ def agree_on(transport: Transport, refusal: str | None = None) -> None:
 
 
 def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
-    """What this rank's attempt gives, when that of no rank is refused. Raises `UserError` as
-    `agree_on` does.
+    """Return what this rank's attempt gives, when no rank's is refused.
+
+    Raises `UserError` as `agree_on` does.
     """
     try:
         found = attempt()

@@ -1,5 +1,4 @@
-"""The run table: what the head of a pipeline has asked the target for, what came back, and what
-nobody needs any more.
+"""The run table: what the head of a pipeline has asked the target for, and what came back.
 
 Guesses are nodes of one tree. A run is some of them, rows that go through the stages together;
 several runs are on their way at once, and each builds on rows of runs before it. Rows that are not
@@ -16,9 +15,9 @@ ancestors are its partition, and one operation keeps, drops and renumbers rows.
                     [ the   cat   sat   on   a   |   mat  hat      ]  P grows by 2, U = 2, "a" is the root, run 8
                                                       0    1          is needed for "mat", "rug" is forgotten
 
-The root is the newest token that was emitted; its draw is what everybody waits for. Once it has
+The root is the newest token that was emitted; its draw is what all ranks wait for. Once it has
 arrived, the child with that token is the root, and all that does not lie below is dead. A child
-that nobody guessed goes into the next run first. A run without a live row is dead: cancelled or
+that was not guessed goes into the next run first. A run without a live row is dead: cancelled or
 not, its rows are never kept.
 
 Invariants: stages do what they are told in order, and the head renumbers when it *sends*, so at the
@@ -41,13 +40,18 @@ class RunNode:
     token: int
     position: int
     parent: "RunNode | None"
-    p: float = 1.0  # its chance among its siblings, as drafted
-    f: float = 1.0  # the chance of its path below the root
-    serial: int = 0  # in the order of finding
-    run: int | None = None  # None was not issued yet
+    # its chance among its siblings, as drafted
+    p: float = 1.0
+    # the chance of its path below the root
+    f: float = 1.0
+    # in the order of finding
+    serial: int = 0
+    # None: not issued yet
+    run: int | None = None
     # among the uncommitted rows; None before it is issued and once it is committed
     row: int | None = None
-    drawn: int | None = None  # the target's token after it
+    # the target's token after it
+    drawn: int | None = None
     is_dead: bool = False
     children: "dict[int, RunNode]" = field(default_factory=dict)
 
@@ -55,7 +59,8 @@ class RunNode:
 @dataclass(slots=True, eq=False)
 class _Run:
     nodes: tuple[RunNode, ...]
-    is_speculative: bool  # whether it has more than the root
+    # whether it has more than the root
+    is_speculative: bool
     is_dead: bool = False
 
 
@@ -70,12 +75,16 @@ class Issue(NamedTuple):
 
 
 class RunStep(NamedTuple):
-    """What followed from draws: one COMMIT, and whom to stop."""
+    """What follows from draws: tokens to emit, one COMMIT, and runs to stop."""
 
-    tokens: list[int]  # emitted, at least one
-    path: list[int]  # rows that are committed, by their old numbers
-    kept: list[int]  # rows that stay uncommitted, in their new order, by their old numbers
-    dead: list[int]  # runs on their way that nobody needs any more, each named once
+    # emitted, at least one
+    tokens: list[int]
+    # rows that are committed, by their old numbers
+    path: list[int]
+    # rows that stay uncommitted, in their new order, by their old numbers
+    kept: list[int]
+    # runs on their way that are no longer needed, each named once
+    dead: list[int]
 
 
 class RunTable:
@@ -85,9 +94,7 @@ class RunTable:
         credits: runs on their way at most, dead ones included until they are back.
         capacity: uncommitted rows that the stages' caches have room for; at least 1.
 
-    Attributes:
-        root: whose draw everybody waits for.
-        num_committed: P.
+    Attributes:~    root: the node whose draw all ranks wait for.~    num_committed: P.
     """
 
     def __init__(self, credits: int, capacity: int) -> None:
@@ -99,10 +106,10 @@ class RunTable:
         self.begin(0, 0, 0)
 
     def begin(self, token: int, position: int, end: int, num_kept: int = 0) -> None:
-        """A text begins: `token` is the last of its prompt, of which `num_kept` positions are
-        committed already.
+        """Begin a text: `token` is the last of its prompt.
 
-        At position `end` there is room for no more. Runs that are still on their way are dead.
+        `num_kept` positions of the prompt are committed already, and at position `end` there is
+        room for no more. Runs that are still on their way are dead.
         """
         for run in self._on_way.values():
             run.is_dead = True
@@ -111,18 +118,18 @@ class RunTable:
         self.num_committed = num_kept
         self._nodes = {0: self.root}
         self._most_nodes = 1000
-        self._open: list[RunNode] = []  # guesses that were not issued
-        self._rows: list[RunNode] = []  # uncommitted rows of live nodes, by number
+        # guesses that were not issued
+        self._open: list[RunNode] = []
+        # uncommitted rows of live nodes, by number
+        self._rows: list[RunNode] = []
 
     def new_run(self) -> int:
-        """A number for a run, larger than all before."""
+        """Return a number for a run, larger than all before."""
         self._next_run += 1
         return self._next_run - 1
 
     def commit_prompt(self, run: int, num_rows: int) -> None:
-        """A run of the prompt was issued, and all of its rows are committed at once; the last one
-        is drawn.
-        """
+        """Note a run of the prompt, whose rows are committed at once; the last one is drawn."""
         self.num_committed += num_rows
         if self.num_committed <= self.root.position:
             return
@@ -131,9 +138,7 @@ class RunTable:
 
     @property
     def num_rows(self) -> int:
-        """U: uncommitted rows in the stages' caches, once they have done what they were told so
-        far.
-        """
+        """U: uncommitted rows in the stages' caches, once they have done all orders so far."""
         return len(self._rows)
 
     @property
@@ -167,8 +172,9 @@ class RunTable:
         return [number for number, run in self._on_way.items() if not run.is_dead]
 
     def offer(self, number: int, parent_number: int, token: int, p: float) -> RunNode | None:
-        """`guess`, by the draft's own numbers; what hangs from a node that is unknown or dead is
-        passed over.
+        """Add a `guess` by the draft's own numbers.
+
+        A guess below a node that is unknown or dead is passed over.
         """
         parent = self._nodes.get(parent_number)
         if parent is None or parent.is_dead:
@@ -179,19 +185,21 @@ class RunTable:
         return node
 
     def guess(self, parent: RunNode, token: int, p: float) -> RunNode | None:
-        """A new node with the chance p among its siblings; None where it is there, or nothing would
-        come of it.
+        """Return a new node with the chance p among its siblings.
+
+        None where it is there already, or nothing would come of it.
         """
         if token in parent.children or not self.root.position <= parent.position < self._end - 2:
             return None
-        # also of what is no number: f must not rise
+        # NaN becomes a chance, too: f must not rise
         node = self._found(token, parent, min(1.0, max(0.0, p)))
         self._open.append(node)
         return node
 
     def best(self, count: int, least_f: float = 0.0) -> list[RunNode]:
-        """The likeliest guesses that were not issued, parents before children; no more than there
-        is room for.
+        """Return the likeliest guesses that were not issued, parents before children.
+
+        No more than there is room for.
         """
         worth = (node for node in self._open if node.f >= least_f)
         return heapq.nsmallest(
@@ -199,8 +207,9 @@ class RunTable:
         )
 
     def issue(self, nodes: Sequence[RunNode]) -> Issue:
-        """These are on their way, each after its parent, the root first where it is among them;
-        there is a credit.
+        """Issue a run of these nodes, each after its parent; there must be a credit.
+
+        The root is first where it is among them.
         """
         assert self.has_credit and len(nodes) + self.num_rows <= self._capacity, "no room for a run"
         run = self.new_run()
@@ -218,14 +227,16 @@ class RunTable:
         return Issue(run, [node.token for node in nodes], [node.position for node in nodes], sees)
 
     def drawn(self, number: int, is_dead: bool, tokens: Sequence[int]) -> None:
-        """A run is back, with the target's token after each row. Raises `ValueError` for what was
-        not asked for.
+        """Note a run that is back, with the target's token after each row.
+
+        Raises `ValueError` for what was not asked for.
         """
         run = self._on_way.pop(number, None)
         if run is None:
             if tokens:
                 raise ValueError(f"run {number} is not on its way")
-            return  # of a prompt, which draws nothing
+            # a run of a prompt draws nothing
+            return
         if run.is_dead:
             return
         if is_dead or len(tokens) != len(run.nodes):
@@ -236,8 +247,9 @@ class RunTable:
             node.drawn = token
 
     def walk(self) -> RunStep | None:
-        """Emit draws as far as they are there; the rows are renumbered, so the caller sends the
-        COMMIT next.
+        """Emit draws as far as they are there; None if none is.
+
+        The rows are renumbered, so the caller must send the COMMIT next.
         """
         passed = [self.root]
         tokens = list[int]()
@@ -254,8 +266,9 @@ class RunTable:
         return RunStep(tokens, path, kept, self._newly_dead())
 
     def abandon(self) -> list[int]:
-        """Nobody needs any run any more: those that were needed until now, but the root's,
-        committed maybe.
+        """Mark all runs as dead; return those that were needed.
+
+        But for the root's, which may be committed.
         """
         dead = self.alive
         for number in dead:
@@ -269,18 +282,20 @@ class RunTable:
         return node
 
     def _descend(self, root: RunNode, token: int) -> RunNode:
-        """The child that was drawn; its siblings die with all below them."""
+        """Return the child that was drawn; its siblings die with all below them."""
         child = root.children.get(token) or self._found(token, root, 1.0)
         dying = [node for node in root.children.values() if node is not child]
         while dying:
             node = dying.pop()
             node.is_dead = True
             dying += node.children.values()
-        root.children = {token: child}  # kept, for a draft may refer to it until it has heard
+        # kept, because a draft may refer to it until it has heard
+        root.children = {token: child}
         return child
 
     def _renormalise(self) -> None:
-        self.root.f, below = 1.0, [self.root]
+        self.root.f = 1.0
+        below = [self.root]
         while below:
             node = below.pop()
             for child in node.children.values():
@@ -288,16 +303,14 @@ class RunTable:
                 below.append(child)
 
     def _forget(self) -> None:
-        """Drop guesses that are dead; numbers of dead nodes once in a while, so that a step costs
-        nothing.
-        """
+        """Drop guesses that are dead, and once in a while the numbers of dead nodes."""
         self._open = [node for node in self._open if not node.is_dead and node is not self.root]
         if len(self._nodes) > self._most_nodes:
             self._nodes = {number: node for number, node in self._nodes.items() if not node.is_dead}
             self._most_nodes = 2 * len(self._nodes) + 1000
 
     def _renumber(self, passed: Sequence[RunNode]) -> tuple[list[int], list[int]]:
-        """Commit the rows of these nodes, keep those of live ones: the old numbers of both."""
+        """Commit the rows of these nodes, keep those of live ones; return both's old numbers."""
         path = [node.row for node in passed if node.row is not None]
         for node in passed:
             node.row = None
@@ -313,8 +326,10 @@ class RunTable:
         return node.row is not None and not node.is_dead
 
     def _newly_dead(self) -> list[int]:
-        """A run on its way has no node above the root: what was passed has been drawn, and its run
-        is back.
+        """Mark and return runs without a live node.
+
+        A run on its way has no node above the root: what was passed has been drawn, and its run is
+        back.
         """
         dead = [
             number

@@ -1,15 +1,13 @@
-"""One target on many ranks, each with some rows of every matrix: the head's side of a pass, and
-that of the others.
+"""One target on many ranks, each with some rows of every matrix: both sides of a pass.
 
 The head decides everything and tells the others three things, in the order in which it does them
-itself: what its cache forgets, what it commits, and which rows come next. Embeddings, head and
-    draft are the head's alone. Invariant: every
-rank runs every pass to its end, since a gather that one of them misses cannot be resumed.
+itself: what its cache forgets, what it commits, and which rows come next. Embeddings, the model's
+head and the draft are the head's alone. `Exchange` brings together what ranks compute of one pass,
+and `cut_model` cuts a model to what one of them computes.
 
-Brings together what ranks compute of one pass, and cuts a model to what one of them computes.
-
-Invariant: outside of a pass nobody is waited for: the columns of other ranks are then zeros, so
-that one rank's share can be timed, and tried out, alone.
+Invariants: every rank runs every pass to its end, since a gather that one of them misses cannot be
+resumed. Outside of a pass no rank is waited for: the columns of other ranks are then zeros, so that
+one rank's share can be timed, and tried out, alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,22 +39,22 @@ from offload.streaming.layers import Layers
 class Exchange:
     """One rank's part in the passes of a shared model.
 
-    What is exchanged passes through host memory on every rank, whatever each of them computes on.
+    What is exchanged passes through host memory on every rank, on whatever each of them computes.
 
-    Attributes:
-        num_passes, num_rows: that all ranks have run together, and their rows.
-        send: brings rows of the host to where this rank computes.
+    Attributes:~    num_passes: passes that all ranks have run together.~    num_rows: rows of these
+    passes.~    send: brings rows of the host to where this rank computes.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._is_open = False
         self.send: Callable[[Tensor], Tensor] = lambda rows: rows
-        self.num_passes = self.num_rows = 0
+        self.num_passes = 0
+        self.num_rows = 0
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Meanwhile all ranks run the same pass."""
+        """Run the same pass on all ranks meanwhile."""
         self._is_open = True
         try:
             yield
@@ -64,14 +62,15 @@ class Exchange:
             self._is_open = False
 
     def share(self, rows: Tensor) -> Tensor:
-        """The head's rows, on every rank."""
+        """Return the head's rows, on every rank."""
         if not self._is_open:
             return rows
-        self.num_passes, self.num_rows = self.num_passes + 1, self.num_rows + len(rows)
+        self.num_passes += 1
+        self.num_rows += len(rows)
         return self.send(self._transport.broadcast(rows.cpu()))
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
+        """Return the columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
         before = sum(widths[: self._transport.rank])
         if not self._is_open:
             return pad(part, (before, sum(widths) - before - part.shape[-1]))
@@ -81,11 +80,10 @@ class Exchange:
 
 
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
-    """Let every layer of a model without storage compute one rank's rows, and gather where others
-    are needed.
+    """Let every layer of a model without storage compute one rank's rows, and gather the others'.
 
-    What goes into the first layer of the head's, others ask `Exchange.share` for. Raises
-    `UserError` for other modules.
+    On the head the input of the first layer is shared with other ranks, which ask `Exchange.share`
+    for it. Raises `UserError` for other modules.
     """
     layers = layer_stacks(meta_model)[0]
     if rank == 0:
@@ -140,11 +138,12 @@ def _gather_output(
 
 
 Tell = Callable[[Message], None]
-Read = Callable[[], RankFigures]  # of this rank, now
+# returns this rank's figures now
+Read = Callable[[], RankFigures]
 
 
 class ShardedTarget(Target):
-    """The head's: a target whose model was cut, see `cut_model`. Others run `serve_shard`."""
+    """The head's side: a target whose model was cut, see `cut_model`. Others run `serve_shard`."""
 
     def __init__(
         self,
@@ -165,19 +164,22 @@ class ShardedTarget(Target):
         self._read = read
 
     def new_cache(self) -> KVCache:
-        """An empty one, which all other ranks follow."""
+        """Return an empty cache, which all other ranks follow."""
         return _HeadCache(
             self._tell, self._model.num_layers, self._cache_slots, self._gather, self._model.send
         )
 
     def figures(self) -> list[RankFigures]:
-        """What each rank has moved and held so far; between two passes. Raises `RankError`."""
+        """Return what each rank has moved and held so far; between two passes.
+
+        Raises `RankError`.
+        """
         self._require_whole()
         self._tell(Message(Kind.WORD))
         return [RankFigures(*told) for told in all_gather_objects(self._transport, self._read())]
 
     def stop(self) -> None:
-        """No pass follows: the other ranks end, as far as they have not."""
+        """End the other ranks, as far as they have not ended; no pass follows."""
         with suppress(RankError, UserError):
             self._tell(Message(Kind.STOP))
 
@@ -198,9 +200,7 @@ class ShardedTarget(Target):
 
     @contextmanager
     def _whole_pass(self) -> Iterator[None]:
-        """What a listener raises is raised when the pass is over; what fails within it ends all
-        later ones.
-        """
+        """Raise what a listener raises when the pass is over; a failure ends all later passes."""
         self._is_broken = True
         self._held_back = None
         yield
@@ -221,7 +221,7 @@ class ShardedTarget(Target):
 
 
 class _HeadCache(KVCache):
-    """Tells the other ranks what becomes of its rows."""
+    """A cache that tells the other ranks what becomes of its rows."""
 
     def __init__(self, tell: Tell, *args: Any) -> None:
         super().__init__(*args)
@@ -237,13 +237,13 @@ class _HeadCache(KVCache):
         super().clear(num_kept)
 
     def states(self, *_: Any) -> NoReturn:
-        """Refused: other ranks have the others."""
+        """Refuse: other ranks have the other keys and values."""
         raise UserError(
             "sessions keep keys and values of one rank, and there are several: leave `ranks` out"
         )
 
     def refill(self, *_: Any) -> NoReturn:
-        """Refused like `states`."""
+        """Refuse, like `states`."""
         self.states()
 
 
@@ -255,8 +255,9 @@ def serve_shard(
     exchange: Exchange,
     read: Read,
 ) -> None:
-    """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the
-    disk fails.
+    """Follow the head until it ends.
+
+    Raises `RankError` where it is lost, `ReadError` where the disk fails.
     """
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)

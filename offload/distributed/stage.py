@@ -1,11 +1,11 @@
 """The service of a stage: its layers over every run, in the order in which the head issues them.
 
     DATA     RESET, RUN, COMMIT: done and passed on to the next stage; what need not be computed is
-    passed on first
-    CONTROL  CANCEL, heard by a thread: a run that nobody needs is passed on without activations, so
-    that order holds
+             passed on first
+    CONTROL  CANCEL, heard by a thread: a run that is not needed is passed on without activations,
+             so that order holds
     RESULT   DRAWN, from the last stage, 8 bytes a row: it draws with the noise of the position;
-    ERROR, from any
+             ERROR, from any
 
 Every row of a run takes its place among the uncommitted rows, also where it was not computed, so
 that rows have the same numbers on all stages. Invariant: a row's draw depends on its path and
@@ -33,14 +33,17 @@ from offload.streaming.layers import Layers
 from offload.units import Sampling
 
 _ENDS = (Kind.STOP, Kind.ERROR)
-Cancelled = Callable[[], bool]  # whether nobody needs the run any more
+# tells whether the run is no longer needed
+Cancelled = Callable[[], bool]
 
 
 class Neighbours(NamedTuple):
     """Ranks that a stage talks to."""
 
-    before: int  # that issues runs, or has the layers before
-    after: int | None  # that has the layers behind; None: there are none, and this stage draws
+    # the rank that issues runs, or has the layers before
+    before: int
+    # the rank that has the layers behind; None: there are none, and this stage draws
+    after: int | None
     head: int = 0
 
 
@@ -52,7 +55,7 @@ class PipelineStage:
     """A section of the target, its cache of one text, and the sampler of its draws.
 
     Args:
-        model: what lies around its layers is bound for good.
+        model: the section; what lies around its layers is bound for good.
         stream: its layers.
         plan: of the section; its tree's nodes are the uncommitted rows that there is room for.
         slow_layer_s: seconds that every layer takes longer, for studies.
@@ -67,55 +70,55 @@ class PipelineStage:
         kernels: KernelSet = REFERENCES,
         slow_layer_s: float = 0.0,
     ) -> None:
-        self.model, self.stream, self._max_logits = model, stream, plan.num_logits_rows
+        self.model = model
+        self.stream = stream
+        self._max_logits = plan.num_logits_rows
         self._kernels = kernels
         self._slow_layer_s = slow_layer_s
         self._cache = model.new_cache(plan.cache_slots, kernels.kv_commit)
-        self._cache.fix()  # rows of cancelled runs are never computed
-        self._position_U, self._is_whole_U = (
-            torch.empty(0, dtype=torch.long),
-            torch.empty(0, dtype=torch.bool),
-        )
+        # rows of cancelled runs are never computed
+        self._cache.fix()
+        self._position_U = torch.empty(0, dtype=torch.long)
+        self._is_whole_U = torch.empty(0, dtype=torch.bool)
         self._is_cancelled: Cancelled = lambda: False
         self.reset(0, Sampling())
         model.stream_layers(stream.acquire, self._release)
 
     @property
     def num_uncommitted(self) -> int:
-        """U."""
+        """U, the rows that are not committed."""
         return len(self._position_U)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
-        """A text begins, of which the first positions are those of the text before."""
+        """Begin a text whose first positions are those of the text before."""
         self._cache.clear(num_kept)
-        self._position_U, self._is_whole_U = self._position_U[:0], self._is_whole_U[:0]
+        self._position_U = self._position_U[:0]
+        self._is_whole_U = self._is_whole_U[:0]
         self.sampler = Sampler(
             sampling, self.model.vocab_size, kernels=self._kernels, send=self.model.send
         )
 
     def commit(self, path: abc.Sequence[int], kept: abc.Sequence[int]) -> None:
-        """See `KVCache.commit`. Raises `ValueError` for a path through a run that was cancelled.
+        """Commit rows, see `KVCache.commit`.
 
-        Rows of such a run may be kept: the head's word that nobody needs it may have come before
-        this commit's turn.
+        Rows of a cancelled run may be kept: the cancellation may have come before this commit's
+        turn. Raises `ValueError` for a path through such a run.
         """
         ensure(
             bool(self._is_whole_U[list(path)].all()),
             "a commit has rows of a run that was cancelled",
         )
         self._cache.commit(path, kept)
-        self._position_U, self._is_whole_U = (
-            self._position_U[list(kept)],
-            self._is_whole_U[list(kept)],
-        )
+        self._position_U = self._position_U[list(kept)]
+        self._is_whole_U = self._is_whole_U[list(kept)]
 
     def run(
         self, run: RunMessage, hidden_WD: Tensor | None, is_cancelled: Cancelled
     ) -> Tensor | None:
-        """What the next stage gets, (W, D), or the drawn tokens; None where it was cancelled. Its
-        rows count anyway.
+        """Return what the next stage gets, (W, D), or the drawn tokens; None where cancelled.
 
-        `hidden_WD` is what the stage before gives; the first one takes ids. Raises `ReadError`.
+        Its rows count anyway. `hidden_WD` is what the stage before gives; the first one takes ids.
+        Raises `ReadError`.
         """
         lo = self.num_uncommitted
         self._position_U = torch.cat([self._position_U, run.position_W])
@@ -131,20 +134,21 @@ class PipelineStage:
         return out
 
     def _pass(self, run: RunMessage, rows_W: Tensor) -> Tensor | None:
-        """Ids or hidden states through the layers; None where that was not worth its end."""
+        """Run ids or hidden states through the layers; None where the run was cancelled."""
         self.stream.begin_sweep()
         rows = (rows_W, self._position_U, run.sees_WU, self._cache)
         try:
             if not self.model.section.has_head:
                 return self.model.forward(*rows).cpu().contiguous()
-            num_logits = max(1, run.num_drawn)  # 0 would be all of them
+            # 0 would be all of them
+            num_logits = max(1, run.num_drawn)
             logits = self.model.score(*rows, num_logits=num_logits, max_rows=self._max_logits)
         except _CancelledError:
             return None
         return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])
 
     def try_out(self, num_rows: int) -> None:
-        """A pass over so many rows of a text that nobody writes, for timing."""
+        """Run a pass over `num_rows` of an empty text, for timing."""
         self.reset(0, Sampling())
         row_W = torch.arange(num_rows)
         sees_WW = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
@@ -154,8 +158,9 @@ class PipelineStage:
         self.reset(0, Sampling())
 
     def _draw(self, logits: Logits, position_K: Tensor) -> Tensor:
-        """The target's token after each row, as `match` draws it; `NO_TOKEN` where its scores are
-        not finite.
+        """Return the target's token after each row, as `match` draws it.
+
+        `NO_TOKEN` stands where scores are not finite.
         """
         tokens = list[int]()
         while len(tokens) < len(position_K):
@@ -177,8 +182,10 @@ class PipelineStage:
             raise _CancelledError
 
     def _may_stop(self, layer: int) -> bool:
-        """Stopping throws away what the slots hold: not worth it where they hold all that is left
-        to stream.
+        """Return whether to stop a cancelled pass behind this layer.
+
+        Stopping throws away what the slots hold: not worth it where they hold all that is left to
+        stream.
         """
         num_left = sum(streamed > layer for streamed in self.stream.carrier.streamed)
         is_streamed = bool(self.stream.carrier.streamed)
@@ -222,7 +229,7 @@ class _Service:
         self._cancellations = cancellations
 
     def do(self, message: Message) -> bool:
-        """Whether the service goes on."""
+        """Carry out a message; return whether the service goes on."""
         if message.kind == Kind.RUN:
             self._run(message)
         elif message.kind == Kind.COMMIT:
@@ -260,7 +267,7 @@ class _Service:
             self._transport.send(self._neighbours.head, Channel.RESULT, Message(Kind.DRAWN, drawn))
 
     def _received(self, payload: Tensor | None, num_rows: int) -> Tensor | None:
-        """What the stage before has computed. Raises `ValueError` for anything else."""
+        """Return what the stage before has computed. Raises `ValueError` for anything else."""
         model = self._stage.model
         given = None if payload is None else (tuple(payload.shape), payload.dtype)
         wanted = None if model.section.has_table else ((num_rows, model.width), model.dtype)
@@ -274,14 +281,16 @@ class _Service:
 
 
 class _Cancellations:
-    """Runs that nobody needs, as a thread hears of them. Numbers of runs rise, so what is behind us
-    is forgotten.
+    """Runs that are no longer needed, as a thread hears of them.
+
+    Numbers of runs rise, so earlier ones are forgotten.
     """
 
     def __init__(self, transport: Transport, head: int) -> None:
         self._transport = transport
         self._head = head
-        self._dead, self._lock = set[int](), threading.Lock()
+        self._dead = set[int]()
+        self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="offload-cancel", daemon=True).start()
 
     def __contains__(self, run: int) -> bool:
@@ -289,7 +298,7 @@ class _Cancellations:
             return run in self._dead
 
     def forget_before(self, run: int) -> None:
-        """No such run will be asked for again."""
+        """Forget earlier runs: they will not be asked for again."""
         with self._lock:
             self._dead = {number for number in self._dead if number >= run}
 
@@ -301,4 +310,5 @@ class _Cancellations:
                 with self._lock:
                     self._dead.update(message.numbers)
         except RankError:
-            return  # whoever waits for work hears of it as well
+            # the loop that waits for work hears of it as well
+            return

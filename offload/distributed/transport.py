@@ -1,30 +1,20 @@
-"""A transport over torch.distributed's gloo, whatever ranks compute on: what they exchange lies in
-host memory.
+"""Messages and activations between ranks: the protocol, its wire format, and gloo as its carrier.
 
-Messages of each channel go through a process group of their own. Gloo's receiver must know the
-size, so a header comes first; and a send lasts until the other side takes it, so a thread waits for
-it and keeps its tensors alive. Exchanges (`broadcast`, `gather`) have a group, too, and are of
-bytes, whatever the type. Invariant: whoever waits for a rank
-that is lost is told so, and which one: by the box that it waits at, or by the watch that knows.
+Ranks exchange what lies in host memory, on whatever device they compute. A message is a kind, whole
+numbers, and at most one tensor. Messages of one (sender, receiver, channel) arrive in the order in
+which they were sent; of two channels either may come first. A header of fixed size says how many
+numbers follow and of which type and shape the payload is. Nothing is pickled: a peer is a stranger,
+and nothing is allocated before the sizes that it names are found to be possible.
 
-What ranks tell each other: a kind, whole numbers, and at most one tensor.
+Over torch.distributed's gloo, each channel has a process group of its own, and exchanges
+(`broadcast`, `gather`) have one, of bytes. Gloo's receiver must know the size, so a header comes
+first; and a send lasts until the other side takes it, so a thread waits for it and keeps its
+tensors alive. By itself gloo takes the network that the host's own name resolves to, which on many
+systems is an address that no other host reaches; `choose_interface` takes the one that leads to
+where ranks meet.
 
-Nothing is pickled: a message is read as numbers, whoever sent it. Messages of one (sender,
-receiver, channel) arrive in the order in which they were sent; of two channels either may come
-first.
-
-How messages and activations get from rank to rank; who carries them is chosen at start.
-
-How a message becomes tensors on the way, and what is refused of those that arrive.
-
-A header of fixed size says how many whole numbers follow and of which type and shape the payload
-is. A peer is a
-stranger: nothing is allocated before the sizes that it names are found to be possible.
-
-Which network gloo talks through: the one that leads to where ranks meet.
-
-By itself it takes what the host's own name resolves to, which on many systems is an address that no
-other host reaches.
+Invariant: a wait for a lost rank ends with an error that names the rank, from the box that is
+waited at or from the watch.
 """
 
 import fcntl
@@ -57,47 +47,61 @@ from offload.interrupts import held_back
 class Channel(IntEnum):
     """Ways between two ranks that do not wait for each other."""
 
-    DATA = 0  # work, in the order in which it is to be done
-    RESULT = 1  # what was drawn
-    CONTROL = 2  # what must not wait behind work: cancellations, the end
-    DRAFT = 3  # between the head and the rank that drafts
+    # work, in the order in which it is to be done
+    DATA = 0
+    # what was drawn
+    RESULT = 1
+    # what must not wait behind work: cancellations, the end
+    CONTROL = 2
+    # between the head and the rank that drafts
+    DRAFT = 3
 
 
 class Kind(IntEnum):
     """What a message asks for, or tells."""
 
-    RESET = 0  # a text begins; how it is sampled, and how many committed positions stay
-    RUN = 1  # rows to be scored, behind those that were issued before
-    COMMIT = 2  # accepted rows, and those that stay uncommitted
-    DRAWN = 3  # what the target draws after each row of a run
-    CANCEL = 4  # runs that nobody needs any more
-    GROW = 5  # the head has room for so many nodes
-    TREE = 6  # nodes that a draft proposes
-    ACCEPT = 7  # tokens that were accepted
-    STOP = 8  # the end
-    ERROR = 9  # why a rank has failed
-    WORD = 10  # anything small, as JSON
+    # a text begins; how it is sampled, and how many committed positions stay
+    RESET = 0
+    # rows to be scored, behind those that were issued before
+    RUN = 1
+    # accepted rows, and those that stay uncommitted
+    COMMIT = 2
+    # what the target draws after each row of a run
+    DRAWN = 3
+    # runs that are not needed any more
+    CANCEL = 4
+    # the head has room for so many nodes
+    GROW = 5
+    # nodes that a draft proposes
+    TREE = 6
+    # tokens that were accepted
+    ACCEPT = 7
+    # the end
+    STOP = 8
+    # why a rank has failed
+    ERROR = 9
+    # anything small, as JSON
+    WORD = 10
 
 
 class Message(NamedTuple):
-    """One message; each room that sends a kind says what its numbers are."""
+    """One message; the sender of a kind documents what its numbers are."""
 
     kind: Kind
     numbers: Sequence[int] = ()
-    payload: Tensor | None = None  # contiguous, in host memory
+    # contiguous, in host memory
+    payload: Tensor | None = None
 
 
 class Transport(Protocol):
-    """One rank's way to all others. Every method but `close` raises `RankError` where a peer is
-    lost.
+    """One rank's way to all others.
 
-    Attributes:
-        rank: this one's number; 0 is the head.
-        num_ranks: how many there are.
-        bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as
-            there are receivers.
-        exchange_s: how long this rank was in `broadcast` and `gather`, waiting for slower ones
-            included.
+    Every method but `close` raises `RankError` where a peer is lost.
+
+    Attributes:~    rank: this one's number; 0 is the head.~    num_ranks: how many there are.~
+    bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as there
+    are receivers.~    exchange_s: how long this rank was in `broadcast` and `gather`, waiting for
+    slower ones included.
     """
 
     rank: int
@@ -106,32 +110,34 @@ class Transport(Protocol):
     exchange_s: float
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
-        """Returns at once; what is sent to oneself arrives as well. A payload must not be written
-        to any more.
+        """Send, and return at once; what is sent to oneself arrives as well.
+
+        A payload must not be written to any more.
         """
 
     def receive(self, source: int, channel: Channel) -> Message:
-        """The next message, waited for as long as a user may be idle."""
+        """Return the next message, waiting for as long as a user may be idle."""
 
     def poll(self, source: int, channel: Channel) -> Message | None:
-        """The next message, if it has arrived."""
+        """Return the next message, None if it has not arrived."""
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
-        """One of these (source, channel) whose next message has arrived; waits for it, and takes
-        nothing.
+        """Wait until a message of one of these (source, channel) has arrived; return that way.
+
+        No message is taken.
         """
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """The source's rows on every rank; others give a tensor of the same shape and type, which
-        may be filled.
+        """Return the source's rows on every rank.
 
-        It is of the host, as in `gather`: two ranks that chose a way by where their rows lie might
-        never meet.
+        Others give a tensor of the same shape and type, which may be filled. It lies in host
+        memory, as in `gather`: two ranks that chose a way by where their rows lie might never meet.
         """
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]`
-        of them.
+        """Return the columns of all ranks side by side.
+
+        This rank's are `part_TR`; rank r has `widths[r]` of them.
         """
 
     def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
@@ -143,16 +149,20 @@ class Transport(Protocol):
         """
 
 
-MAX_PAYLOAD_BYTES = 2**30  # 512 rows of the widest models take a tenth of it
-MAX_NUMBERS = 2**22  # a row says which of some thousand rows it sees
+# 512 rows of the widest models take a tenth of it
+MAX_PAYLOAD_BYTES = 2**30
+# a row says which of some thousand rows it sees
+MAX_NUMBERS = 2**22
 MAX_DIMENSIONS = 2
-# of 32 bits: what is drawn returns in 16 bytes a row, for runs of four rows
+# numbers of 32 bits: what is drawn returns in 16 bytes a row, for runs of four rows
 HEADER_NUMBERS = 2 + MAX_DIMENSIONS
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
-_NO_PAYLOAD = 0  # in place of a type, which count from 1
-_END = -1  # in place of the first number: nothing will follow
+# in place of a type; types count from 1
+_NO_PAYLOAD = 0
+# in place of the first number: nothing will follow
+_END = -1
 
 
 class MessageHeader(NamedTuple):
@@ -160,17 +170,20 @@ class MessageHeader(NamedTuple):
 
     kind: Kind
     num_numbers: int
-    dtype: torch.dtype | None  # None: no payload
+    # None: no payload
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
 
     def empty_payload(self) -> Tensor | None:
-        """Room for it."""
+        """Return memory for the payload, None where there is none."""
         return None if self.dtype is None else torch.empty(self.shape, dtype=self.dtype)
 
 
 def header_of(message: Message) -> Tensor:
-    """`HEADER_NUMBERS` of them: kind, type and dimensions of the payload in a byte each, count of
-    numbers, sizes.
+    """Return the header of a message: `HEADER_NUMBERS` int32.
+
+    They are kind, type and number of dimensions in a byte each, then the count of numbers, then
+    sizes.
     """
     payload = message.payload
     shape = [] if payload is None else list(payload.shape)
@@ -181,12 +194,15 @@ def header_of(message: Message) -> Tensor:
 
 
 def end_header() -> Tensor:
-    """The last one of a channel."""
+    """Return the last header of a channel."""
     return torch.full((HEADER_NUMBERS,), _END, dtype=torch.int32)
 
 
 def read_header(header: Tensor) -> MessageHeader | None:
-    """What follows; None is nothing, ever. Raises `ValueError` where that cannot be."""
+    """Return what follows a header, None for the end.
+
+    Raises `ValueError` for what cannot be.
+    """
     first, num_numbers, *dimensions = header.tolist()
     if first == _END:
         return None
@@ -218,28 +234,27 @@ def read_header(header: Tensor) -> MessageHeader | None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as flat bytes, which every carrier takes whatever the type. `tensor` is
-    contiguous.
-    """
+    """Return the memory of a contiguous tensor as flat bytes, which gloo takes for any type."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 _Box = queue.Queue[Message | Loss]
 _Sent = tuple[list[dist.Work], list[Tensor]]
 _Reaped = queue.Queue[_Sent | None]
-# an idle user's; also for what is sent to a rank that computes for long
+# waits for an idle user, and for sends to a rank that computes for long
 _ORDER_LIMIT = timedelta(days=30)
-# for all others to close as well; who is in the middle of a pass is not waited for any longer
+# waits for all others to close as well; a rank in the middle of a pass is not waited for any longer
 _CLOSE_S = 3.0
-# Under its new name where torch has one.
+# the new name, where torch has it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Groups(NamedTuple):
-    """What ranks talk through."""
+    """The process groups that ranks talk through."""
 
     channels: dict[Channel, dist.ProcessGroup]
-    exchange: dist.ProcessGroup  # its limit: how long one may keep the others waiting
+    # its time limit is how long one rank may keep the others waiting
+    exchange: dist.ProcessGroup
     watched: dist.ProcessGroup
 
 
@@ -247,30 +262,28 @@ class Gloo(Transport):
     """One rank of a process group that is initialised.
 
     Args:
-        groups: process groups that nobody else uses.
+        groups: process groups for this use alone.
         silence_s: the time limit of the group that is watched.
     """
 
     def __init__(self, groups: Groups, silence_s: float) -> None:
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
         self.bytes_sent = Counter[str]()
         self.exchange_s = 0.0
-        self._groups, self._exchanges = groups.channels, [groups.exchange]
-        self._boxes, self._sent = (
-            dict[tuple[int, Channel], _Box](),
-            dict[tuple[int, Channel], _Reaped](),
-        )
+        self._groups = groups.channels
+        self._exchanges = [groups.exchange]
+        self._boxes = dict[tuple[int, Channel], _Box]()
+        self._sent = dict[tuple[int, Channel], _Reaped]()
         self._threads = list[threading.Thread]()
         self._is_closed = False
-        self._locks, self._lock = (
-            defaultdict[object, threading.Lock](threading.Lock),
-            threading.Lock(),
-        )
+        self._locks = defaultdict[object, threading.Lock](threading.Lock)
+        self._lock = threading.Lock()
         self._arrived = threading.Condition()
         self._watch = Watch(groups.watched, silence_s, self._wake)
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
-        """Returns at once. A payload must not be written to any more."""
+        """Send, and return at once; a payload must not be written to any more."""
         if (loss := self._watch.loss) is not None:
             raise loss.error()
         if to == self.rank:
@@ -285,18 +298,18 @@ class Gloo(Transport):
         self.bytes_sent[message.kind.name] += sum(part.nbytes for part in parts)
 
     def receive(self, source: int, channel: Channel) -> Message:
-        """The next message, waited for as long as the channel's limit says."""
+        """Return the next message, waited for as long as the channel's limit says."""
         return self._opened(self._box(source, channel), is_waited_for=True)
 
     def poll(self, source: int, channel: Channel) -> Message | None:
-        """The next message, if it has arrived."""
+        """Return the next message, None if it has not arrived."""
         try:
             return self._opened(self._box(source, channel), is_waited_for=False)
         except queue.Empty:
             return None
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
-        """One of these whose next message has arrived, or never will; nothing is taken."""
+        """Return one of these whose next message has arrived, or never will; nothing is taken."""
         boxes = {way: self._box(*way) for way in ways}
         with self._arrived:
             while (
@@ -306,7 +319,7 @@ class Gloo(Transport):
         return found
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """The source's rows on every rank; what others give is filled."""
+        """Return the source's rows on every rank; what others give is filled."""
         rows = rows.contiguous()
         with self._exchange():
             dist.broadcast(as_bytes(rows), source, group=self._exchanges[0])
@@ -315,9 +328,7 @@ class Gloo(Transport):
         return rows
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of all ranks side by side; narrower parts are filled up on the way: gloo
-        wants them alike.
-        """
+        """Gather columns; narrower parts are padded on the way, since gloo wants all alike."""
         T = part_TR.shape[0]
         widest = max(widths)
         mine = torch.nn.functional.pad(part_TR, (0, widest - part_TR.shape[1])).contiguous()
@@ -328,12 +339,11 @@ class Gloo(Transport):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def lost(self) -> RankError | None:
-        """What `receive` would raise now, if another rank is known to be lost."""
+        """Return what `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
     def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
-        """Tell the others that this rank has ended, and why where it has failed; then wait for
-        them, not for long.
+        """Tell the others that this rank has ended, and why if it failed; wait a moment for them.
 
         What they sent is taken from them until they say that they have ended, too: a thread that is
         still in gloo when Python ends would abort the process as soon as something arrives.
@@ -342,7 +352,7 @@ class Gloo(Transport):
             return
         self._is_closed = True
         self._watch.end(reason, is_refusal=is_refusal)
-        # whoever waits there for this rank wakes up
+        # this wakes ranks that wait in an exchange for this one
         dist.destroy_process_group(self._exchanges.pop())
         for peer, channel in product(set(range(self.num_ranks)) - {self.rank}, Channel):
             self._box(peer, channel)
@@ -357,7 +367,7 @@ class Gloo(Transport):
             dist.destroy_process_group()
 
     def _send(self, to: int, channel: Channel, parts: list[Tensor]) -> None:
-        """All of it or, where the receiver is lost, an error; Ctrl-C comes before or after."""
+        """Send all parts, or raise where the receiver is lost; Ctrl-C comes before or after."""
         with held_back(), self._lock_of(to, channel):
             try:
                 works = [dist.isend(part, to, group=self._groups[channel]) for part in parts]
@@ -372,7 +382,7 @@ class Gloo(Transport):
             with held_back():
                 yield
         except RuntimeError as error:
-            # they hold the group, whose end others wait for in `close`
+            # frames hold the group, whose end others wait for in `close`
             traceback.clear_frames(error.__traceback__)
             raise self._watch.verdict(_line(None, error)) from error
         finally:
@@ -382,13 +392,12 @@ class Gloo(Transport):
         found = box.get(block=is_waited_for)
         if isinstance(found, Message):
             return found
-        box.put(found)  # for whoever asks next
+        # the next one who asks must find it, too
+        box.put(found)
         raise found.error() if found.is_told else self._watch.verdict(found.line, found.rank)
 
     def _box(self, source: int, channel: Channel) -> _Box:
-        """Where a channel's messages of a rank arrive; a thread fills it from the first question
-        on.
-        """
+        """Return where a channel's messages of a rank arrive; a thread fills it."""
         with self._lock:
             if (box := self._boxes.get((source, channel))) is None:
                 box = self._boxes[source, channel] = queue.Queue()
@@ -433,7 +442,7 @@ class Gloo(Transport):
         self._threads[-1].start()
 
     def _wake(self) -> None:
-        """Whoever waits has waited in vain."""
+        """Put the loss into every box, so that no one waits in vain."""
         with self._lock:
             for box in self._boxes.values():
                 if (loss := self._watch.loss) is not None:
@@ -441,8 +450,9 @@ class Gloo(Transport):
 
 
 def _received(source: int, group: dist.ProcessGroup) -> Message | None:
-    """One message; None after the last. Raises `ValueError` for a header that cannot be,
-    `RuntimeError` for a loss.
+    """Return one message, None after the last.
+
+    Raises `ValueError` for a header that cannot be, `RuntimeError` for a loss.
     """
     header = torch.empty(HEADER_NUMBERS, dtype=torch.int32)
     _receive(header, source, group)
@@ -458,15 +468,13 @@ def _received(source: int, group: dist.ProcessGroup) -> Message | None:
 
 
 def _receive(into: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Fill it, however long that takes: the group's own limit is for ranks that find each other."""
+    """Fill a tensor, however long that takes: the group's own limit is for ranks that meet."""
     if (work := dist.irecv(into, source, group=group)) is not None:
         work.wait(_ORDER_LIMIT)
 
 
 def _wait_for_each(sent: _Reaped) -> None:
-    """Keep what is sent alive until it is taken; the watch tells of those who no longer take
-    anything.
-    """
+    """Keep what is sent alive until it is taken; the watch reports ranks that take nothing."""
     try:
         while (one := sent.get()) is not None:
             for work in one[0]:
@@ -477,20 +485,21 @@ def _wait_for_each(sent: _Reaped) -> None:
 
 
 def _line(source: int | None, error: Exception) -> str:
-    """What an error of gloo's says, where the watch knows nothing better."""
+    """Return what an error of gloo's says, where the watch knows nothing better."""
     who = "ranks" if source is None else f"rank {source}"
     if "imed out" in str(error):
         return f"{who} kept this one waiting for too long: {' '.join(str(error).split())[:120]}"
     return f"{who} cannot be reached: {' '.join(str(error).split())[:120]}"
 
 
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR
+_SIOCGIFADDR = 0x8915
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(address: str, port: int) -> None:
-    """Set gloo's variable unless the user has; leave it alone where no interface has the address
-    that leads there.
+    """Set gloo's variable to the interface that leads to where ranks meet.
+
+    It stays as it is where the user has set it, or where no interface has that address.
     """
     if _VARIABLE in os.environ:
         return
@@ -503,7 +512,7 @@ def choose_interface(address: str, port: int) -> None:
 
 
 def _own_address(address: str, port: int) -> str | None:
-    """The address that this host has in the eyes of another; nothing is sent."""
+    """Return the address that this host has in the eyes of another; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
@@ -516,7 +525,7 @@ def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(
-                probe.fileno(), _ADDRESS_OF, struct.pack("256s", interface.encode()[:15])
+                probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15])
             )
         except OSError:
             return None

@@ -1,11 +1,11 @@
-"""Whether all ranks are alive, and why one is not: known within milliseconds of a death, on every
-rank.
+"""Whether all ranks are alive, and why one is not: every rank knows it within milliseconds.
 
 Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
 listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
 by itself says why first. Silence is counted here and not by a limit of gloo's, which would close
-the connections to all others: they would take that for a death. The first loss is the one that
-counts: whatever fails afterwards fails because of it.
+the connections to all others: they would take that for a death.
+
+Invariant: the first loss is the one that counts: what fails afterwards fails because of it.
 """
 
 import threading
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from offload.errors import RankError
 
-_WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
+# kind, two bytes of length, a reason in UTF-8
+_WORD_BYTES = 1024
 _PULSE, _ENDED, _FAILED, _REFUSED = range(4)
 _PULSES_PER_LIMIT = 12
 _TICKS_PER_LIMIT = 120
 _NEVER = timedelta(days=30)
-_LAST_WORD_S = 2.0  # for it to be heard, or for its absence to be noticed
+# time for a last word to be heard, or for its absence to be noticed
+_LAST_WORD_S = 2.0
 
 
 class Loss(NamedTuple):
@@ -32,13 +34,16 @@ class Loss(NamedTuple):
 
     rank: int
     line: str
-    is_refusal: bool = False  # what a user can mend
-    is_told: bool = True  # by the rank itself
-    is_death: bool = False  # its connection is closed
+    # whether a user can mend it
+    is_refusal: bool = False
+    # whether the rank itself said so
+    is_told: bool = True
+    # whether its connection is closed
+    is_death: bool = False
     is_silence: bool = False
 
     def error(self) -> RankError:
-        """To be raised on a rank that is left."""
+        """Return the error to raise on a rank that is left."""
         is_head = self.rank == 0
         return RankError(
             self.line,
@@ -50,10 +55,10 @@ class Loss(NamedTuple):
 
 
 class Watch:
-    """One rank's ear to all others.
+    """Listens to all other ranks.
 
     Args:
-        group: nobody else's.
+        group: a process group for this use alone.
         on_loss: called once, by a thread.
     """
 
@@ -63,14 +68,14 @@ class Watch:
         self._group = group
         self._silence_s = silence_s
         self._on_loss = on_loss
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._lock, self._is_lost, self._is_closed = (
-            threading.Lock(),
-            threading.Event(),
-            threading.Event(),
-        )
-        self._ended, self._loss = dict[int, Loss](), list[Loss]()
-        # of this rank's clock, which stands still when it is stopped
+        self._rank = dist.get_rank()
+        self._num_ranks = dist.get_world_size()
+        self._lock = threading.Lock()
+        self._is_lost = threading.Event()
+        self._is_closed = threading.Event()
+        self._ended = dict[int, Loss]()
+        self._loss = list[Loss]()
+        # ticks since each peer's last word; this rank's clock stands still while it is stopped
         self._ticks = dict.fromkeys(self._peers(), 0)
         threading.Thread(target=self._count, daemon=True).start()
         self.threads = [
@@ -83,12 +88,11 @@ class Watch:
 
     @property
     def loss(self) -> Loss | None:
-        """The first one, if any."""
+        """The first loss, if any."""
         return self._loss[0] if self._loss else None
 
     def verdict(self, otherwise: str, source: int | None = None) -> RankError:
-        """Whose fault it is that an exchange failed, or a message of `source`; it may take a moment
-        to become known.
+        """Return why an exchange, or a message of `source`, failed, once that is known.
 
         A rank that has ended well is not blamed before: it may have left because of the one that is
         lost.
@@ -100,7 +104,7 @@ class Watch:
         return (self.loss or ended or Loss(self._rank, otherwise, is_told=False)).error()
 
     def lose(self, loss: Loss) -> None:
-        """Somebody is lost; nobody on this rank needs to wait any more."""
+        """Note a loss, and wake what waits on this rank."""
         with self._lock:
             self._loss.append(loss)
             is_first = len(self._loss) == 1
@@ -109,8 +113,9 @@ class Watch:
             self._on_loss()
 
     def end(self, reason: str, *, is_refusal: bool) -> None:
-        """The last word to everybody: ended well where there is no reason. Waits until it is on its
-        way, not longer.
+        """Say a last word to all others: ended well where there is no reason.
+
+        Waits until it is on its way, not longer.
         """
         if self._is_closed.is_set():
             return
@@ -136,7 +141,7 @@ class Watch:
             self._say(peer, _PULSE, "")
 
     def _count(self) -> None:
-        """Notice silence."""
+        """Count ticks, and report silence."""
         while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
             for peer in set(self._ticks) - set(self._ended):
                 self._ticks[peer] += 1
@@ -171,7 +176,7 @@ class Watch:
                 return
 
     def _judge(self, peer: int) -> None:
-        """What a failed send or receive means."""
+        """Report a death where a send or receive failed without a last word."""
         if peer not in self._ended:
             self.lose(
                 Loss(peer, f"rank {peer} is gone (connection closed)", is_told=False, is_death=True)
@@ -179,7 +184,7 @@ class Watch:
 
 
 def limit(seconds: float) -> timedelta:
-    """As torch.distributed takes it."""
+    """Return seconds as torch.distributed takes them."""
     return timedelta(seconds=seconds)
 
 

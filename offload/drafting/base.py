@@ -1,15 +1,10 @@
-"""Sources of token trees. All of them grow the same `TokenTree`; which one did never changes what
-is emitted.
+"""What a decoder asks of a drafter, and the drafter that proposes nothing.
 
-A drafter holds weights, and what it has learned of them, but no text: what it keeps of one text is
-a state that the text's sequence owns and lends it for every call.
+Drafters differ in how they find candidates; all of them grow a `TokenTree`, and none changes what
+is emitted. A drafter holds weights and what it has learned of acceptance, but no text: what it
+keeps of one text is a state, which the text's sequence owns and lends it for every call.
 
-No drafter: every sweep yields one token.
-
-What is learned for every kind of sampling apart: what is certain at temperature 0 is not at 1.
-
-A server's clients choose their settings freely, so only the kinds that were asked for last are
-kept. Invariant: what is forgotten shapes later trees, never what is emitted.
+Invariant: what is learned or forgotten here shapes later trees, never the emitted tokens.
 """
 
 from collections import OrderedDict
@@ -25,31 +20,29 @@ from offload.trees.topology import Shape, chain
 
 
 class DraftState(Protocol):
-    """What a drafter keeps of one text: a cache of keys and values, an index of what was said, or
-    nothing.
-    """
+    """What a drafter keeps of one text: a KV cache, an index of its tokens, or nothing."""
 
     def copy_from(self, other: Any, num_tokens: int) -> None:
-        """Know what another one of its kind knows of the first tokens, and nothing else."""
+        """Take over what `other` knows of the first `num_tokens` tokens, and nothing else."""
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens."""
+        """Forget the text beyond its first `num_kept` tokens."""
 
 
 class Drafted(NamedTuple):
-    """A tree, and what its drafter has to know again when a path of it is accepted."""
+    """A tree, and what its drafter needs to know when a path of it is accepted."""
 
     tree: TokenTree
     # cache row, counted from the committed length, of every node that was run
     row_of_node: dict[int, int]
-    # of a dynamic tree: u_V of every node that was run, the root included
+    # for a dynamic tree: the scores u_V after every node that was run, the root included
     score_of_node: dict[int, Tensor]
 
 
 class DraftText(NamedTuple):
-    """One of several texts that trees are wanted for."""
+    """One of several texts that are drafted together."""
 
-    # of its tree; several bounds are shared out among their texts, each giving what it has
+    # dynamic shapes of several texts are pooled: their nodes go where they are worth most
     shape: Shape
     tokens: Sequence[int]
     sampler: Sampler
@@ -57,21 +50,19 @@ class DraftText(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What a decoder asks of a drafter. A `state` is one of its own, of a kind that it alone knows."""
+    """What a decoder asks of a drafter; a `state` is always one that this drafter made."""
 
     def new_state(self) -> DraftState:
-        """That of a text of which nothing is known yet."""
+        """Return the state of a text of which nothing is known yet."""
 
     def share_states(self, states: Sequence[Any]) -> None:
-        """These new ones are of texts that will be grown together."""
+        """Prepare these new states for texts that will be drafted together."""
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: Any) -> Drafted:
-        """Propose a tree of this shape, or within these bounds, below the last of the committed
-        `tokens`.
-        """
+        """Return a tree of this shape, or within these bounds, below `tokens[-1]`."""
 
     def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """The same for each of several texts, whose nodes may go where they are worth the most."""
+        """Return a tree for each of several texts; dynamic trees compete for their pooled nodes."""
 
     def commit(
         self,
@@ -81,37 +72,37 @@ class Drafter(Protocol):
         sampler: Sampler,
         state: Any,
     ) -> None:
-        """The accepted path of a tree, root first, and the token emitted after each of its nodes."""
+        """Note the accepted path, root first, and the token emitted after each of its nodes."""
 
 
 class NoState:
-    """Nothing is kept of a text."""
+    """The state of a drafter that keeps nothing of a text."""
 
     def copy_from(self, other: "NoState", num_tokens: int) -> None:
-        """There is nothing to know."""
+        """Do nothing."""
 
     def clear(self, num_kept: int = 0) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
 
 class NoDrafter:
-    """Proposes nothing; its trees are the root alone."""
+    """A drafter whose trees are the root alone: every weight pass yields one token."""
 
     def new_state(self) -> NoState:
-        """Nothing."""
+        """Return a state that keeps nothing."""
         return NoState()
 
     def share_states(self, states: Sequence[NoState]) -> None:
-        """They are nothing."""
+        """Do nothing."""
 
     def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """The root of each."""
+        """Return the root of each text."""
         return [self.grow(*text) for text in texts]
 
     def grow(
         self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: NoState
     ) -> Drafted:
-        """The root; a shape with more nodes cannot be filled."""
+        """Return the root; a shape with more nodes is refused."""
         assert shape.num_nodes == 1, "there is no drafter to fill a tree"
         return Drafted(TokenTree(chain(0), torch.tensor([tokens[-1]])), {}, {})
 
@@ -123,16 +114,21 @@ class NoDrafter:
         sampler: Sampler,
         state: NoState,
     ) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
+# a server's clients choose their settings freely, so only the latest kinds are kept
 MOST_KINDS = 256
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class ByKind(OrderedDict[K, V]):
-    """By kind; one that is not known begins with what `new` gives."""
+    """What was learned for each kind of sampling, the latest `MOST_KINDS` of them.
+
+    Kinds are kept apart because what is certain at temperature 0 is not at temperature 1. A kind
+    that is not known starts with `new()`.
+    """
 
     def __init__(self, new: Callable[[], V]) -> None:
         super().__init__()

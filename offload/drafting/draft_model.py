@@ -1,8 +1,10 @@
-"""The draft model over the cache of one text, or of several: what every way of growing a tree runs.
+"""The draft model over the cache of one text, or of several: all ways of growing a tree run it.
 
 Committed tokens are taken in when they are needed, with the root of the next tree, whose scores
 come from the same pass. Behind them lie the rows of the tree being grown, in the order in which
-they were run. Invariant: between steps the cache holds committed tokens only, in their order.
+they were run.
+
+Invariant: between steps the cache holds committed tokens only, in their order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +22,9 @@ _SCORED_CHUNK = 64  # ... when every row is scored
 
 
 class Draft:
-    """A resident model and the cache of one text. What a draft has beyond the target's vocabulary
-    is never proposed.
+    """A resident model and the cache of one text.
+
+    Tokens that the draft has beyond the target's vocabulary are never proposed.
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int, cache: KVCache) -> None:
@@ -34,8 +37,9 @@ class Draft:
         return self._vocab_size
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
-        """Run the committed tokens that the cache lacks, the root last; returns the root's scores
-        (1, V).
+        """Run the committed tokens that the cache lacks; return the root's scores (1, V).
+
+        The root is the last of them.
         """
         for chunk in self._missing(tokens).split(_CHUNK):
             logits = self._run_committed(chunk, num_logits=1)
@@ -48,7 +52,7 @@ class Draft:
         return missing
 
     def run(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
-        """Scores (W, V) after the next W rows of a tree.
+        """Return scores (W, V) after the next W rows of a tree.
 
         Args:
             position_U: of all U rows behind the committed tokens, of which these are the last.
@@ -60,18 +64,20 @@ class Draft:
         )
 
     def part(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> BatchPart:
-        """The same rows, to be run with those of other texts."""
+        """Return these rows as a part, to be run with those of other texts."""
         return BatchPart(self._known(token_W), position_U, ancestor_WU, self._cache)
 
     def score_parts(self, parts: Sequence[BatchPart], num_logits: int = 0) -> Tensor:
-        """Scores (W, V) of the rows of several texts, part behind part; of the last ones where a
-        number is given.
+        """Return scores (W, V) of the rows of several texts, part behind part.
+
+        Of the last `num_logits` rows, where that is given.
         """
         return self._as_wide_as_target(self._model.forward_parts(parts, num_logits=num_logits))
 
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
-        """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many
-        positions per pass.
+        """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it.
+
+        Many positions share a pass.
         """
         self._cache.clear()
         self._model.take_in(tokens, self._cache)
@@ -95,22 +101,22 @@ class Draft:
         return logits
 
     def _as_wide_as_target(self, logits_WV: Tensor) -> Tensor:
-        """Padding beyond the target's vocabulary goes; a token that only the target has gets no
-        chance.
-        """
+        """Cut padding beyond the target's vocabulary; tokens that only the target has get -inf."""
         missing = self._vocab_size - logits_WV.shape[1]
         return pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
 
     def _known(self, token_T: Tensor) -> Tensor:
-        """Ids that the draft has: the target may emit others, which only makes the draft's guess a
-        poor one.
+        """Clamp ids to those that the draft has.
+
+        The target may emit others, which only makes the draft's guess a poor one.
         """
         return token_T.clamp(max=self._model.vocab_size - 1)
 
 
 def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
-    """The roots' scores (B, V) of several texts over one model: what does not fit into one pass is
-    run before it.
+    """Return the roots' scores (B, V) of several texts over one model.
+
+    What does not fit into one pass is run before it.
     """
     if len(drafts) == 1:
         return drafts[0].catch_up(texts[0])
@@ -141,7 +147,7 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def run_together(added: Sequence[tuple[Draft, tuple[Tensor, Tensor, Tensor]]]) -> Tensor:
-    """Scores (W, V) after the next rows of each text, as `Draft.run` takes them, over one model."""
+    """Return scores (W, V) after the next rows of each text, as `Draft.run` takes them."""
     draft, rows = added[0]
     if len(added) == 1:
         return draft.run(*rows)

@@ -1,19 +1,19 @@
 """Trees whose shape follows the draft's own scores: deep where it is sure, wide where it is not.
 
 With a rule that repeats the target's draws any tree is exact, so its shape may look at the tokens
-proposed. A node's children have the chances pi = softmax(beta u), u is what the target's draw would
-maximise if the draft were the target (log q + G; log q when greedy), and a path has the product f
-of its chances. The tree is the N best of all candidates
-that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on
-draft steps. Every pass runs the best candidates that could still have a child among the N best, as
-long as passes are worth their time; those that are far less likely than its best wait, so that a
-draft that is sure is followed deep. Of the N best a sweep gets those that are worth their rows.
+proposed. A node's children have the chances pi = softmax(beta u), where u is what the target's draw
+would maximise if the draft were the target (log q + G; log q when greedy), and a path has the
+product f of its chances. The tree is the N best of all candidates that were scored: SpecExec's
+(2406.02532) for f without noise, with OPT-Tree's (2406.17276) bound on draft steps. Every pass runs
+the best candidates that could still have a child among the N best, as long as passes are worth
+their time (`DraftPassPolicy`); candidates far less likely than the best one wait, so that a sure
+draft is followed deep. Of the N best, the target's pass gets those that are worth their rows.
 
-Trees of several texts are one forest: all candidates compete for its N nodes, and each pass runs
-the best of all texts together. A node counts by its f over what its text is expected to gain at
-all, so that the sum of log tokens is largest. Plain f would give a text that is sure all it can
-use, and one that is not waits the longer for it: a text has to get through its hard places too, and
-over all fewer tokens came from the same passes.
+Trees of several texts are grown together: all candidates compete for the N nodes, and each pass
+runs the best of all texts. A node counts by its f over what its text is expected to gain at all, so
+that the sum of log tokens is largest. Plain f would give a sure text all it can use and let an
+unsure one wait; but every text has to get through its hard places too, and over all, fewer tokens
+came from the same passes.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain
 their parents.
@@ -21,23 +21,6 @@ their parents.
 Shape letters, in this file only: C candidates, O open ones, K children that a row lists, E rows
 that were run, of which the roots, one for each of R texts, come first and the W of a pass are the
 last.
-
-Whether a growing tree is worth another draft pass, and how many of its nodes are worth their rows.
-
-A pass that ends while the link still fills the slots is free. Any other has to bring tokens at the
-rate at which a step
-brings them: the gain that is asked for is tokens per step / seconds of a step * seconds of the
-pass. What the last pass has added to the expected tokens stands for what the next one will, since
-passes bring less and less. Invariant: where nothing was measured all are. It looks at tokens that
-were proposed, so it is for trees that may.
-
-How far the draft's scores are to be trusted: the exponent that best foretells what the target
-really emits.
-
-The chance of a child is taken to be the draft's distribution to the power beta, normalised; a
-distilled draft is less sure than it should be, so beta is mostly above one. For each token that was
-emitted every exponent of a grid pays its log-loss, old losses fade, and the one that has paid least
-is used next. It shapes later trees, never what is emitted.
 """
 
 import math
@@ -57,14 +40,22 @@ from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import SIZES, DynamicShape, in_level_order, level_order, most_rows
 
-# of a step, by rows of its sweep and of each of its draft passes
+# seconds of a step, by rows of the target's pass and of each draft pass
 StepSeconds = Callable[[int, Sequence[int]], float]
 
-_MOST_STEPS = 32  # that the mean of tokens goes back
+# steps over which the mean of tokens is taken
+_MOST_STEPS = 32
 
 
 class DraftPassPolicy:
-    """For one kind of sampling: what steps have brought, and so what a pass has to."""
+    """Decides whether another draft pass pays, and how many nodes are worth their rows.
+
+    A pass that ends while the link still fills the layer buffers is free. Any other has to bring
+    tokens at the rate at which a step brings them: tokens per step / seconds of a step * seconds of
+    the pass. The gain of the last pass stands for that of the next one, since passes bring less and
+    less. Where nothing was measured, every pass pays. The decision looks at proposed tokens, so it
+    is only for trees that may. One policy serves one kind of sampling.
+    """
 
     def __init__(self, step_s: StepSeconds = lambda *_: 1.0) -> None:
         self._step_s = step_s
@@ -72,12 +63,12 @@ class DraftPassPolicy:
         self._num_steps = 0
 
     def pays(self, gain: float, num_rows: int, draft_widths: Sequence[int]) -> bool:
-        """Whether one more pass like the last one is worth its time.
+        """Return whether one more pass like the last one is worth its time.
 
         Args:
-            gain: tokens of a sweep that the last pass has added to those expected.
-            num_rows: of the sweep.
-            draft_widths: rows of every pass so far, one at least.
+            gain: expected tokens that the last pass has added.
+            num_rows: rows of the target's pass.
+            draft_widths: rows of every draft pass so far, one pass at least.
         """
         so_far_s = self._step_s(num_rows, draft_widths)
         then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
@@ -86,24 +77,25 @@ class DraftPassPolicy:
     def num_rows(
         self, chances: NDArray[np.float64], draft_widths: Sequence[int], num_roots: int = 1
     ) -> int:
-        """Rows of the sweep that brings the most tokens for its time: the roots and the best nodes.
+        """Return how many rows bring the most tokens for their time: the roots and the best nodes.
 
-        Rows that take no time are all worth it; each row of a mixture of experts asks for some that
-        others do not.
+        Rows that take no time are all worth it; each row of a mixture of experts may need further
+        experts.
 
         Args:
-            chances: of the nodes below the root to be accepted, falling.
-            draft_widths: rows of every pass.
+            chances: of the nodes below the roots to be accepted, falling.
+            draft_widths: rows of every draft pass.
         """
         most = len(chances) + num_roots
         sizes = [size for size in SIZES if num_roots <= size < most] + [most]
         seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
         tokens = np.cumsum([float(num_roots), *chances])[np.array(sizes) - num_roots]
         rates = tokens / seconds
-        return sizes[len(sizes) - 1 - int(rates[::-1].argmax())]  # of equals the largest
+        # of equal rates the largest size
+        return sizes[len(sizes) - 1 - int(rates[::-1].argmax())]
 
     def together_with(self, others: Iterable["DraftPassPolicy"]) -> "DraftPassPolicy":
-        """That of a step for several texts, which brings what each brings."""
+        """Return the policy of a step for several texts, which brings the sum of their tokens."""
         joint = DraftPassPolicy(self._step_s)
         joint._tokens_per_step = self._tokens_per_step + sum(
             other._tokens_per_step for other in others
@@ -111,17 +103,20 @@ class DraftPassPolicy:
         return joint
 
     def learn(self, num_tokens: int) -> None:
-        """A step has brought so many; those of long ago fade."""
+        """Note that a step has brought `num_tokens`; steps of long ago fade."""
         self._num_steps = min(self._num_steps + 1, _MOST_STEPS)
         self._tokens_per_step += (num_tokens - self._tokens_per_step) / self._num_steps
 
 
-_NUM_CHILDREN = 32  # that a node may have
-_AHEAD = 4  # one of so many rows may be a guess that is scored before all others
-# a candidate that much less likely than the best of a pass waits: it may be ousted by then
+# children that a node may have
+_NUM_CHILDREN = 32
+# one row in four may be a guess that is scored before all others
+_AHEAD = 4
+# A candidate that much less likely than the best of a pass waits: by then it may be ousted.
 _LOG_FAR = math.log(16)
 _NOT_RUN = -1
-_LEAST_ROOM = 32  # rows that a text has room for at first
+# rows that are allocated for a text at first
+_LEAST_ROOM = 32
 _NO_COSTS = DraftPassPolicy()
 
 # In the order of finding: a parent before its children, siblings by rank.
@@ -130,9 +125,12 @@ _CANDIDATE = np.dtype(
         ("log_f", np.float64),
         ("token", np.int64),
         ("depth", np.int64),
-        ("parent", np.int64),  # the row of its parent
-        ("row", np.int64),  # its own, where it was run
-        ("text", np.int64),  # whose tree it is of
+        # the row of its parent
+        ("parent", np.int64),
+        # its own row, where it was run
+        ("row", np.int64),
+        # the text whose tree it belongs to
+        ("text", np.int64),
     ]
 )
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
@@ -141,18 +139,21 @@ Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 class CandidateRanking(NamedTuple):
     """What candidates are ranked by."""
 
-    exponent: float  # beta, see `Sharpness`
+    # beta, see `DraftCalibration`
+    exponent: float
     guesses: Guesses = NO_GUESSES
 
 
 class DraftEntry(NamedTuple):
-    """Where one tree of a forest grows."""
+    """One text, and what its tree is grown with."""
 
     draft: Draft
-    depth: int  # of the tree, at most
-    tokens: Sequence[int]  # committed ones; the last is the root
+    # depth of the tree, at most
+    depth: int
+    # committed tokens; the last is the root
+    tokens: Sequence[int]
     sampler: Sampler
-    mixture: CandidateRanking
+    ranking: CandidateRanking
 
 
 def grow_best(
@@ -160,81 +161,79 @@ def grow_best(
     bounds: DynamicShape,
     tokens: Sequence[int],
     sampler: Sampler,
-    mixture: CandidateRanking,
-    worth: DraftPassPolicy = _NO_COSTS,
+    ranking: CandidateRanking,
+    policy: DraftPassPolicy = _NO_COSTS,
 ) -> Drafted:
-    """The tree of the best paths below `tokens[-1]`, within `bounds`, as far as passes are worth
-    it.
-    """
+    """Return the tree of the best paths below `tokens[-1]`, within `bounds`."""
     if bounds.depth == 0:
         return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
-    return grow_forest([DraftEntry(draft, bounds.depth, tokens, sampler, mixture)], bounds, worth)[
+    return grow_forest([DraftEntry(draft, bounds.depth, tokens, sampler, ranking)], bounds, policy)[
         0
     ]
 
 
 def grow_forest(
-    plots: Sequence[DraftEntry], bounds: DynamicShape, worth: DraftPassPolicy = _NO_COSTS
+    entries: Sequence[DraftEntry], bounds: DynamicShape, policy: DraftPassPolicy = _NO_COSTS
 ) -> list[Drafted]:
-    """One tree for each text, of `bounds.num_nodes` nodes together; each is one deep or more by its
-    plot.
+    """Return one tree for each text, of `bounds.num_nodes` nodes together.
+
+    Each entry bounds the depth of its tree, one or more.
     """
-    rows = _Rows(plots)
-    best = _Best(bounds, [plot.depth for plot in plots])
+    rows = _Rows(entries)
+    best = _Best(bounds, [entry.depth for entry in entries])
     picked = rows.roots()
     expected = 0.0
-    logits_RV = catch_up([plot.draft for plot in plots], [plot.tokens for plot in plots])
-    rows.keep(picked, logits_RV, [plot.mixture.guesses.root for plot in plots])
+    logits_RV = catch_up([entry.draft for entry in entries], [entry.tokens for entry in entries])
+    rows.keep(picked, logits_RV, [entry.ranking.guesses.root for entry in entries])
     rows.run_ahead(bounds)
     while picked.size:
         best.add(
-            np.concatenate([_children(own, rows, plots[text]) for text, own in _by_text(picked)])
+            np.concatenate([_children(own, rows, entries[text]) for text, own in _by_text(picked)])
         )
         picked = best.scored()
         if not picked.size:
             gain = best.expected - expected
             expected = best.expected
-            if not worth.pays(
-                gain, worth.num_rows(best.chances, rows.widths, len(plots)), rows.widths
+            if not policy.pays(
+                gain, policy.num_rows(best.chances, rows.widths, len(entries)), rows.widths
             ):
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
                 rows.run(picked, rows.places_of(picked))
-    best.cut(worth.num_rows(best.chances, rows.widths, len(plots)))
-    found = [best.candidates[best.candidates["text"] == text] for text in range(len(plots))]
-    return [_as_tree(one, text, plots[text].tokens[-1], rows) for text, one in enumerate(found)]
+    best.cut(policy.num_rows(best.chances, rows.widths, len(entries)))
+    found = [best.candidates[best.candidates["text"] == text] for text in range(len(entries))]
+    return [_as_tree(one, text, entries[text].tokens[-1], rows) for text, one in enumerate(found)]
 
 
 def _by_text(candidates: Candidates) -> Iterator[tuple[int, Candidates]]:
-    """Those of each text, which lie together."""
+    """Yield the candidates of each text, which lie together."""
     texts, first = np.unique(candidates["text"], return_index=True)
     return zip(texts.tolist(), np.split(candidates, first[1:]), strict=True)
 
 
 class _Best:
-    """The N - R best candidates so far; the roots are the others."""
+    """The N - R best candidates so far; the R roots are not among them."""
 
     def __init__(self, bounds: DynamicShape, depths: Sequence[int]) -> None:
-        self._bounds, self._depth_R, self.candidates = (
-            bounds,
-            np.array(depths),
-            np.zeros(0, dtype=_CANDIDATE),
-        )
+        self._bounds = bounds
+        self._depth_R = np.array(depths)
+        self.candidates = np.zeros(0, dtype=_CANDIDATE)
         self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
     def add(self, more: Candidates) -> None:
-        if self._depth_R.size == 1 and self._is_full:  # most of what is new would be cut at once
+        # most of what is new would be cut at once
+        if self._depth_R.size == 1 and self._is_full:
             more = more[more["log_f"] > self.candidates["log_f"].min(initial=np.inf)]
         self.candidates = np.concatenate([self.candidates, more])
         self.cut(self._bounds.num_nodes)
 
     def cut(self, num_nodes: int) -> None:
-        """Keep so many of the best, the roots being among them."""
+        """Keep the best, so that `num_nodes` are left with the roots."""
         self.candidates = self.candidates[np.sort(self._order()[: num_nodes - self._depth_R.size])]
 
     def _order(self) -> NDArray[np.int64]:
-        """Of candidates, the best first; a tie goes to the parent."""
+        """Return the indices of candidates, the best first; a tie goes to the parent."""
         log_f_C = self.candidates["log_f"]
         if self._depth_R.size == 1:
             return np.argsort(-log_f_C, kind="stable")
@@ -247,7 +246,7 @@ class _Best:
         return np.argsort(-gain_C, kind="stable")
 
     def _weights(self) -> NDArray[np.float64]:
-        """Of candidates: log f, less that of the tokens that their text is expected to gain."""
+        """Return log f of every candidate, less that of the tokens its text is expected to gain."""
         f_C = np.exp(self.candidates["log_f"])
         text_C = self.candidates["text"]
         if self._depth_R.size == 1:
@@ -259,12 +258,12 @@ class _Best:
 
     @property
     def chances(self) -> NDArray[np.float64]:
-        """Of each to be accepted, the best first."""
+        """Return each candidate's chance to be accepted, the best first."""
         return np.exp(self.candidates["log_f"][self._order()])
 
     @property
     def expected(self) -> float:
-        """How many of them a sweep is expected to accept."""
+        """Return how many of them the target's pass is expected to accept."""
         return float(np.exp(self.candidates["log_f"]).sum())
 
     @property
@@ -272,14 +271,15 @@ class _Best:
         return self.candidates.size == self._bounds.num_nodes - self._depth_R.size
 
     def scored(self) -> Candidates:
-        """Those that were run already and whose children are not among the candidates yet."""
+        """Return candidates that were run and whose children are not candidates yet."""
         row_C = self.candidates["row"]
         found = self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]]
         return self._expanded(found[np.lexsort((found["row"], found["text"]))])
 
     def pick(self, first_row: int) -> Candidates:
-        """The best that are worth running in one pass; they are given the rows from `first_row` on,
-        text by text.
+        """Return the best candidates that are worth running in one pass.
+
+        They are given the rows from `first_row` on, text by text.
         """
         log_f_C = self._weights()
         is_open_C = self.candidates["row"] == _NOT_RUN
@@ -303,18 +303,20 @@ class _Best:
 
 
 class _TextRows:
-    """What was run of one text, in the order in which its cache has it; the root is the first."""
+    """The rows of one text that were run, in the order of its cache; the root is the first."""
 
-    def __init__(self, plot: DraftEntry) -> None:
-        self.root = len(plot.tokens) - 1
+    def __init__(self, entry: DraftEntry) -> None:
+        self.root = len(entry.tokens) - 1
         self.num_run = 1
         self._position_U = np.zeros(_LEAST_ROOM, dtype=np.int64)
         self._sees_UU = np.eye(_LEAST_ROOM, dtype=bool)
-        self.paths: list[tuple[int, ...]] = [()]  # tokens from below the root down to each row
+        # tokens from below the root down to each row
+        self.paths: list[tuple[int, ...]] = [()]
 
     def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Its next rows, as `Draft.run` takes them, which hang from these ones; a parent comes
-        before its children.
+        """Return its next rows, as `Draft.run` takes them, below these parents.
+
+        A parent comes before its children.
         """
         lo = self.num_run
         hi = self.num_run + picked.size
@@ -336,9 +338,7 @@ class _TextRows:
         )
 
     def _make_room(self, num_rows: int) -> None:
-        """Any text may have most rows of a forest, so that room for all in each would be far too
-        much.
-        """
+        """Grow the arrays when needed: a whole forest's room in every text is too much."""
         num_more = max(num_rows, 2 * len(self._position_U)) - len(self._position_U)
         if num_rows > len(self._position_U):
             self._position_U = np.pad(self._position_U, (0, num_more))
@@ -349,9 +349,7 @@ class _TextRows:
 def _levels(
     parents: Sequence[int], first: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Rows from `first` on with what they hang from, as many at once as do not hang from each
-    other.
-    """
+    """Yield rows from `first` on with their parents, in groups without edges inside."""
     parent_W = np.array(parents)
     row_W = first + np.arange(parent_W.size)
     while row_W.size:
@@ -364,12 +362,16 @@ def _levels(
 class _Rows:
     """What was run, in order, the roots first."""
 
-    def __init__(self, plots: Sequence[DraftEntry]) -> None:
-        self._plots, self._texts = plots, [_TextRows(plot) for plot in plots]
-        self.scores, self.places = list[Tensor](), list[TrieCursor]()
-        # by row: its text, and which of that text's rows it is
-        self._text_of, self.local = list[int](), list[int]()
-        self.widths = list[int]()  # of every pass
+    def __init__(self, entries: Sequence[DraftEntry]) -> None:
+        self._entries = entries
+        self._texts = [_TextRows(entry) for entry in entries]
+        self.scores = list[Tensor]()
+        self.places = list[TrieCursor]()
+        # the text of every row, and which of that text's rows it is
+        self._text_of = list[int]()
+        self.local = list[int]()
+        # rows of every pass
+        self.widths = list[int]()
         # rows of guesses that were run before others, by parent and token
         self.ahead: dict[tuple[int, int], int] = {}
 
@@ -378,31 +380,32 @@ class _Rows:
         return len(self.scores)
 
     def roots(self) -> Candidates:
-        """As candidates that were run."""
-        roots = np.zeros(len(self._plots), dtype=_CANDIDATE)
+        """Return the roots as candidates that were run."""
+        roots = np.zeros(len(self._entries), dtype=_CANDIDATE)
         roots["row"] = roots["text"] = np.arange(roots.size)
-        self._text_of, self.local = list(range(roots.size)), [0] * roots.size
+        self._text_of = list(range(roots.size))
+        self.local = [0] * roots.size
         return roots
 
     def places_of(self, picked: Candidates) -> list[TrieCursor]:
-        """Where guesses are for what follows each of them."""
-        if not any(plot.mixture.guesses for plot in self._plots):
+        """Return where guesses stand for what follows each candidate."""
+        if not any(entry.ranking.guesses for entry in self._entries):
             return [NO_GUESSES.root] * picked.size
         below = picked[["parent", "token"]].tolist()
-        guesses = [self._plots[self._text_of[parent]].mixture.guesses for parent, _ in below]
+        guesses = [self._entries[self._text_of[parent]].ranking.guesses for parent, _ in below]
         return [
             own.follow(self.places[parent], token)
             for own, (parent, token) in zip(guesses, below, strict=True)
         ]
 
     def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[TrieCursor]) -> None:
-        """Note what the children of these rows are ranked by, and where guesses for them are."""
+        """Note the scores that rank these rows' children, and where guesses stand."""
         self.widths.append(picked.size)
         self.places += places
         lo = self.num_run
         for text, own in _by_text(picked):
             logits = logits_WV[: own.size]
-            sampler = self._plots[text].sampler
+            sampler = self._entries[text].sampler
             rows = self._texts[text]
             logits_WV = logits_WV[own.size :]
             if sampler.is_adjusted:
@@ -414,23 +417,23 @@ class _Rows:
             lo += own.size
 
     def run(self, picked: Candidates, places: Sequence[TrieCursor]) -> None:
-        """Score candidates, the next rows; those that hang from each other come parents first."""
+        """Score candidates as the next rows, parents before their children."""
         added = []
         for text, own in _by_text(picked):
             first = self._texts[text].num_run
             self._text_of += [text] * own.size
             self.local += range(first, first + own.size)
             rows = self._texts[text].add(own, [self.local[row] for row in own["parent"].tolist()])
-            added.append((self._plots[text].draft, rows))
+            added.append((self._entries[text].draft, rows))
         self.keep(picked, run_together(added), places)
 
     def run_ahead(self, bounds: DynamicShape) -> None:
-        """Score the likeliest guesses for all texts in one pass."""
-        most = bounds.num_nodes // _AHEAD // len(self._plots)
+        """Score the likeliest guesses of all texts in one pass."""
+        most = bounds.num_nodes // _AHEAD // len(self._entries)
         first = self.num_run
         found = list[tuple[int, Guess, int]]()
-        for text, plot in enumerate(self._plots):
-            own = plot.mixture.guesses.best(most, plot.depth - 1, least=1 / bounds.num_nodes)
+        for text, entry in enumerate(self._entries):
+            own = entry.ranking.guesses.best(most, entry.depth - 1, least=1 / bounds.num_nodes)
             # the root, then they themselves
             rows = [text, *range(first + len(found), first + len(found) + len(own))]
             found += [(text, guess, rows[guess.parent + 1]) for guess in own]
@@ -448,24 +451,28 @@ class _Rows:
         }
 
 
-def _children(parents: Candidates, rows: _Rows, plot: DraftEntry) -> Candidates:
-    """The likeliest children of one text's rows that were run, row after row; none without a
-    chance.
+def _children(parents: Candidates, rows: _Rows, entry: DraftEntry) -> Candidates:
+    """Return the likeliest children of one text's rows that were run, row after row.
+
+    Children without a chance are left out.
     """
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
-    mixture = plot.mixture
-    log_pi_WV = (mixture.exponent * score_WV).log_softmax(1)  # never above 0: f must not rise
+    ranking = entry.ranking
+    # never above 0: f must not rise
+    log_pi_WV = (ranking.exponent * score_WV).log_softmax(1)
     token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
-    children_WK["token"], children_WK["row"] = token_WK.cpu().numpy(), _NOT_RUN
+    children_WK["token"] = token_WK.cpu().numpy()
+    children_WK["row"] = _NOT_RUN
     children_WK["parent"] = parents["row"][:, None]
     children = children_WK.reshape(-1)
-    guesses = mixture.guesses
+    guesses = ranking.guesses
     if guesses:
-        children = _mixed(children_WK, log_pi_WV, rows, guesses, plot.sampler)
+        children = _mixed(children_WK, log_pi_WV, rows, guesses, entry.sampler)
     above = parents[np.searchsorted(parents["row"], children["parent"])]
-    children["depth"], children["text"] = above["depth"] + 1, above["text"]
+    children["depth"] = above["depth"] + 1
+    children["text"] = above["text"]
     children["log_f"] += above["log_f"]
     return children[children["log_f"] > -np.inf]
 
@@ -473,9 +480,7 @@ def _children(parents: Candidates, rows: _Rows, plot: DraftEntry) -> Candidates:
 def _mixed(
     children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses, sampler: Sampler
 ) -> Candidates:
-    """The children of the draft, and those that are guessed, each with the chance that both
-    together give it.
-    """
+    """Return the draft's children and the guessed ones, each with its chance by both opinions."""
     best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
     parents = children_WK["parent"][:, 0].tolist()
     told = [
@@ -495,7 +500,8 @@ def _mixed(
     place_G = sampler.send(torch.from_numpy(row_G * log_pi_WV.shape[1] + token_G), log_pi_WV)
     log_pi_G = log_pi_WV.take(place_G).cpu().numpy()
     guessed["log_f"] = np.log(chance_G + rest_W[row_G] * np.exp(log_pi_G))
-    guessed["token"], guessed["parent"] = token_G, children_WK["parent"][row_G, 0]
+    guessed["token"] = token_G
+    guessed["parent"] = children_WK["parent"][row_G, 0]
     guessed["row"] = [
         rows.ahead.get(pair, _NOT_RUN)
         for pair in zip(guessed["parent"].tolist(), token_G.tolist(), strict=True)
@@ -506,7 +512,7 @@ def _mixed(
 
 
 def _keys(candidates: Candidates) -> NDArray[np.int64]:
-    """One number for a parent and a token."""
+    """Return one number for each pair of parent and token."""
     return (candidates["parent"] << 32) + candidates["token"]
 
 
@@ -529,25 +535,34 @@ def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> Draf
 
 
 _GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
-_START = 1.6  # before anything was seen
-# of other exponents at the start: nats of loss, times the squared log of their ratio to `_START`
-_DOUBT = 4.0
-_KEPT = 0.998  # of all losses, from one token to the next
+# the exponent before anything was observed
+_START = 1.6
+# prior loss of other exponents: so many nats times the squared log of their ratio to `_START`
+_PRIOR_LOSS = 4.0
+# share of all losses that is kept from one token to the next
+_KEPT = 0.998
 
 
 class DraftCalibration:
-    """The exponent for one kind of sampling."""
+    """The exponent beta that best foretells what the target emits, for one kind of sampling.
+
+    The chance of a child is taken to be the draft's distribution to the power beta, normalised; a
+    distilled draft is less sure than it should be, so beta is mostly above one. For each emitted
+    token every exponent of a grid pays its log-loss, old losses fade, and the one that has paid
+    least is used next.
+    """
 
     def __init__(self) -> None:
-        self._loss_G = _DOUBT * (torch.tensor(_GRID) / _START).log().square()
+        self._loss_G = _PRIOR_LOSS * (torch.tensor(_GRID) / _START).log().square()
 
     @property
     def exponent(self) -> float:
         return _GRID[int(self._loss_G.argmin())]
 
     def learn(self, score_TV: Tensor, token_T: Tensor) -> None:
-        """These tokens were emitted where the draft gave these scores; one that it ruled out tells
-        nothing.
+        """Note the tokens that were emitted where the draft gave these scores.
+
+        A token that the draft ruled out tells nothing.
         """
         losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T[:, None]) for beta in _GRID]
         for loss_G in torch.cat(losses, 1).cpu():

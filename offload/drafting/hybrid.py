@@ -1,12 +1,13 @@
-"""A draft model and sources of guesses in one tree: both compete for the same nodes.
+"""A draft model and sources of guesses in one tree, where both compete for the same nodes.
 
-Of a dynamic tree the guessed paths are scored by the draft in one forward, and a mixture of both
-opinions ranks every candidate. A static one gives up its least likely nodes to likelier guesses,
-which are grafted on as point masses behind the children that were drawn. Invariant: which nodes are
-given up is settled before anything is drawn, and a guess hangs from what was drawn before it; so
-growth stays predictable, and the tree exact with every rule.
+In a dynamic tree the draft scores the guessed paths in one pass, and a mixture of both opinions
+ranks every candidate. A static tree gives up its least likely nodes to likelier guesses, which are
+grafted on as point masses behind the children that were drawn.
 
-Drafters by what there is to draft with. A new one is a file of its own and a line here.
+Invariant: which nodes are given up is settled before anything is drawn, and a guess hangs from what
+was drawn before it; so growth stays predictable, and the tree exact with every rule.
+
+`DRAFTERS` lists the drafters by what there is to draft with.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,45 +47,46 @@ from offload.trees.topology import (
     path_chances,
 )
 
-# a static tree gives up so many parts at the most less one: each size has a schedule, and few are
-# kept
+# A static tree shrinks in steps of an eighth: each size has its own schedule, and few are kept.
 _STEPS = 8
 
 
 class HybridState:
-    """What the draft and the sources keep of one text."""
+    """What the draft model and the sources keep of one text."""
 
     def __init__(self, cache: KVCache, sources: SourcesState) -> None:
         self.cache = cache
         self.sources = sources
 
     def copy_from(self, other: "HybridState", num_tokens: int) -> None:
-        """See `DraftState`."""
+        """Take over the first `num_tokens` tokens of another text."""
         self.cache.copy_from(other.cache, num_tokens)
         self.sources.copy_from(other.sources, num_tokens)
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens."""
+        """Forget the text beyond its first `num_kept` tokens."""
         self.cache.clear(num_kept)
         self.sources.clear(num_kept)
 
 
 class HybridDrafter:
-    """Grows trees with a model and with guesses."""
+    """Grows trees with a draft model and with guesses."""
 
     def __init__(self, model: ModelDrafter, sources: GuessSources) -> None:
-        self._model, self._sources, self._trusts = model, sources, SourceWeightsByKind()
+        self._model = model
+        self._sources = sources
+        self._weights = SourceWeightsByKind()
 
     def new_state(self) -> HybridState:
-        """That of both."""
+        """Return an empty cache and the sources' empty states."""
         return HybridState(self._model.new_state(), self._sources.new_state())
 
     def share_states(self, states: Sequence[HybridState]) -> None:
-        """See `ModelDrafter`."""
+        """Let the draft's passes be shared, see `ModelDrafter`."""
         self._model.share_states([state.cache for state in states])
 
     def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """See `ModelDrafter`; only trees within bounds are one forest."""
+        """Return a tree for each text; they are grown together only if all are dynamic."""
         if not all(isinstance(text.shape, DynamicShape) for text in texts):
             return [self.grow(*text) for text in texts]
         guesses = [self._ask(*text) for text in texts]
@@ -100,14 +102,14 @@ class HybridDrafter:
         return self._sources.ask(
             tokens,
             GuessRequest(shape.num_nodes - 1, shape.depth),
-            self._trusts.of(sampler),
+            self._weights.of(sampler),
             state.sources,
         )
 
     def grow(
         self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState
     ) -> Drafted:
-        """A tree of at most as many nodes as the shape has, and as deep."""
+        """Return a tree with at most as many nodes as the shape has, and at most as deep."""
         asked = GuessRequest(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
             return self._model.grow(shape, tokens, sampler, state.cache)
@@ -126,14 +128,16 @@ class HybridDrafter:
         sampler: Sampler,
         state: HybridState,
     ) -> None:
-        """Keep the accepted path; learn what draft and guesses were worth."""
-        state.sources.said.learn(tokens, list(self._judged(drafted, nodes, tokens, sampler)))
+        """Keep the accepted path, and learn how good the draft and the guesses were."""
+        state.sources.last_guesses.learn(
+            tokens, list(self._judged(drafted, nodes, tokens, sampler))
+        )
         self._model.commit(drafted, nodes, tokens, sampler, state.cache)
 
     def _judged(
         self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler
     ) -> Iterator[Judged | None]:
-        """What the draft gave each emitted token, as far as it scored the node before it."""
+        """Yield what the draft gave each emitted token, None where it scored nothing."""
         exponent = self._model.exponent(sampler)
         for node, token in zip(nodes, tokens, strict=True):
             score_V = drafted.score_of_node.get(node)
@@ -145,9 +149,7 @@ class HybridDrafter:
 
 
 def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:
-    """Hang guesses into a tree until it has so many nodes; those that it has already are found
-    there.
-    """
+    """Hang guesses into a tree until it has `num_nodes`; guesses that are there stay."""
     tree = drafted.tree
     node_of = {-1: 0}
     parents = tree.topology.parent_N.tolist()
@@ -166,7 +168,7 @@ def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:
 
 
 def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int]) -> Drafted:
-    """The tree with more nodes behind its own, all brought into level order."""
+    """Return the tree with further nodes behind its own, all brought into level order."""
     order = level_order(parents)
     place = dict(zip(order, range(len(order)), strict=True))
     token_N = torch.tensor([tokens[one] for one in order])
@@ -185,7 +187,7 @@ def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int])
 
 
 def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
-    """The shape less its least likely nodes, as many as there are likelier guesses, in a few steps."""
+    """Drop the shape's least likely nodes, one for each likelier guess, rounded to a few sizes."""
     score_N = path_chances(shape, np.array(DEFAULT_ACCEPTANCE))
     falling_N = np.sort(score_N)[::-1]
     chances = [guess.chance for guess in found]
@@ -201,9 +203,11 @@ def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
 class DrafterInputs(NamedTuple):
     """What drafters are made of; each takes what it needs."""
 
-    draft: StreamedModel | None  # its weights are bound for good
-    vocab_size: int  # V of the target
-    # of a cache: committed positions plus the rows that growing the largest tree may take
+    # its weights are bound for good
+    draft: StreamedModel | None
+    # V of the target
+    vocab_size: int
+    # slots of a cache: committed positions plus the rows that growing the largest tree may take
     num_slots: int
     kernels: KernelSet
     sources: GuessSources
@@ -211,29 +215,29 @@ class DrafterInputs(NamedTuple):
 
 
 class DrafterKind(NamedTuple):
-    """What there is."""
+    """What there is to draft with."""
 
     has_draft: bool
     has_sources: bool
 
 
-def _of_model(materials: DrafterInputs) -> ModelDrafter:
-    assert materials.draft is not None, "there is a draft model to grow trees with"
-    new_worth = partial(DraftPassPolicy, materials.step_s)
+def _model_drafter(inputs: DrafterInputs) -> ModelDrafter:
+    assert inputs.draft is not None, "there is a draft model to grow trees with"
+    new_policy = partial(DraftPassPolicy, inputs.step_s)
     return ModelDrafter(
-        materials.draft, materials.vocab_size, materials.num_slots, materials.kernels, new_worth
+        inputs.draft, inputs.vocab_size, inputs.num_slots, inputs.kernels, new_policy
     )
 
 
-def _of_sources(materials: DrafterInputs) -> LookupDrafter:
-    return LookupDrafter(materials.sources, lambda num_rows: materials.step_s(num_rows, ()))
+def _lookup_drafter(inputs: DrafterInputs) -> LookupDrafter:
+    return LookupDrafter(inputs.sources, lambda num_rows: inputs.step_s(num_rows, ()))
 
 
 DRAFTERS: dict[DrafterKind, Callable[[DrafterInputs], Drafter]] = {
-    DrafterKind(has_draft=True, has_sources=True): lambda given: HybridDrafter(
-        _of_model(given), given.sources
+    DrafterKind(has_draft=True, has_sources=True): lambda inputs: HybridDrafter(
+        _model_drafter(inputs), inputs.sources
     ),
-    DrafterKind(has_draft=True, has_sources=False): _of_model,
-    DrafterKind(has_draft=False, has_sources=True): _of_sources,
+    DrafterKind(has_draft=True, has_sources=False): _model_drafter,
+    DrafterKind(has_draft=False, has_sources=True): _lookup_drafter,
     DrafterKind(has_draft=False, has_sources=False): lambda _: NoDrafter(),
 }

@@ -1,46 +1,21 @@
-"""What sources that are no models say about the next tokens: several opinions, mixed into one
-chance for every path.
+"""Trees without a draft model: guesses of what follows, from the text itself or from other sources.
 
-A source tells for a context what followed on it elsewhere: in the text itself, in a datastore, in
-counts of pairs. Each such opinion (a `GuessModel`) knows how many tokens it rests on; the one that
-rests on most is asked first, and what it does not claim is left to the next, for other tokens. That
-is prediction by partial matching with exclusion (Cleary and Witten, 1984), with a learned trust
-(`SourceWeights`) in place of its escapes.
+A source says for a context what followed on it elsewhere: in the text itself, in a datastore, in
+n-gram counts. Each such opinion (a `GuessModel`) knows how many tokens of context it rests on. The
+one that rests on most is asked first; what it does not claim is left to the next, for other tokens.
+That is prediction by partial matching with exclusion (Cleary and Witten, 1984), with learned
+weights (`SourceWeights`) in place of its escapes.
 
-Invariant: the chances of a node's children sum to one at most, so no path is likelier than what it
-goes on from. All of
-it is settled by the context, before anything is drawn: its nodes are point masses, exact with every
-rule.
+A guess costs nothing beside a weight pass, but each of its rows is computed. So the tree of a step
+ends where one more node would cost more than it is expected to bring: at the n that maximises (1 +
+sum of the n best chances) / seconds of a pass over n rows, Sequoia's optimiser (2402.12374, Eq. 1)
+with the chances of this very step. Where nothing is found that is the root alone.
 
-How far a source of guesses is to be trusted: learned from what the target really emitted where it
-had a guess.
+Invariant: the chances of a node's children sum to one at most, so no path is likelier than its own
+beginning. The context settles all of it before anything is drawn: its nodes are point masses, so
+that any shape is exact with any rule.
 
-A guess from a match of so many tokens is right with a chance that the text itself teaches. A
-mixture emits x with chance w s(x) + (1 - w) r(x), where s is the source's share of x and r what all
-others say; for each emitted token every w of a grid pays its log-loss, old losses fade, and the one
-that has paid least is used next. Where nothing else says anything this is how often the source was
-right. Beside a draft it depends on how sure that is, too: who is certain need not ask. It shapes
-later trees, never what is emitted.
-
-Sources of guesses that are no models: what all of them are asked, and all of them together.
-
-Trees without a draft model: what sources guess, as much of it as pays.
-
-A guess costs nothing beside a sweep, but each of its rows is computed. The tree of a step is cut
-where one more node
-would cost more than it is expected to bring: the n that maximises (1 + sum of the n best chances) /
-seconds of a sweep over n rows, Sequoia's optimiser (2402.12374, Eq. 1) with the chances of this
-very step. Where nothing is found that is the root alone. Any shape is exact with any rule: the
-nodes are point masses that the context settles.
-
-Copies from the text itself: what followed the last time that it said the same.
-
-Summaries, edits, code and every chat repeat their context. The positions whose last tokens are
-those of the text's end are found by comparing backwards, longest matches first; where a match runs
-into the end, its continuation repeats, as loops do. Invariant: nothing is kept but the tokens, so
-that a text may be cut anywhere.
-
-E positions behind matches, M tokens of a continuation.
+Shape letters, in this file only: E positions behind matches, M tokens of a continuation.
 """
 
 import heapq
@@ -64,73 +39,87 @@ from offload.units import Sampling
 _GRID = np.array(
     [0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93, 0.97, 0.99]
 )
-_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)  # matches between two of these learn together
-_SURE = (0.0, 0.5, 0.8, 0.95)  # likeliest tokens of a draft between two of these learn together
-_FIRST = {"lookup": 1.0}
-_UNSURE = (0.6, 0.35, 0.12, 0.03)  # how often a draft that is so sure is taken to be wrong at first
+# matches whose lengths lie between two of these learn together
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+# a draft's chances of its likeliest token between two of these learn together
+_SURE = (0.0, 0.5, 0.8, 0.95)
+# how often a draft that is so sure is assumed to be wrong at first
+_UNSURE = (0.6, 0.35, 0.12, 0.03)
+# how far a source is trusted at first; others by half
+_PRIOR_TRUST = {"lookup": 1.0}
 NO_DRAFT = -1
-_DOUBT = 4.0  # sightings that the first opinion is worth
-_KEPT = 0.99  # of all losses, from one sighting to the next: a text may turn from prose to code
-UNSAID = 1e-3  # chance of a token of which nobody says anything
+# observations that the prior is worth
+_PRIOR_COUNT = 4.0
+# share of losses kept from one observation to the next: a text may turn from prose to code
+_KEPT = 0.99
+# chance of a token that no source has
+UNSAID = 1e-3
 
 
 class SourceWeights:
-    """Of every source by the length of the match, for one kind of sampling."""
+    """How far each source of guesses is trusted, by the length of its match.
+
+    A mixture emits x with chance w s(x) + (1 - w) r(x), where s is the source's share of x and r
+    what all others say. For each emitted token every w of a grid pays its log-loss, old losses
+    fade, and the one that has paid least is used next. Where nothing else says anything, this is
+    how often the source was right. Beside a draft the weight depends on how sure the draft is: a
+    certain draft needs no second opinion.
+    """
 
     def __init__(self) -> None:
         self._loss: dict[tuple[str, int, int], np.ndarray] = {}
         self._weight: dict[tuple[str, int, int], float] = {}
 
     def __repr__(self) -> str:
-        return f"Trust({ {key: round(self.of(*key), 3) for key in sorted(self._loss)} })"
+        return f"SourceWeights({ {key: round(self.of(*key), 3) for key in sorted(self._loss)} })"
 
     def of(self, source: str, length: int, sureness: int = NO_DRAFT) -> float:
-        """The weight of guesses behind a match of so many tokens, in (0, 1), beside a draft of that
-        `sureness`.
+        """Return the weight, in (0, 1), of guesses behind a match of `length` tokens.
+
+        `sureness` is that of the draft beside it, if there is one.
         """
-        key = source, _step(length), sureness
+        key = source, _length_class(length), sureness
         if key not in self._weight:
-            self._weight[key] = float(
-                _GRID[np.argmin(self._loss.get(key, 0) + _first_opinion(*key))]
-            )
+            self._weight[key] = float(_GRID[np.argmin(self._loss.get(key, 0) + _prior_loss(*key))])
         return self._weight[key]
 
     def learn(
         self, source: str, length: int, share: float, rest: float, sureness: int = NO_DRAFT
     ) -> None:
-        """A token was emitted that the source gave this share, and all others together this chance."""
-        key = source, _step(length), sureness
+        """Note a token that was emitted: the source gave it `share`, all others together `rest`."""
+        key = source, _length_class(length), sureness
         loss = -np.log(_GRID * share + (1 - _GRID) * max(rest, UNSAID))
         self._loss[key] = _KEPT * self._loss.get(key, 0) + loss
         self._weight.pop(key, None)
 
 
 class SourceWeightsByKind:
-    """One for every kind of sampling: what is certain at temperature 0 is not at 1."""
+    """The `SourceWeights` of every kind of sampling."""
 
     def __init__(self) -> None:
         self._known = ByKind[Sampling, SourceWeights](SourceWeights)
 
     def of(self, sampler: Sampler) -> SourceWeights:
-        """Of texts that are drawn like this."""
+        """Return the weights of texts that are sampled like this."""
         return self._known[replace(sampler.sampling, seed=0)]
 
 
 def sureness(chance: float) -> int:
-    """Of a draft that gives its likeliest token this chance."""
+    """Return the class of a draft that gives its likeliest token this chance."""
     return bisect_right(_SURE, chance) - 1
 
 
-def _first_opinion(source: str, step: int, sureness: int) -> np.ndarray:
-    """What every weight would have paid for sightings that nobody had: long matches are right, the
-    text's own most.
+def _prior_loss(source: str, length_class: int, sureness: int) -> np.ndarray:
+    """Return what every weight would have paid for assumed observations.
+
+    Long matches are assumed to be right, the text's own most.
     """
-    first = _LENGTHS[step] / (_LENGTHS[step] + 3) * _FIRST.get(source, 0.5)
+    first = _LENGTHS[length_class] / (_LENGTHS[length_class] + 3) * _PRIOR_TRUST.get(source, 0.5)
     first *= 1.0 if sureness == NO_DRAFT else _UNSURE[sureness]
-    return -_DOUBT * (first * np.log(_GRID) + (1 - first) * np.log1p(-_GRID))
+    return -_PRIOR_COUNT * (first * np.log(_GRID) + (1 - first) * np.log1p(-_GRID))
 
 
-def _step(length: int) -> int:
+def _length_class(length: int) -> int:
     return bisect_right(_LENGTHS, length) - 1
 
 
@@ -138,22 +127,23 @@ _NOTHING: Mapping[int, float] = {}
 
 
 class GuessModel(Protocol):
-    """One opinion on what follows on the context, and then on every path from there."""
+    """One opinion on what follows on the context, and on every path from there."""
 
     source: str
-    length: int  # tokens of the context that it rests on
+    # tokens of the context that it rests on
+    length: int
 
     def length_at(self, depth: int) -> int:
-        """Tokens that it rests on where a path is so deep."""
+        """Return how many tokens it rests on at the end of a path of this depth."""
 
     def start(self) -> Any:
-        """Where paths begin."""
+        """Return the place where paths begin."""
 
     def shares(self, place: Any) -> Mapping[int, float]:
-        """How often each token followed there, as a share of all."""
+        """Return how often each token followed there, as a share of all."""
 
     def follow(self, place: Any, token: int) -> Any:
-        """The place behind that token; None where nothing is known of it."""
+        """Return the place behind that token, None where nothing is known of it."""
 
 
 class TrieGuesses:
@@ -172,36 +162,39 @@ class TrieGuesses:
             self._shares[parent + 1][token] = counts[node] / counts[parent + 1]
 
     def length_at(self, depth: int) -> int:
-        """A match grows along its continuation."""
+        """Return the match's length at this depth: it grows along its continuation."""
         return self.length + depth
 
     def start(self) -> int:
-        """The node above all continuations."""
+        """Return the node above all continuations."""
         return 0
 
     def shares(self, place: int) -> Mapping[int, float]:
-        """Of the children of a node."""
+        """Return the shares of a node's children."""
         return self._shares[place]
 
     def follow(self, place: int, token: int) -> int | None:
-        """A child."""
+        """Return the child with this token."""
         return self._child[place].get(token)
 
 
 class TrieCursor(NamedTuple):
-    """Where a path has led to."""
+    """Where a path stands in every tier."""
 
     depth: int
-    at: tuple[Any, ...]  # of every tier; None where the path has left it
+    # the place in every tier, None where the path has left it
+    at: tuple[Any, ...]
 
 
 class Guess(NamedTuple):
-    """A node below the root."""
+    """A guessed node below the root."""
 
-    parent: int  # index among the guesses, -1 below the root
+    # index among the guesses, -1 below the root
+    parent: int
     token: int
     depth: int
-    chance: float  # of the whole path
+    # chance of the whole path
+    chance: float
     place: TrieCursor
 
 
@@ -209,18 +202,19 @@ class Judged(NamedTuple):
     """What a draft said of a token that was emitted."""
 
     chance: float
-    sureness: int  # of the likeliest token there
+    # the draft's class of sureness there, see `sureness`
+    sureness: int
 
 
 _UNJUDGED = Judged(0.0, NO_DRAFT)
 
 
 class Guesses:
-    """All opinions on one context."""
+    """All opinions on one context, mixed into one chance for every path."""
 
-    def __init__(self, tiers: Iterable[GuessModel], trust: SourceWeights) -> None:
+    def __init__(self, tiers: Iterable[GuessModel], weights: SourceWeights) -> None:
         self._tiers = sorted(tiers, key=lambda tier: -tier.length)
-        self._trust = trust
+        self._weights = weights
         self.root = TrieCursor(0, tuple(tier.start() for tier in self._tiers))
 
     def __bool__(self) -> bool:
@@ -229,20 +223,18 @@ class Guesses:
     def children(
         self, place: TrieCursor, sureness: int = NO_DRAFT
     ) -> tuple[dict[int, float], float]:
-        """The chance of every token that is guessed there, and what is left for others: for a draft
-        so sure of it.
-        """
+        """Return the chance of every token guessed there, and what is left for others."""
         chances: dict[int, float] = {}
         rest = 1.0
-        for tier, shares in self._told(place):
-            weight = rest * self._trust.of(tier.source, tier.length_at(place.depth), sureness)
+        for tier, shares in self._claims(place):
+            weight = rest * self._weights.of(tier.source, tier.length_at(place.depth), sureness)
             for token, share in shares.items():
                 chances[token] = chances.get(token, 0.0) + weight * share
             rest -= weight
         return chances, rest
 
     def follow(self, place: TrieCursor, token: int) -> TrieCursor:
-        """The place behind a token."""
+        """Return the place behind a token."""
         pairs = zip(self._tiers, place.at, strict=True)
         return TrieCursor(
             place.depth + 1,
@@ -250,11 +242,12 @@ class Guesses:
         )
 
     def best(self, count: int, depth: int, least: float = 0.0) -> list[Guess]:
-        """The likeliest paths, at most so many nodes and so deep, each likelier than `least`;
-        parents come first.
+        """Return the likeliest paths as at most `count` nodes, parents first.
+
+        No path is deeper than `depth`, and each is likelier than `least`.
         """
         found: list[Guess] = []
-        # no two agree in the number that they were found by
+        # no two entries agree in their third number, so places are never compared
         heap: list[tuple[float, int, int, int, int, TrieCursor]] = []
         num_seen = 0
         above = Guess(-1, -1, 0, 1.0, self.root)
@@ -281,47 +274,49 @@ class Guesses:
         return found
 
     def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
-        """These were emitted one after the other; `drafted` is what a draft said of them, as far as
-        there was one.
+        """Learn from tokens that were emitted one after the other.
+
+        `drafted` is what a draft said of each, None where it said nothing.
         """
         place = self.root
         for token, judged in zip(tokens, drafted, strict=True):
-            told = list(self._told(place))
-            if not told:
+            claims = list(self._claims(place))
+            if not claims:
                 return
-            self._learn_one(told, place.depth, token, _UNJUDGED)
+            self._learn_one(claims, place.depth, token, _UNJUDGED)
             if judged is not None:
-                self._learn_one(told, place.depth, token, judged)
+                self._learn_one(claims, place.depth, token, judged)
             place = self.follow(place, token)
 
     def _learn_one(
         self,
-        told: Sequence[tuple[GuessModel, Mapping[int, float]]],
+        claims: Sequence[tuple[GuessModel, Mapping[int, float]]],
         depth: int,
         token: int,
         judged: Judged,
     ) -> None:
         rest, sureness = judged
-        for tier, shares in reversed(told):
+        for tier, shares in reversed(claims):
             length = tier.length_at(depth)
             share = shares.get(token, 0.0)
-            self._trust.learn(tier.source, length, share, rest, sureness)
-            weight = self._trust.of(tier.source, length, sureness)
+            self._weights.learn(tier.source, length, share, rest, sureness)
+            weight = self._weights.of(tier.source, length, sureness)
             rest = weight * share + (1 - weight) * rest
 
-    def _told(self, place: TrieCursor) -> Iterable[tuple[GuessModel, Mapping[int, float]]]:
-        """What each tier says beyond those before it: a shorter match that agrees with a longer one
-        adds nothing.
+    def _claims(self, place: TrieCursor) -> Iterable[tuple[GuessModel, Mapping[int, float]]]:
+        """Yield what each tier claims beyond the tiers before it.
+
+        A shorter match that agrees with a longer one adds nothing.
         """
-        said: set[int] = set()
+        claimed: set[int] = set()
         for tier, at in zip(self._tiers, place.at, strict=True):
             shares = _NOTHING if at is None else tier.shares(at)
-            if said and not said.isdisjoint(shares):
-                shares = {token: share for token, share in shares.items() if token not in said}
+            if claimed and not claimed.isdisjoint(shares):
+                shares = {token: share for token, share in shares.items() if token not in claimed}
                 total = sum(shares.values())
                 shares = {token: share / total for token, share in shares.items()}
             if shares:
-                said |= shares.keys()
+                claimed |= shares.keys()
                 yield tier, shares
 
 
@@ -329,10 +324,12 @@ NO_GUESSES = Guesses((), SourceWeights())
 
 
 class GuessRequest(NamedTuple):
-    """How much is wanted."""
+    """How many guesses are wanted."""
 
-    num_nodes: int  # at most, the root left out
-    depth: int  # tokens of a continuation
+    # at most, without the root
+    num_nodes: int
+    # tokens of a continuation
+    depth: int
 
 
 class Source(Protocol):
@@ -341,28 +338,26 @@ class Source(Protocol):
     name: str
 
     def new_state(self) -> DraftState:
-        """Of a text of which nothing is known yet."""
+        """Return the state of a text of which nothing is known yet."""
 
     def tiers(self, tokens: Sequence[int], asked: GuessRequest, state: Any) -> Iterable[GuessModel]:
-        """What it says of the tokens behind these."""
+        """Return the opinions on what follows `tokens`."""
 
 
 class SourcesState:
-    """What every source keeps of one text, and what they said last."""
+    """What every source keeps of one text, and the guesses of the last step."""
 
     def __init__(self, states: Sequence[DraftState]) -> None:
         self.states = states
-        self.said = NO_GUESSES
+        self.last_guesses = NO_GUESSES
 
     def copy_from(self, other: "SourcesState", num_tokens: int) -> None:
-        """Texts are read anew where they are asked about."""
+        """Start empty: texts are read anew when they are asked about."""
         self.clear()
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens, and what was guessed behind them: every step
-        begins so.
-        """
-        self.said = NO_GUESSES
+        """Forget the text beyond its first `num_kept` tokens, and the guesses behind them."""
+        self.last_guesses = NO_GUESSES
         for state in self.states:
             state.clear(num_kept)
 
@@ -380,54 +375,61 @@ class GuessSources:
         return ", ".join(source.name for source in self._sources)
 
     def new_state(self) -> SourcesState:
-        """That of a new text."""
+        """Return the empty state of every source."""
         return SourcesState([source.new_state() for source in self._sources])
 
     def ask(
-        self, tokens: Sequence[int], asked: GuessRequest, trust: SourceWeights, state: SourcesState
+        self,
+        tokens: Sequence[int],
+        asked: GuessRequest,
+        weights: SourceWeights,
+        state: SourcesState,
     ) -> Guesses:
-        """All that they say of what follows `tokens`; kept in the state, to be learned from."""
+        """Return all that the sources guess behind `tokens`; the state keeps it to learn from."""
         pairs = zip(self._sources, state.states, strict=True)
         tiers = [tier for source, own in pairs for tier in source.tiers(tokens, asked, own)]
-        state.said = Guesses(tiers, trust)
-        return state.said
+        state.last_guesses = Guesses(tiers, weights)
+        return state.last_guesses
 
 
 NO_SOURCES = GuessSources(())
 
-
-PassSeconds = Callable[[int], float]  # of a sweep over so many rows
+# seconds of a weight pass over so many rows
+PassSeconds = Callable[[int], float]
 
 
 class LookupDrafter:
     """Grows trees of guesses alone."""
 
     def __init__(self, sources: GuessSources, pass_s: PassSeconds) -> None:
-        self._sources, self._pass_s, self._trusts = sources, pass_s, SourceWeightsByKind()
+        self._sources = sources
+        self._pass_s = pass_s
+        self._weights = SourceWeightsByKind()
 
     def new_state(self) -> SourcesState:
-        """That of the sources."""
+        """Return the sources' empty states."""
         return self._sources.new_state()
 
     def share_states(self, states: Sequence[SourcesState]) -> None:
-        """They have nothing in common."""
+        """Do nothing: the states have nothing in common."""
 
     def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """Each by itself."""
+        """Return a tree for each text, grown by itself."""
         return [self.grow(*text) for text in texts]
 
     def grow(
         self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: SourcesState
     ) -> Drafted:
-        """A tree below `tokens[-1]`: within bounds as large as pays, or as much of a shape as
-        guesses fill.
+        """Return a tree below `tokens[-1]`.
+
+        Within bounds it is as large as pays; of a fixed shape it has as much as guesses fill.
         """
         asked = GuessRequest(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
             return Drafted(as_tree([], tokens[-1]), {}, {})
-        guesses = self._sources.ask(tokens, asked, self._trusts.of(sampler), state)
+        guesses = self._sources.ask(tokens, asked, self._weights.of(sampler), state)
         if isinstance(shape, DynamicShape):
-            return Drafted(as_tree(self._worth(guesses.best(*asked)), tokens[-1]), {}, {})
+            return Drafted(as_tree(self._most_worthwhile(guesses.best(*asked)), tokens[-1]), {}, {})
         return Drafted(as_tree(fill_with(guesses, shape), tokens[-1]), {}, {})
 
     def commit(
@@ -439,19 +441,24 @@ class LookupDrafter:
         state: SourcesState,
     ) -> None:
         """Learn how good the guesses were."""
-        state.said.learn(tokens, [None] * len(tokens))
+        state.last_guesses.learn(tokens, [None] * len(tokens))
 
-    def _worth(self, found: Sequence[Guess]) -> Sequence[Guess]:
+    def _most_worthwhile(self, found: Sequence[Guess]) -> Sequence[Guess]:
+        """Return the first guesses, as many as bring the most expected tokens per second."""
         yields = 1 + np.cumsum([0.0, *(guess.chance for guess in found)])
         rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(found) + 2)]
         return found[: int(np.argmax(rates))]
 
 
 def fill_with(guesses: Guesses, topology: Topology) -> list[Guess]:
-    """The nodes of a shape for which there are guesses: the child of rank k is the k-th likeliest."""
+    """Return the nodes of a shape for which there are guesses.
+
+    The child of rank k is the k-th likeliest.
+    """
     found: list[Guess] = []
     waiting = [(0, -1, Guess(-1, -1, 0, 1.0, guesses.root))]
-    for node, index, above in waiting:  # grows while it is read: level by level
+    # the list grows while it is read, level by level
+    for node, index, above in waiting:
         chances = guesses.children(above.place)[0]
         ranked = sorted(chances.items(), key=lambda one: -one[1])
         for child, (token, chance) in zip(children_of(topology)[node], ranked, strict=False):
@@ -468,7 +475,7 @@ def fill_with(guesses: Guesses, topology: Topology) -> list[Guess]:
 
 
 def as_tree(found: Sequence[Guess], root_token: int) -> TokenTree:
-    """The tree of guesses, of which parents come first, as point masses."""
+    """Return the tree of guesses, which list parents first, as point masses."""
     parents = [-1, *(guess.parent + 1 for guess in found)]
     tokens = [root_token, *(guess.token for guess in found)]
     return TokenTree(
@@ -476,7 +483,8 @@ def as_tree(found: Sequence[Guess], root_token: int) -> TokenTree:
     )
 
 
-_MOST_ENDS = 64  # matches of one length that are looked at: the latest
+# matches of one length that are looked at: the latest
+_MOST_ENDS = 64
 
 
 class GrowingText:
@@ -487,15 +495,15 @@ class GrowingText:
         self._length = 0
 
     def copy_from(self, other: "GrowingText", num_tokens: int) -> None:
-        """The text is read anew when it is asked about."""
+        """Start empty: the text is read anew when it is asked about."""
         self.clear()
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens."""
+        """Forget the text beyond its first `num_kept` tokens."""
         self._length = min(self._length, num_kept)
 
     def read(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """All of them; those that are new are added."""
+        """Return all tokens, after adding those that are new."""
         if len(tokens) > self._token_T.size:
             self._token_T = np.concatenate([self._token_T, np.zeros(len(tokens), dtype=np.int64)])
         self._token_T[self._length : len(tokens)] = tokens[self._length :]
@@ -504,7 +512,13 @@ class GrowingText:
 
 
 class Copying:
-    """Continuations of what the text has said before."""
+    """Continuations of what the text itself has said before.
+
+    Summaries, edits, code and every chat repeat their context. The positions whose last tokens are
+    those of the text's end are found by comparing backwards, longest matches first; a match that
+    runs into the end repeats its continuation, as loops do. Nothing is kept but the tokens, so that
+    a text may be cut anywhere.
+    """
 
     name = "lookup"
 
@@ -512,13 +526,13 @@ class Copying:
         self._match = match
 
     def new_state(self) -> GrowingText:
-        """No text yet."""
+        """Return an empty text."""
         return GrowingText()
 
     def tiers(
         self, tokens: Sequence[int], asked: GuessRequest, state: GrowingText
     ) -> Iterator[TrieGuesses]:
-        """By the length of the match: of the longest, and of half as many tokens again and again."""
+        """Yield the continuations of the longest match, then of half as many tokens, and so on."""
         token_T = state.read(tokens)
         for length, end_E in _matches(token_T, self._match):
             token_EM = _continuations(token_T, end_E[-_MOST_ENDS:], asked.depth)
@@ -526,8 +540,9 @@ class Copying:
 
 
 def _matches(token_T: NDArray[np.int64], match: MatchLength) -> list[tuple[int, NDArray[np.int64]]]:
-    """Positions behind matches, rising, by their length: the longest, then each of at most half as
-    many tokens.
+    """Return the positions behind matches, rising, by length.
+
+    The longest comes first, each next one has at most half as many tokens.
     """
     end_E = np.flatnonzero(token_T[:-1] == token_T[-1]) + 1
     found = []
@@ -552,6 +567,6 @@ def _matches(token_T: NDArray[np.int64], match: MatchLength) -> list[tuple[int, 
 def _continuations(
     token_T: NDArray[np.int64], end_E: NDArray[np.int64], depth: int
 ) -> NDArray[np.int64]:
-    """(E, M) tokens from each position on; the end of the text continues as it did before."""
+    """Return (E, M) tokens from each position on; the text's end continues as it did before."""
     period_E1 = len(token_T) - end_E[:, None]
     return token_T[end_E[:, None] + np.arange(depth) % period_E1]

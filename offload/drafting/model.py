@@ -1,7 +1,6 @@
-"""A resident draft model that grows token trees: static ones of a fixed shape, or dynamic ones as
-its scores suggest.
+"""A resident draft model that grows token trees, of a fixed shape or as its own scores suggest.
 
-Both ways share one model and one cache, so that trees of both kinds may alternate.
+Both kinds of tree share one model and one cache, so they may alternate from step to step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +28,12 @@ from offload.sampling.sampler import Sampler
 from offload.trees.topology import DynamicShape, Shape
 from offload.units import ChildSampling, Sampling
 
-_Kind = tuple[Sampling, ChildSampling]  # of sampling, whatever the seed
+# the kind of sampling: its settings apart from the seed
+_Kind = tuple[Sampling, ChildSampling]
 
 
 class ModelDrafter:
-    """Grows trees with a resident model; what it keeps of a text is a cache of `num_slots` keys and
-    values.
-    """
+    """Grows trees with a resident model; the state of a text is a KV cache of `num_slots` slots."""
 
     def __init__(
         self,
@@ -43,23 +41,21 @@ class ModelDrafter:
         vocab_size: int,
         num_slots: int,
         kernels: KernelSet = REFERENCES,
-        new_worth: Callable[[], DraftPassPolicy] = DraftPassPolicy,
+        new_policy: Callable[[], DraftPassPolicy] = DraftPassPolicy,
     ) -> None:
-        self.model, self._vocab_size, self._num_slots, self._gather = (
-            model,
-            vocab_size,
-            num_slots,
-            kernels.kv_commit,
-        )
-        self._sharpness = ByKind[_Kind, DraftCalibration](DraftCalibration)
-        self._worth = ByKind[_Kind, DraftPassPolicy](new_worth)
+        self.model = model
+        self._vocab_size = vocab_size
+        self._num_slots = num_slots
+        self._kv_commit = kernels.kv_commit
+        self._calibration = ByKind[_Kind, DraftCalibration](DraftCalibration)
+        self._policy = ByKind[_Kind, DraftPassPolicy](new_policy)
 
     def new_state(self) -> KVCache:
-        """An empty cache."""
-        return self.model.new_cache(self._num_slots, self._gather)
+        """Return an empty cache."""
+        return self.model.new_cache(self._num_slots, self._kv_commit)
 
     def share_states(self, states: Sequence[KVCache]) -> None:
-        """See `Drafter`. Raises `UserError` where this model's passes cannot be shared."""
+        """Let the states' passes be shared. Raises `UserError` where this model's cannot be."""
         self.model.share_passes()
         KVCache.side_by_side(states)
 
@@ -71,21 +67,17 @@ class ModelDrafter:
         state: KVCache,
         guesses: Guesses = NO_GUESSES,
     ) -> Drafted:
-        """A tree below `tokens[-1]`, of this very shape, or within these bounds, and then with
-        guesses mixed in.
-        """
+        """Return a tree below `tokens[-1]`; guesses are mixed into a dynamic one."""
         draft = Draft(self.model, self._vocab_size, state)
         if isinstance(shape, DynamicShape):
-            mixture = CandidateRanking(self.exponent(sampler), guesses)
-            return grow_best(draft, shape, tokens, sampler, mixture, self._worth[_kind(sampler)])
+            ranking = CandidateRanking(self.exponent(sampler), guesses)
+            return grow_best(draft, shape, tokens, sampler, ranking, self._policy[_kind(sampler)])
         return fill(draft, shape, tokens, sampler)
 
     def grow_all(
         self, texts: Sequence[DraftText], guesses: Sequence[Guesses] = ()
     ) -> list[Drafted]:
-        """A tree for each: those within bounds are one forest, with the nodes that all bounds have
-        together.
-        """
+        """Return a tree for each text; dynamic trees are grown together and pool their nodes."""
         known = dict(enumerate(guesses))
         free = [
             index
@@ -104,7 +96,7 @@ class ModelDrafter:
     ) -> list[Drafted]:
         if not texts:
             return []
-        plots = [
+        entries = [
             DraftEntry(
                 Draft(self.model, self._vocab_size, text.state),
                 text.shape.depth,
@@ -120,8 +112,8 @@ class ModelDrafter:
             num_nodes=sum(one.num_nodes for one in shapes),
             depth=max(one.depth for one in shapes),
         )
-        first, *others = (self._worth[_kind(text.sampler)] for text in texts.values())
-        return grow_forest(plots, bounds, first.together_with(others) if others else first)
+        first, *others = (self._policy[_kind(text.sampler)] for text in texts.values())
+        return grow_forest(entries, bounds, first.together_with(others) if others else first)
 
     def commit(
         self,
@@ -131,9 +123,7 @@ class ModelDrafter:
         sampler: Sampler,
         state: KVCache,
     ) -> None:
-        """Keep the rows of the accepted path as far as it was run, and learn from what was emitted
-        after each node.
-        """
+        """Keep the cache rows of the accepted path and learn from the emitted tokens."""
         state.commit(
             [drafted.row_of_node[node] for node in nodes[1:] if node in drafted.row_of_node]
         )
@@ -142,18 +132,19 @@ class ModelDrafter:
         if seen:
             scores_TV = torch.stack([drafted.score_of_node[node] for node in seen])
             token_T = sampler.send(torch.tensor([emitted_after[node] for node in seen]), scores_TV)
-            self._sharpness[_kind(sampler)].learn(scores_TV, token_T)
-            self._worth[_kind(sampler)].learn(len(tokens))
+            self._calibration[_kind(sampler)].learn(scores_TV, token_T)
+            self._policy[_kind(sampler)].learn(len(tokens))
 
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
-        """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many
-        positions per pass.
+        """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it.
+
+        Many positions share a pass.
         """
         return Draft(self.model, self._vocab_size, state).score(tokens, start)
 
     def exponent(self, sampler: Sampler) -> float:
-        """Of the draft's distribution, see `DraftCalibration`."""
-        return self._sharpness[_kind(sampler)].exponent
+        """Return the exponent of the draft's distribution, see `DraftCalibration`."""
+        return self._calibration[_kind(sampler)].exponent
 
 
 def _kind(sampler: Sampler) -> _Kind:

@@ -1,14 +1,11 @@
-"""Continuations from a datastore (REST, 2311.08252): what followed on the longest end of the text
-that it has.
+"""Guesses from a datastore: continuations of the text's end (REST, 2311.08252), and n-gram counts.
+
+The longest end of the text that the corpus has says what followed on it there. Where a path has
+left all matches, bigrams and unigrams still say which token follows on which (Leviathan et al.,
+2211.17192, section 4.1 and Table 3: a draft that costs nothing). An index of suffixes has these
+counts, so a datastore is a bigram model as it stands.
 
 Invariant: a store is read and never changed, so any number of texts and programs may share it.
-
-Bigrams and unigrams: which token follows on which, and which is frequent, wherever a path has led
-to.
-
-The draft that costs nothing (Leviathan et al., 2211.17192, section 4.1 and Table 3). The counts are
-those of an index of suffixes, so a datastore is a bigram model as it stands; what was counted once
-is kept.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +16,17 @@ from offload.drafting.base import NoState
 from offload.drafting.lookup import GuessRequest, TrieGuesses
 from offload.trees.spec import MatchLength
 
-MOST_CONTINUATIONS = 128  # looked at, sampled where there are more
-LONGEST = 16  # tokens of a continuation; REST takes 10
-SHORT = 3  # tokens of the second match
+# continuations that are looked at; more are sampled
+MOST_CONTINUATIONS = 128
+# tokens of a continuation; REST takes 10
+LONGEST = 16
+# tokens of the second match
+SHORT = 3
+# occurrences of a token that are counted; more are sampled
+_MOST_COUNTED = 4096
+_NUM_CHILDREN = 8
+# tokens whose followers are kept, some 4 MiB
+_NUM_KEPT = 1 << 12
 
 
 class Retrieval:
@@ -34,14 +39,15 @@ class Retrieval:
         self._match = match
 
     def new_state(self) -> NoState:
-        """Nothing is kept of a text."""
+        """Return a state that keeps nothing."""
         return NoState()
 
     def tiers(
         self, tokens: Sequence[int], asked: GuessRequest, state: NoState
     ) -> Iterator[TrieGuesses]:
-        """Of the longest match, which may be chance, and of a short one, whose continuations are
-        many.
+        """Yield the continuations of the longest match, then those of a short one.
+
+        The longest match may be chance; a short one has many continuations.
         """
         least, bound = self._match
         while bound >= least:
@@ -55,13 +61,8 @@ class Retrieval:
             bound = SHORT if matches.length > SHORT else 0
 
 
-_MOST_COUNTED = 4096  # occurrences of a token, sampled where there are more
-_NUM_CHILDREN = 8
-_NUM_KEPT = 1 << 12  # tokens whose followers are kept, some 4 MiB
-
-
 class NgramGuesses:
-    """Counts of what follows on the last token, or on none; a place is that token."""
+    """Counts of what follows on the last token (length 1), or on none; a place is that token."""
 
     def __init__(self, followers: "Followers", length: int, token: int) -> None:
         self.source = "ngram"
@@ -70,19 +71,19 @@ class NgramGuesses:
         self._token = token
 
     def length_at(self, depth: int) -> int:
-        """The same everywhere."""
+        """Return the same length at every depth."""
         return self.length
 
     def start(self) -> int:
-        """The end of the text."""
+        """Return the last token of the text."""
         return self._token
 
     def shares(self, place: int) -> Mapping[int, float]:
-        """How often each token came next."""
-        return self._followers.of((place,) if self.length else ())
+        """Return how often each token came next, as shares."""
+        return self._followers.shares_after((place,) if self.length else ())
 
     def follow(self, place: int, token: int) -> int:
-        """Only the last token counts."""
+        """Return the token itself: only the last one counts."""
         return token
 
 
@@ -91,7 +92,7 @@ class Followers:
 
     def __init__(self, index: SuffixIndex) -> None:
         self._index = index
-        self.of = lru_cache(maxsize=_NUM_KEPT)(self._count)
+        self.shares_after = lru_cache(maxsize=_NUM_KEPT)(self._count)
 
     def _count(self, tokens: tuple[int, ...]) -> Mapping[int, float]:
         matches = self._index.longest(tokens, len(tokens), len(tokens))
@@ -109,12 +110,12 @@ class Ngrams:
         self._followers = Followers(index)
 
     def new_state(self) -> NoState:
-        """Nothing is kept of a text."""
+        """Return a state that keeps nothing."""
         return NoState()
 
     def tiers(
         self, tokens: Sequence[int], asked: GuessRequest, state: NoState
     ) -> Iterator[NgramGuesses]:
-        """Two opinions on every path."""
+        """Yield two opinions on every path: after the last token, and regardless of it."""
         for length in (1, 0):
             yield NgramGuesses(self._followers, length, tokens[-1])

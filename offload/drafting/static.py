@@ -1,13 +1,13 @@
-"""Trees of a shape that is fixed beforehand: filled level by level, one draft pass each.
+"""Trees of a fixed shape, filled level by level with one draft pass each.
 
-The rule of verification says how children are chosen. Only nodes that have children are ever run.
+The rule of verification decides how children are chosen from the draft's logits: drawn with or
+without replacement, or ranked. One vectorised draw serves all nodes of a level. Only nodes that
+have children are run.
 
-How the children of a level's nodes are chosen from the draft's logits: one vectorised draw for all
-of them.
+Invariant: the number of children is settled before anything is drawn, and a node takes its first
+draws in their order; no draw is looked at and dropped.
 
-Which way belongs to the rule of verification. Invariant: the number of children is settled before
-anything is drawn, and a node takes its first so-many draws in their order; nothing drawn is looked
-at and dropped. W rows (nodes of one level).
+Shape letters, in this file only: W rows of a pass (nodes of one level), R rows of a block.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ from offload.trees.token_tree import Draw, Proposals, TokenTree, ancestors
 from offload.trees.topology import Topology
 from offload.units import ChildSampling
 
-_MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
+# float64 numbers drawn at once: 4 MiB, which the memory plan counts on
+_MAX_KEYS = 1 << 19
 
 
 class Children(NamedTuple):
-    """The choice for W nodes."""
+    """The children chosen for W nodes."""
 
     # int64 on the host, in the order of the draws; K is smaller where the vocabulary is
     token_WK: Tensor
@@ -40,8 +41,9 @@ class Children(NamedTuple):
 def draw_children(
     logits_WV: Tensor, num_children: int, sampler: Sampler, position: int
 ) -> Children:
-    """Choose `num_children` for every row, which all predict the token at `position`; any where
-    scores are NaN.
+    """Choose `num_children` for every row; all rows predict the token at `position`.
+
+    Where scores are NaN, any tokens may be chosen.
     """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
@@ -62,9 +64,7 @@ def draw_children(
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
-    """What a row's children are ranked by at its position: the likelihood, with the target's noise
-    where coupled.
-    """
+    """Return the scores that rank children: logits, with the target's noise where coupled."""
     return (
         sampler.perturbed(logits_WV, position)
         if sampler.drafting is ChildSampling.COUPLED
@@ -78,8 +78,9 @@ def _best(score_WV: Tensor, num_children: int) -> Children:
 
 
 def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Exponential sort, as in `draw_without_replacement_reference`, with numbers of the sampler's
-    generator.
+    """Draw by exponential sort, as `draw_without_replacement_reference` does.
+
+    On the host the numbers come from the sampler's generator.
     """
     if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
@@ -94,9 +95,7 @@ def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) 
 
 
 def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Independent draws by inverting the cumulated distribution; never a token without mass, or
-    beyond the last.
-    """
+    """Draw independently by inverting the cumulated distribution, never a token without mass."""
     chosen = []
     for probs_RV in _blocks(probs_WV):
         sum_RV = probs_RV.double().cumsum(1)
@@ -111,13 +110,14 @@ def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> 
 
 
 def _blocks(probs_WV: Tensor) -> tuple[Tensor, ...]:
-    """Rows in groups of at most `_MAX_KEYS` numbers, one row at least."""
+    """Split rows into groups of at most `_MAX_KEYS` numbers, one row at least."""
     return probs_WV.split(max(1, _MAX_KEYS // probs_WV.shape[1]))
 
 
 def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Drafted:
-    """A tree of this shape below `tokens[-1]`; a node with more children than there are tokens
-    repeats the last one.
+    """Return a tree of this shape below `tokens[-1]`.
+
+    A node with more children than the vocabulary has tokens repeats the last one.
     """
     root = len(tokens) - 1
     schedule = _schedule(topology)
@@ -140,7 +140,7 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
 
 
 class _Level:
-    """What one draft step runs and where its guesses go."""
+    """The rows that one draft pass runs, and the nodes that receive its guesses."""
 
     def __init__(self, topology: Topology, depth: int, expanded: Tensor) -> None:
         lo = topology.levels[depth].start
@@ -167,7 +167,7 @@ class _Level:
 
 
 class _Schedule(NamedTuple):
-    """The draft steps of one topology."""
+    """The draft passes of one topology."""
 
     levels: list[_Level]
     row_of_node: dict[int, int]

@@ -62,7 +62,7 @@ def _prove(given: LoadContext, meeting: Joined, identity: ModelIdentity) -> None
 
     Raises `UserError` on all of them where they have not.
     """
-    told = [card.proofs for card in meeting.cards]
+    told = [card.proofs for card in meeting.handshakes]
     if all(proved(told[0], own) for own in told):
         return
     given.hooks.on_phase("reading all weights once, to compare them with the other ranks'")

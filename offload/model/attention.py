@@ -1,5 +1,4 @@
-"""Attention of token trees: masks from ancestors, and an attention function that folds grouped
-queries.
+"""Attention of token trees: masks from ancestors, and a function that folds grouped queries.
 
 Query heads that share a key/value head become rows of one, so keys and values are read once and
 never repeated. The function is registered with transformers under `NAME`; families that change the
@@ -24,23 +23,21 @@ from offload.model.parts import BatchMask
 
 NAME = "offload_tree"
 BIASED = "offload_tree_biased"
-_MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
-_CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
-# families that need one take their own eager attention
+# size of a mask repeated for the heads of a group
+_MAX_MASK_BYTES = 64 << 20
+# families whose layers add to their mask before they pass it on
+_CALCULATE_WITH_MASKS = ("doge",)
+# families that need one of these take their own eager attention
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 
 
 def is_for_rows(config: Any) -> bool:
-    """Whether the layers of this model pass on to our attention function, untouched, what they get
-    as their mask.
-    """
+    """Return whether a model's layers pass their mask on to our attention function untouched."""
     return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
 
 
 def takes_paths(model: PreTrainedModel) -> bool:
-    """Whether all of a model's attention can be ours, also where its scores are capped or have
-    sinks.
-    """
+    """Return whether all of a model's attention can be ours, also with capped scores or sinks."""
     if model.config._attn_implementation != NAME:
         with suppress(ValueError):
             model.set_attn_implementation(NAME)
@@ -50,8 +47,9 @@ def takes_paths(model: PreTrainedModel) -> bool:
 def tree_mask(
     num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, dtype: torch.dtype
 ) -> Tensor:
-    """Additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself, as far as
-    its window reaches.
+    """Return an additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself.
+
+    As far as its window reaches.
 
     Args:
         num_prefix: P, committed positions 0..P-1.
@@ -81,8 +79,7 @@ def folded_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled-dot-product attention over (1, H, T, K) queries and (1, G, S, K) keys; the result is
-    (1, T, H, K).
+    """Attend (1, H, T, K) queries to (1, G, S, K) keys; the result is (1, T, H, K).
 
     `more` is what transformers passes beside. Raises `UserError` where that would change the scores
     themselves.
@@ -112,9 +109,7 @@ def folded_attention(
 def _parts(
     folded: Tensor, mask: Tensor | None, group: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Folded rows with their masks, in parts where the mask, repeated for every head, would grow
-    too large.
-    """
+    """Yield folded rows with their masks, in parts where one mask would be too large."""
     if mask is None or group == 1 or mask.shape[1] != 1:
         yield folded, _folded_mask(mask, group)
         return
@@ -145,14 +140,13 @@ def _path_attention(
         states[0] if states.stride(3) == 1 else states[0].contiguous()
         for states in (query, key, value)
     )
-    with torch._C.DisableTorchFunction():  # it pads its products itself
+    # it pads its products itself
+    with torch._C.DisableTorchFunction():
         return rows.attend(*states, rows, terms)[None].contiguous()
 
 
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
-    """The mask of folded queries: one for all heads is repeated, one per head (1, H, T, S) is
-    folded like they are.
-    """
+    """Return the mask of folded queries: repeated if it is one for all heads, else folded too."""
     if mask is None or group == 1:
         return mask
     if mask.shape[1] == 1:
@@ -170,9 +164,7 @@ def biased_attention(
     position_bias: Tensor,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The same for families whose `position_bias`, (1, H, T, S), is known to go by position and not
-    by row.
-    """
+    """Attend like `folded_attention`, with a `position_bias` (1, H, T, S) by position."""
     mask = position_bias if attention_mask is None else position_bias + attention_mask
     return folded_attention(module, query, key, value, mask, **more)
 

@@ -1,14 +1,14 @@
-"""A meta model and where its weights come from: parameters become views of slabs, or are expanded
-from them.
+"""A meta model and its weights: parameters are views of slabs, or expanded from them.
 
 The model is built without storage. A decoder layer's parameters become views of a slab just before
 it runs and are taken away right after; embeddings, final norm and head are bound once, as are all
 layers of a model that stays. Coded weights have their numbers only while their module runs
-(`expanded.py`), and a draft may hold them in fewer bits (`held.py`). Invariant: a parameter is
-bound to the bytes of its own layer, or is empty.
+(`expanded.py`), and a draft may hold them in fewer bits (`quantised_draft.py`).
+
+Invariant: a parameter is bound to the bytes of its own layer, or is empty.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
+from offload.checkpoint.layout import SlabLayout, TensorPart, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
@@ -28,13 +28,13 @@ from offload.model.meta import build_meta_model, keep_section, layer_stacks
 from offload.model.places import below, parameter_places, share, tables_around, view_of
 from offload.model.quantised_draft import HeldWeights
 
-Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
+# flat bytes, in host memory or on a device
+Slab = np.ndarray | Tensor
 _HOST = torch.device("cpu")
 
 
 class BoundModel:
-    """The meta model of one checkpoint, and the layouts of the slabs that its parameters are views
-    of.
+    """The meta model of one checkpoint, and the layouts of the slabs behind its parameters.
 
     Args:
         has_host_table: embedding tables stay in host memory; the few rows that a pass needs are
@@ -45,14 +45,12 @@ class BoundModel:
         on_demand: routed experts are no part of their layers' slabs, but brought one by one, see
             `bring_experts`.
 
-    Attributes:
-        layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
-        experts: of each layer that has any, where they come on demand.
-        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of
-            the decoder.
-        dtype: in which it computes; `place`: where.
-        vocab_size: V, width of the logits.
-        held: matrices of a draft in fewer bits than they are stored in; None where none are.
+    Attributes:~    layer_layouts: one slab per decoder layer.~    rest_layout: the slab of
+    embeddings, final norm and head.~    experts: of each layer that has any, where they come on
+    demand.~    encoder_layouts: one slab per layer that runs once per prompt; their numbers follow
+    those of the decoder.~    dtype: the type in which it computes.~    place: the device on which
+    it computes.~    vocab_size: V, width of the logits.~    held: matrices of a draft in fewer bits
+    than they are stored in; None where none are.
     """
 
     def __init__(
@@ -95,23 +93,7 @@ class BoundModel:
         self._move_buffers()
         self._layer_places = [below(places, names[block]) for block in blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
-        own = [below(stored, names[block]) for block in blocks]
-        found = [
-            find_experts(*one) if on_demand else (None, set())
-            for one in zip(blocks, own, strict=True)
-        ]
-        self._experts_of = {
-            layer: experts for layer, (experts, _) in enumerate(found) if experts is not None
-        }
-        self.experts = [*self._experts_of.values()]
-        self._layouts = [
-            slab_layout({name: what for name, what in stacks.items() if name not in routed})
-            for stacks, (_, routed) in zip(own, found, strict=True)
-        ]
-        self.layer_layouts, self.encoder_layouts = (
-            self._layouts[: self.num_layers],
-            self._layouts[self.num_layers :],
-        )
+        self._lay_out([below(stored, names[block]) for block in blocks], on_demand=on_demand)
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
         self.rest_layout = slab_layout(
@@ -134,28 +116,48 @@ class BoundModel:
         self._hooks: list[Any] = self._expanded.hooks
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
+    def _lay_out(
+        self,
+        own: Sequence[Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]],
+        *,
+        on_demand: bool,
+    ) -> None:
+        """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
+        found = [
+            find_experts(*one) if on_demand else (None, set())
+            for one in zip(self._blocks, own, strict=True)
+        ]
+        self._experts_of = {
+            layer: experts for layer, (experts, _) in enumerate(found) if experts is not None
+        }
+        self.experts = [*self._experts_of.values()]
+        self._layouts = [
+            slab_layout({name: what for name, what in stacks.items() if name not in routed})
+            for stacks, (_, routed) in zip(own, found, strict=True)
+        ]
+        self.layer_layouts = self._layouts[: self.num_layers]
+        self.encoder_layouts = self._layouts[self.num_layers :]
+
     @property
     def num_layers(self) -> int:
         return len(self._layers)
 
     @property
     def typical_layer(self) -> int:
-        """The first one that is like most, by which all can be judged: one with routed experts
-        where they come.
-        """
+        """The first layer that is like most: with routed experts where these come alone."""
         return next(iter(self._experts_of), 0)
 
     def read_rest(
         self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None
     ) -> int:
-        """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
+        """Read and bind all but layers, and what stays of coded ones; return the bytes read.
 
-        What lies around the layers of a copy is its `target`'s.
-
-        Raises `UserError` where scales and the like cannot be right, and what `fetch` raises.
+        What lies around the layers of a self draft is its `target`'s. Raises `UserError` where
+        scales and the like cannot be right, and what `fetch` raises.
         """
         layout = self._beside.layout
-        is_empty = not layout.coded and not layout.parameters  # where codings have no companions
+        # empty where codings have no companions
+        is_empty = not layout.coded and not layout.parameters
         self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
         if target is not None and self.checkpoint.is_copy:
             share(target._rest_places, self._rest_places, self.place)
@@ -166,7 +168,7 @@ class BoundModel:
 
     @property
     def rest_bytes(self) -> int:
-        """What `read_rest` reads."""
+        """Bytes that `read_rest` reads."""
         return self._beside.layout.slab_bytes + (
             0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
         )
@@ -178,23 +180,24 @@ class BoundModel:
         self._expanded.keep(companions_of)
 
     def bring_experts(self, bring: Bring) -> None:
-        """From now on routed experts come so; layers are called by their places in `experts`."""
+        """Let routed experts come by `bring`; it calls layers by their places in `experts`."""
         for layer, experts in enumerate(self.experts):
             bring_to(experts, layer, bring, self._expanded.numbers)
 
     def drop_experts(self) -> None:
-        """Let go of what they came from; until `bring_experts` is called again no layer that has
-        any can run.
+        """Let go of what experts came from.
+
+        Until `bring_experts` is called again no layer that has any can run.
         """
         for experts in self.experts:
             experts.module.__dict__.pop("forward", None)
 
     def expand_with(self, expansion: Expansion) -> None:
-        """From now on coded weights of layers are expanded by these functions."""
+        """Let coded weights of layers be expanded by these functions from now on."""
         self._expanded.expand_with(expansion)
 
     def codings_of(self, layer: int) -> list[Coding]:
-        """Of its weights; empty where all are plain."""
+        """Return the codings of a layer's weights; empty where all are plain."""
         words = [
             one
             for layout in self._parts_of(layer)
@@ -206,8 +209,9 @@ class BoundModel:
     def coded_words(
         self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]
     ) -> list[CodedWeight]:
-        """What `expand_with` is for, of a layer that need not be bound; of experts that come on
-        demand the first's.
+        """Return the coded weights of a layer that need not be bound.
+
+        Of experts that come on demand only the first's.
         """
         return [
             one
@@ -220,8 +224,9 @@ class BoundModel:
         return [self._layouts[layer], *(experts.records[:1] if experts else ())]
 
     def hold_layer(self, layer: int) -> None:
-        """A layer is bound for good; its slab can go where its matrices are to be held in fewer
-        bits.
+        """Quantise the matrices of a layer that is bound for good, where they are to be held so.
+
+        Its slab can then go.
         """
         if self.held is not None:
             self.held.take_layer(
@@ -230,8 +235,9 @@ class BoundModel:
             self._expanded.unbind(layer)
 
     def bind_rest(self, slab: np.ndarray) -> None:
-        """Give embeddings, norm and head their weights for good; tied ones share one tensor where
-        they lie together.
+        """Give embeddings, norm and head their weights for good.
+
+        Tied ones share one tensor where they lie together.
         """
         flat = torch.from_numpy(slab[self.rest_layout.sent])
         weights = {
@@ -253,12 +259,10 @@ class BoundModel:
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
     def bind_layer(self, layer: int, slab: Slab) -> None:
-        """Let a layer's parameters be views of `slab`, or copies where the compute type differs
-        from the stored one.
+        """Let a layer's parameters be views of `slab`, or copies where the types differ.
 
         An array is as a store fills it, and is sent where the model computes; a tensor holds what
-        is `sent` of one.
-        Views of a tensor are kept: slots are few.
+        is `sent` of one. Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
             sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place)
@@ -283,8 +287,9 @@ class BoundModel:
         self._expanded.unbind(layer)
 
     def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
-        """From now on take each layer's slab just before it runs and give it back right after, even
-        when it fails.
+        """Take each layer's slab just before it runs from now on, and give it back right after.
+
+        It is given back even when the layer fails.
         """
         for index, layer in enumerate(self._blocks):
             self._hooks.append(
@@ -297,18 +302,14 @@ class BoundModel:
             )
 
     def close(self) -> None:
-        """Take the hooks off: they refer back to this model, and such a cycle would hold its
-        weights for longer.
-        """
+        """Take the hooks off: they refer back to this model, a cycle that would hold weights."""
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
         self.drop_experts()
 
     def _move_buffers(self) -> None:
-        """What a family computes at construction (rotary frequencies, scales) goes where it is
-        used.
-        """
+        """Move what a family computes at construction (rotary frequencies) where it is used."""
         for module in self.meta_model.modules():
             place = _HOST if module in self._tables else self.place
             for key, buffer in module._buffers.items():
@@ -323,9 +324,7 @@ class BoundModel:
         release(index)
 
     def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The meta model's own type for `name`: the compute type but for what a family insists on
-        keeping in fp32.
-        """
+        """Return the meta model's type of a parameter: the compute type, or fp32 where insisted."""
         return next(
             (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
         )

@@ -1,12 +1,12 @@
-"""T5 over streamed weights: an encoder reads the prompt once, and every sweep is one over the
-decoder's layers.
+"""T5 over streamed weights: an encoder reads the prompt once, and every pass is the decoder's.
 
 A text's tokens are its prompt, one start token, and what the decoder writes. The cache counts all
 of them: the encoder takes in those of the prompt, and their keys and values, computed by the first
-sweep, lie in transformers' own cache of cross-attention. Scores get a bias by distance, which
+pass, lie in transformers' own cache of cross-attention. Scores get a bias by distance, which
 transformers counts in rows; a node of a tree has the position of its depth, so the bias is given
-from outside, with the tree's mask added. Invariant: what a cache holds belongs to the very prompt
-that it names.
+from outside, with the tree's mask added.
+
+Invariant: what a cache holds belongs to the very prompt that it names.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,14 +32,13 @@ _HOST = torch.device("cpu")
 
 
 class SourceCache(KVCache):
-    """That of a decoder behind an encoder; its first positions are those of the prompt, which has
-    no slots here.
+    """The cache of a decoder behind an encoder.
 
-    Attributes:
-        source: ids of the prompt that the encoder has read.
-        hidden_1SD: what it has made of them; of no prompt one row of zeros, with which passes can
-            be timed.
-        cross: keys and values of cross-attention, of the layers that have met them.
+    Its first positions are those of the prompt, which has no slots here.
+
+    Attributes:~    source: ids of the prompt that the encoder has read.~    hidden_1SD: what it has
+    made of them; of no prompt one row of zeros, with which passes can be timed.~    cross: keys and
+    values of cross-attention, of the layers that have met them.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, place: torch.device, *sizes: Any) -> None:
@@ -50,25 +49,30 @@ class SourceCache(KVCache):
 
     def read(self, source: list[int], hidden_1SD: Tensor) -> None:
         """Begin a text whose prompt the encoder has turned into `hidden_1SD`."""
-        self.hidden_1SD, self.cross = hidden_1SD, DynamicCache()
+        self.hidden_1SD = hidden_1SD
+        self.cross = DynamicCache()
         self._window.num_elsewhere = len(source)
         self._end_at(len(source))
-        self.source = source  # last: whoever finds it finds all of it
+        # last, so that all else is there once this is
+        self.source = source
 
     @contextmanager
     def passing(self) -> Iterator[EncoderDecoderCache]:
-        """Both caches for one pass. After one that was cut short keys may lack their values: all
-        are made anew.
+        """Yield both caches for one pass.
+
+        After a pass that was cut short keys may lack their values: all are made anew.
         """
         if self._is_under_way:
             self.cross = DynamicCache()
         self._is_under_way = True
         yield EncoderDecoderCache(self, self.cross)
-        self._is_under_way = False  # not so where the pass has failed
+        # not reached where the pass has failed
+        self._is_under_way = False
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first positions; of a prompt all or nothing, since its end
-        changes all of it.
+        """Forget the text but for its first positions.
+
+        Of a prompt all or nothing is kept, since its end changes all of it.
         """
         if num_kept < len(self.source):
             self.read([], self._nothing_11D)
@@ -98,7 +102,7 @@ class EncoderDecoderModel(StreamedModel):
     def new_cache(
         self, num_slots: int, gather: Callable[..., None] = kv_commit_reference
     ) -> SourceCache:
-        """An empty one, for one text; its slots are of the decoder's positions."""
+        """Return an empty cache for one text; its slots are of the decoder's positions."""
         width = self.meta_model.config.d_model
         return SourceCache(
             width, self.dtype, self.place, self.num_layers, num_slots, gather, self.send
@@ -108,9 +112,7 @@ class EncoderDecoderModel(StreamedModel):
     def take_in(
         self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Run the encoder over the tokens before the first start, unless `cache` is of these very
-        ones.
-        """
+        """Run the encoder over the tokens before the first start, unless `cache` has read them."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
         start = self.start[0]
         require(
@@ -135,9 +137,7 @@ class EncoderDecoderModel(StreamedModel):
         cache.read(source, self.meta_model.get_encoder()(input_ids=source_1S).last_hidden_state)
 
     def be_invariant(self, rows: object) -> None:
-        """Raises `UserError` where anything is wished for: rows are never added up by position
-        here.
-        """
+        """Raise `UserError` unless `rows` is None: no rows are added up by position here."""
         if rows is not None:
             raise UserError(
                 f"{self.meta_model.config.model_type} models add a bias to their scores"
@@ -159,7 +159,7 @@ class EncoderDecoderModel(StreamedModel):
             )
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
-        """Of the decoder's own positions; and how far each of them lies from each row."""
+        """Return masks of the decoder's positions; note how far each lies from each row."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
         num_source = len(cache.source)
         ancestor_TU = self.send(ancestor_TU)
@@ -173,11 +173,13 @@ class EncoderDecoderModel(StreamedModel):
     def _give_mask(
         self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        return args, kwargs  # it is part of the bias, which the first layer hands on to all others
+        # the mask is part of the bias, which the first layer hands on to all others
+        return args, kwargs
 
     def _give_bias(self, first: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """As `T5Attention.compute_bias`, but by position; the first layer alone has the table, and
-        is bound by now.
+        """Give the bias of `T5Attention.compute_bias`, by position instead of row.
+
+        The first layer alone has the table, and is bound by now.
         """
         sizes = (first.relative_attention_num_buckets, first.relative_attention_max_distance)
         bucket_TS = first._relative_position_bucket(self._distance_TS, False, *sizes)
@@ -185,15 +187,16 @@ class EncoderDecoderModel(StreamedModel):
         return args, {**kwargs, "position_bias": bias_1HTS + self._masks[None]}
 
     def _keep_scored(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """T5 would score every row."""
+        """Keep the rows that are scored; T5 would score every row."""
         return (args[0][:, -self._num_scored :], *args[1:])
 
 
 def open_model(
     checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
 ) -> StreamedModel:
-    """A `StreamedModel` of these arguments, or one with an encoder. Raises `UserError` for what
-    does not run.
+    """Return a `StreamedModel` of these arguments, or one with an encoder.
+
+    Raises `UserError` for what does not run.
     """
     return (EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel)(
         checkpoint, dtype, place, **more

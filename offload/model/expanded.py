@@ -1,10 +1,11 @@
-"""Weights that are stored coded: expanded just before the module that owns them runs, gone right
-after it.
+"""Weights that are stored coded: expanded just before their module runs, gone after it.
 
 Modules run one after another, so one scratch serves all of them: it is as large as what the largest
 module owns. What is streamed and what stays are words as they are stored; companions are prepared
-once. Invariant: a parameter has numbers only while its module runs, and these are those of the
-layer that is bound.
+once.
+
+Invariant: a parameter has numbers only while its module runs, and these are those of the layer that
+is bound.
 """
 
 import math
@@ -29,28 +30,30 @@ Companions = Mapping[str, Tensor]
 
 
 class _Parameter(NamedTuple):
-    """One of a module, and where its words lie in the slab of its layer."""
+    """A parameter of a module, and where its words lie in the slab of its layer."""
 
     place: ParameterSlot
-    parts: Sequence[tuple[TensorPart, slice]]  # in what was sent of the slab
+    # each with its place in what was sent of the slab
+    parts: Sequence[tuple[TensorPart, slice]]
     scratch_lo: int
 
 
 class CodedWeight(NamedTuple):
-    """Coded weights where they are expanded; of a parameter that has several parts one of these."""
+    """Coded weights where they are expanded: a parameter, or one part of it."""
 
     coding: Coding
     stored_B: Tensor
     companions: Companions
     shape: tuple[int, ...]
-    dtype: torch.dtype  # that is expanded into
+    # the type that is expanded into
+    dtype: torch.dtype
 
     @property
     def num_weights(self) -> int:
         return math.prod(self.shape)
 
     def expand(self, out: Tensor, expansion: Expansion) -> None:
-        """Fill `out`."""
+        """Fill `out` with the numbers."""
         self.coding.expand(self.stored_B, self.companions, out, expansion)
 
 
@@ -60,12 +63,12 @@ class ExpandedWeights:
     Args:
         layouts: of the slabs of all layers, by number.
         places: of their parameters, by name within the layer.
-        where: the model computes; dtype: in which.
+        where: the device on which the model computes.
+        dtype: the type in which it computes.
         records: slabs of what comes by itself, and is expanded by `numbers`.
 
-    Attributes:
-        hooks: what has to be taken off when the model is closed.
-        scratch_bytes: what the largest module needs.
+    Attributes:~    hooks: what has to be taken off when the model is closed.~    scratch_bytes:
+    what the largest module needs.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class ExpandedWeights:
         dtype: torch.dtype,
         records: Sequence[SlabLayout] = (),
     ) -> None:
-        self._where, self._scratch_B, self._dtype = where, torch.zeros(0, dtype=torch.uint8), dtype
+        self._where = where
+        self._scratch_B = torch.zeros(0, dtype=torch.uint8)
+        self._dtype = dtype
         self._sent: dict[int, Tensor] = {}
         coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
         self._parts = [one.part for words in coded for one in words]
@@ -89,12 +94,13 @@ class ExpandedWeights:
             self._hook_modules(layer, layout, own)
 
     def expand_with(self, expansion: Expansion) -> None:
-        """From now on by these functions."""
+        """Expand by these functions from now on."""
         self._expansion = expansion
 
     def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
-        """Companions of the layers' words, prepared, go where the model computes; makes room to
-        expand into.
+        """Keep prepared companions of the layers' words where the model computes.
+
+        Also allocates the scratch to expand into.
         """
         self._companions = {
             part: {name: tensor.to(self._where) for name, tensor in companions_of[part].items()}
@@ -103,7 +109,7 @@ class ExpandedWeights:
         self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._where)
 
     def bind(self, layer: int, sent: Tensor) -> None:
-        """Modules of `layer` expand from here until it is unbound."""
+        """Let modules of `layer` expand from this slab until it is unbound."""
         self._sent[layer] = sent
 
     def unbind(self, layer: int) -> None:
@@ -111,7 +117,7 @@ class ExpandedWeights:
         self._sent.pop(layer, None)
 
     def words(self, layout: SlabLayout, slab: np.ndarray) -> list[CodedWeight]:
-        """All that is expanded of a slab, for those who try how; nothing is bound."""
+        """Return all that is expanded of a slab, to try functions on; nothing is bound."""
         sent = torch.from_numpy(slab[layout.sent]).to(self._where)
         return [
             CodedWeight(
@@ -126,8 +132,11 @@ class ExpandedWeights:
         ]
 
     def numbers(self, record: SlabLayout, sent: Tensor) -> dict[str, Tensor]:
-        """All parameters of a record; what was coded is valid until anything else is expanded."""
-        # nothing of it is a product that somebody would watch
+        """Return all parameters of a record.
+
+        What was coded is valid until anything else is expanded.
+        """
+        # none of this is a product for a torch-function mode to watch
         with torch._C.DisableTorchFunction():
             weights = {
                 name: view_of(sent, record, name).to(self._dtype) for name in record.parameters
@@ -154,8 +163,9 @@ class ExpandedWeights:
         )
 
     def release(self, module: nn.Module) -> None:
-        """Its parameters have their numbers until those of another are expanded, and it expands no
-        more by itself.
+        """Expand a module's parameters a last time, and take its hooks off.
+
+        Their numbers are valid until those of another module are expanded.
         """
         if module in self._owned:
             fill, hooks = self._owned.pop(module)
@@ -164,9 +174,10 @@ class ExpandedWeights:
                 hook.remove()
 
     def settle(self) -> None:
-        """Where every module was released, nothing is expanded any more."""
+        """Drop companions and scratch once every module was released."""
         if not self._owned:
-            self._companions, self._scratch_B = {}, torch.empty(0, dtype=torch.uint8)
+            self._companions = {}
+            self._scratch_B = torch.empty(0, dtype=torch.uint8)
 
     def _hook_modules(
         self, layer: int, layout: SlabLayout, places: Mapping[str, ParameterSlot]
@@ -194,7 +205,7 @@ class ExpandedWeights:
 
     def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
         sent = self._sent[layer]
-        # nothing of it is a product that somebody would watch
+        # none of this is a product for a torch-function mode to watch
         with torch._C.DisableTorchFunction():
             for place, parts, lo in parameters:
                 out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()]
@@ -212,8 +223,7 @@ class ExpandedWeights:
 
 
 class CompanionScratch:
-    """What is read once, turned into something else, and let go: companions, and words of weights
-    around the layers.
+    """What is read once, transformed and let go: companions, and coded weights around the layers.
 
     Args:
         where: names the model.
@@ -249,7 +259,10 @@ class CompanionScratch:
         self.layout = slab_layout({**companions, **shapes})
 
     def companions(self, slab: np.ndarray) -> dict[TensorPart, Companions]:
-        """Of all coded weights, prepared. Raises `UserError` where they cannot be right."""
+        """Return the companions of all coded weights, prepared.
+
+        Raises `UserError` where they cannot be right.
+        """
         flat = torch.from_numpy(slab[self.layout.sent])
         found = dict[TensorPart, Companions]()
         for index, (name, part) in enumerate(self._parts):
@@ -271,7 +284,7 @@ class CompanionScratch:
         companions_of: Mapping[TensorPart, Companions],
         dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, Tensor]:
-        """The weights around the layers, in these types."""
+        """Return the weights around the layers, in these types."""
         flat = torch.from_numpy(slab[self.layout.sent])
         weights = {}
         for name, parts in self._rest.items():
@@ -301,14 +314,14 @@ def _coded(part: TensorPart) -> Coded:
 def _expand(
     part: TensorPart, stored_B: Tensor, companions: Companions, flat: Tensor, expansion: Expansion
 ) -> None:
-    """Fill one part of a parameter, all of whose numbers are `flat`."""
+    """Fill one part of a parameter; `flat` has the numbers of all parts."""
     shape = part.entry.shape
     own = flat[part.first : part.first + math.prod(shape)].view(shape)
     _coded(part).coding.expand(stored_B, companions, own, expansion)
 
 
 def _as_in_model(part: TensorPart, flat: Tensor) -> Tensor:
-    """A matrix of one part by itself."""
+    """Return a matrix that is one part, transposed where its coding is."""
     matrix = flat.view(part.entry.shape)
     return matrix.transpose(-1, -2) if _coded(part).coding.is_transposed else matrix
 

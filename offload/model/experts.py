@@ -1,9 +1,10 @@
-"""Experts that come when a router asks for them: each by itself, in whatever order they arrive.
+"""Experts that come when a router asks for them: each by itself, in any order of arrival.
 
 transformers multiplies with all experts of a layer as one stack. Here its module is asked for the
-same sums, expert by expert, with weights that are brought for this pass alone. Invariant: what
-experts contribute is added in their order, so that bits do not depend on what was there already;
-they are those of transformers' own loop over experts.
+same sums, expert by expert, with weights that are brought for this pass alone.
+
+Invariant: what experts contribute is added in their order, so that bits do not depend on what was
+there already; they are those of transformers' own loop over experts.
 """
 
 from collections import Counter
@@ -21,13 +22,15 @@ from offload.checkpoint.layout import SlabLayout, TensorPart, split_experts
 from offload.errors import UserError
 from offload.sampling.sampler import NOT_NUMBERS
 
-Weights = Mapping[str, Tensor]  # of one expert, by the names that their stacks have
-# Layer, its experts, rising, and how many rows want each -> each with its layout and its slab as it
-# is `sent`, valid until the next is asked for.
+# one expert's weights, by the names that their stacks have
+Weights = Mapping[str, Tensor]
+# Takes a layer, its experts, rising, and how many rows want each; yields each with its layout and
+# its slab as it is `sent`, valid until the next is asked for.
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
-# A record and its slab -> the numbers, valid until it is called again.
+# Takes a record and its slab; returns the numbers, valid until it is called again.
 Open = Callable[[SlabLayout, Tensor], Weights]
-_SAMPLE_BYTES = 64 << 20  # more than processors keep, so that numbers come from memory as in a pass
+# more than processors cache, so that numbers come from memory as in a pass
+_SAMPLE_BYTES = 64 << 20
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "_apply_gate")
 
 
@@ -35,7 +38,8 @@ class RoutedExperts(NamedTuple):
     """The experts of one layer."""
 
     module: nn.Module
-    records: list[SlabLayout]  # by expert
+    # by expert
+    records: list[SlabLayout]
 
     @property
     def num_experts(self) -> int:
@@ -45,8 +49,9 @@ class RoutedExperts(NamedTuple):
 def find_experts(
     block: nn.Module, stored: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]
 ) -> tuple[RoutedExperts | None, set[str]]:
-    """Those of a layer with these parameters, and the names of their stacks; None where it has
-    none.
+    """Return the experts of a layer with these parameters, and the names of their stacks.
+
+    None where it has no experts.
     """
     for name, module in block.named_modules():
         if not all(hasattr(module, flag) for flag in _FLAGS):
@@ -56,7 +61,7 @@ def find_experts(
             one.removeprefix(prefix): what for one, what in stored.items() if one.startswith(prefix)
         }
         count = int(module.num_experts)
-        # which 5.17 does not have
+        # transformers 5.17 does not have the second flag
         is_known = module.has_gate and not getattr(module, "has_post_expert_norm", False)
         assert is_known and all(shape[0] == count for shape, _ in stacks.values()), (
             "a family that was tried"
@@ -68,7 +73,7 @@ def find_experts(
 def sample_of(
     records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device
 ) -> Bring:
-    """A few of these stand for all experts, to try and to time by before there is room for more."""
+    """Let a few of these stand for all experts, to try and to time before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [
         (record, torch.from_numpy(fetch(record)[record.sent]).to(place))
@@ -85,7 +90,7 @@ def sample_of(
 
 
 def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open) -> None:
-    """From now on the module gets its weights so; `layer` is what `bring` calls it."""
+    """Let the module get its weights by `bring` from now on, which calls the layer `layer`."""
 
     def weights(needed: Sequence[int], num_rows: Sequence[int]) -> Iterator[tuple[int, Weights]]:
         for expert, record, sent in bring(layer, needed, num_rows):
@@ -101,7 +106,7 @@ def _forward(
     expert_NK: Tensor,
     share_NK: Tensor,
 ) -> Tensor:
-    """What transformers' own loop over experts computes; each row is multiplied with K experts.
+    """Compute what transformers' own loop over experts does; each row meets K experts.
 
     A device is waited for once. On it choices are sorted by their expert, so that nothing has to be
     sent back.
@@ -114,10 +119,11 @@ def _forward(
         [share_NK.isfinite().all()[None].to(sorted_C.dtype), sorted_C]
     ).tolist()
     if not is_finite:
-        raise UserError(NOT_NUMBERS)  # here those of a router
+        # here they are a router's scores
+        raise UserError(NOT_NUMBERS)
     row_C = order_C % num_rows
     share_C = share_NK.T.flatten()[order_C]
-    # one more stands for none
+    # an index of `num_experts` stands for no expert
     uses = Counter(expert for expert in chosen if expert < module.num_experts)
     ends = dict(zip(uses, accumulate(uses.values()), strict=True))
     parts = dict[int, tuple[Tensor, Tensor]]()
@@ -126,7 +132,8 @@ def _forward(
         row_R = row_C[span]
         out_RD = _multiply(module, hidden_ND[row_R], own) * share_C[span, None]
         parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
-        del own  # its numbers may be copies, and memory is planned for those of one expert
+        # its numbers may be copies, and memory is planned for those of one expert
+        del own
     out_ND = torch.zeros_like(hidden_ND)
     for expert in uses:
         out_ND.index_add_(0, *parts[expert])
@@ -134,7 +141,7 @@ def _forward(
 
 
 def _multiply(module: Any, row_RD: Tensor, own: Weights) -> Tensor:
-    """Up, gate, down, as the family has it."""
+    """Apply up, gate and down projections, as the family has them."""
     gated = module._apply_gate(_linear(module, row_RD, own, "gate_up_proj"))
     return _linear(module, gated, own, "down_proj")
 

@@ -43,17 +43,18 @@ _Found = list[tuple[str | None, str, TensorEntry]]
 
 
 class ParameterSources(NamedTuple):
-    """Where the parameters of a model come from; every one of them is in exactly one of the two."""
+    """Where the parameters of a model come from; each of them is in exactly one of the two."""
 
     # shape and parts of a parameter that the file holds
     stored: dict[str, tuple[Shape, list[TensorPart]]]
-    shared: dict[str, str]  # tied parameter -> the stored one that it shares
+    # tied parameter -> the stored one that it shares
+    shared: dict[str, str]
 
 
 def sources_of_parameters(
     checkpoint: Checkpoint, model: PreTrainedModel, shapes: dict[str, Shape]
 ) -> ParameterSources:
-    """Find every parameter in the checkpoint: `shapes` has them by their names in the (meta) model.
+    """Find every parameter in the checkpoint: `shapes` has them by their names in the model.
 
     Raises:
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
@@ -82,8 +83,9 @@ def sources_of_parameters(
 
 
 class _Table(NamedTuple):
-    """How transformers renames and converts what files hold; where a model is inside another, that
-    has one, too.
+    """How transformers renames and converts what files hold.
+
+    A model inside another has a table of its own.
     """
 
     renamings: list[WeightRenaming]
@@ -91,7 +93,7 @@ class _Table(NamedTuple):
 
     @classmethod
     def of(cls, transforms: Sequence[WeightTransform]) -> "_Table":
-        """Sorted by their kind."""
+        """Return a table of these transforms, sorted by their kind."""
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         return cls(renamings, [one for one in transforms if isinstance(one, WeightConverter)])
 
@@ -104,8 +106,9 @@ class _Table(NamedTuple):
         }
 
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
-        """A tensor's parameter, and the pattern of what converts it; what leads nowhere is taken
-        back, as there.
+        """Return a tensor's parameter, and the pattern of its converter.
+
+        A renaming that leads nowhere is taken back, as transformers does.
         """
         renamed, pattern = rename_source_key(name, self.renamings, self.converters, prefix, shapes)
         return (name, None) if renamed not in shapes and name in shapes else (renamed, pattern)
@@ -169,7 +172,7 @@ def _parts(
 def _placed(
     shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool
 ) -> list[TensorPart] | None:
-    """One behind the other, they fill the parameter; None where they do not."""
+    """Place the tensors one behind the other; None where they do not fill the parameter."""
     parts = []
     first = 0
     for entry in entries:
@@ -177,7 +180,8 @@ def _placed(
         own = shape
         if coding is not None and coding.is_transposed:
             own = (*shape[:-2], shape[-1], shape[-2])
-        if not is_whole:  # rows of it; headers may not say how wide a coded one is
+        # rows of the parameter; headers may not say how wide a coded one is
+        if not is_whole:
             rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
             own = (*rows, shape[-1])
         # Of coded weights columns may be padded, so that their bytes tell; some headers only have
@@ -197,9 +201,7 @@ def _placed(
 def _fused(
     where: str, parameter: str, found: _Found, converter: WeightConverter
 ) -> list[TensorEntry]:
-    """Those of a stack of experts: expert by expert, and within one expert in the order of the
-    converter's patterns.
-    """
+    """Return the tensors of a fused parameter: expert by expert, in the converter's order."""
     kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if kinds not in (
         [(MergeModulelist, 0)],
@@ -230,9 +232,7 @@ def _fused(
 
 
 def _check_numbers(where: str, parameter: str, found: _Found) -> None:
-    """The experts of each pattern are 0, 1, 2, ...: by their order alone those behind a gap would
-    take its place.
-    """
+    """Require experts 0, 1, 2, ... of each pattern: behind a gap all would be misplaced."""
     numbers = defaultdict[str | None, list[int]](list)
     for pattern, name, _ in found:
         numbers[pattern] += map(int, _EXPERT.findall(name)[-1:])
@@ -244,7 +244,7 @@ def _check_numbers(where: str, parameter: str, found: _Found) -> None:
 
 
 def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:
-    """Tensors of one pattern with expert 2 before expert 10."""
+    """Return the tensors of one pattern, expert 2 before expert 10."""
     rows = [
         (re.sub(r"\d+", lambda m: m[0].zfill(8), name), entry)
         for own, name, entry in found

@@ -1,5 +1,4 @@
-"""Root-mean-square norms of a Hugging Face model, found by what they compute and handed to one
-function.
+"""Root-mean-square norms of a Hugging Face model, found by what they compute.
 
 Families write the same norm in a few forms. A module's form is found on numbers: its own code and
 the reference of a form must give the same bits, in half precision, where the forms round
@@ -15,14 +14,16 @@ from torch import Tensor, nn
 
 from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
 
-Normalize = Callable[..., Tensor]  # `rms_norm_kernel` or its reference
+# `rms_norm_kernel` or its reference
+Normalize = Callable[..., Tensor]
 _EPS_NAMES = ("variance_epsilon", "eps")
-_WIDTH_WITHOUT_WEIGHT = 64  # of rows to try those with that have no weight, and take any
+# width of the rows that try norms without a weight, which take any width
+_WIDTH_WITHOUT_WEIGHT = 64
 _NUM_ROWS = 16
 
 
 def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
-    """All norms of a model whose forms are known, whether their weights are there or not."""
+    """Return all norms of a model whose forms are known, whether their weights are there or not."""
     found = list[tuple[nn.Module, NormForm]]()
     form_of = dict[object, NormForm | None]()
     for module in model.modules():
@@ -44,7 +45,7 @@ def normalize_with(model: nn.Module, normalize: Normalize | None) -> None:
     if normalize is None:
         return
     for module, form in find_norms(model):
-        # Its own code stays for what is of two types.
+        # The module's own code stays for rows and weights of different types.
         module.forward = partial(_forward, module, form, normalize, type(module).forward)
 
 
@@ -69,7 +70,7 @@ def _eps_of(module: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def _form_of(module: nn.Module) -> NormForm | None:
-    """On rows and a weight that are made up."""
+    """Find the form on made-up rows and a made-up weight."""
     chance = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = _WIDTH_WITHOUT_WEIGHT if weight is None else weight.shape[-1]
@@ -83,7 +84,8 @@ def _form_of(module: nn.Module) -> NormForm | None:
     sample._parameters = dict.fromkeys(module._parameters, made_up)
     try:
         wanted = type(module).forward(sample, rows)
-    except Exception:  # a module of another kind that happens to have such a number
+    # a module of another kind that happens to have such a number
+    except Exception:
         return None
     own = None if weight is None else weight_D
     same = [form for form in FORMS if torch.equal(rms_norm_reference(rows, own, eps, form), wanted)]

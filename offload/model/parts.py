@@ -1,15 +1,14 @@
-"""One pass over several texts: its rows in parts, each of one text, which sees the columns of that
-text alone.
+"""One pass over several texts, and feed-forwards that take the rows of a wide pass part by part.
 
+A pass over several texts has parts, each of one text, which sees the columns of that text alone.
 Products take all rows at once, attention takes part by part: so what a row gets does not depend on
 other texts, but for the rounding of products of more rows (and not even that where rows are
 `InvariantRows`).
 
-Feed-forwards that take the rows of a wide pass part by part, so that what lies between their
-matrices stays small.
+Between the matrices of a feed-forward, a prompt would hold three times its width for each of
+thousands of rows, which a plan would have to keep free in every pass. So its rows are taken in
+parts of as many rows as one product has at most on a CPU.
 
-Those of a prompt would hold three times their width for each of thousands of rows, which a plan
-would have to keep free in every pass. Parts are as many rows as one product has at most on a CPU.
 Invariant: a row's result is that of all rows at once, as far as products give a row the same bits
 whatever rows are beside it.
 """
@@ -29,8 +28,9 @@ from offload.model.kv_cache import CacheRows, JointCache, KVCache
 
 
 class BatchPart(NamedTuple):
-    """The next rows of one text; see `StreamedModel.forward`. A text may have two: its prompt, and
-    a tree behind it.
+    """The next rows of one text; see `StreamedModel.forward`.
+
+    A text may have two parts: its prompt, and a tree behind it.
     """
 
     token_T: Tensor
@@ -42,11 +42,14 @@ class BatchPart(NamedTuple):
 class PartMask(NamedTuple):
     """What the rows of one part see."""
 
-    lo: int  # rows of the pass
+    # rows [lo, hi) of the pass
+    lo: int
     hi: int
-    first: int  # columns of the buffers of all texts
+    # columns [first, last) of the buffers of all texts
+    first: int
     last: int
-    mask: Any  # of these rows and columns, as attention takes it for one text
+    # the mask of these rows and columns, as attention takes it for one text
+    mask: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +61,7 @@ class BatchMask:
     def attend(
         self, attend: Callable[..., tuple[Tensor, None]], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """(1, T, H, K); families may run the last T rows of the pass alone."""
+        """Return (1, T, H, K); families may run the last T rows of the pass alone."""
         first_row = self.parts[-1].hi - query.shape[2]
         found = list[Tensor]()
         for lo, hi, first, last, mask in self.parts:
@@ -72,7 +75,7 @@ class BatchMask:
 
 
 class Laid(NamedTuple):
-    """Parts, one behind the other."""
+    """Parts, one behind the other, as one pass."""
 
     token_T: Tensor
     position_T: Tensor
@@ -81,8 +84,9 @@ class Laid(NamedTuple):
 
 
 def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = None) -> Laid:
-    """Give every part its rows of the pass, and its caches their places; `mode` is for
-    `KVCache.take_rows`.
+    """Give every part its rows of the pass, and its cache their places.
+
+    `mode` is for `KVCache.take_rows`.
     """
     rows = list[CacheRows]()
     lo = 0
@@ -100,7 +104,7 @@ def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = N
 
 
 def seen_by(rows: Sequence[CacheRows], masks: Sequence[Any]) -> BatchMask:
-    """One mask for each part."""
+    """Return one mask for each part."""
     parts = []
     for (cache, lo, hi, position, _), mask in zip(rows, masks, strict=True):
         parts.append(
@@ -113,8 +117,9 @@ _MATRICES = ("gate_proj", "up_proj", "gate_up_proj")
 
 
 def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
-    """From now on the feed-forwards of these layers do, where they are what `checkpoint.sizes`
-    knows by its names.
+    """Let the feed-forwards of these layers take wide passes in parts from now on.
+
+    Only those that `checkpoint.sizes` knows by the names of their matrices.
     """
     for layer in layers:
         inner = getattr(layer, "mlp", None)
@@ -123,7 +128,7 @@ def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
 
 
 def _is_plain(inner: nn.Module) -> bool:
-    """Whether it is made of matrices alone, and given nothing but rows."""
+    """Return whether a feed-forward is made of matrices alone, and given nothing but rows."""
     children = dict(inner.named_children())
     has_matrices = "down_proj" in children and any(name in children for name in _MATRICES)
     others = [one for one in children.values() if type(one) is not nn.Linear]
@@ -132,7 +137,8 @@ def _is_plain(inner: nn.Module) -> bool:
 
 
 def _in_parts(inner: nn.Module) -> Callable[[Tensor], Tensor]:
-    whole_of = WeakMethod(inner.forward)  # a module that refers to itself would outlive its model
+    # weak, because a module that refers to itself would outlive its model
+    whole_of = WeakMethod(inner.forward)
 
     def forward(hidden_states: Tensor) -> Tensor:
         whole = whole_of()

@@ -1,7 +1,7 @@
 """Where the parameters of a meta model hang, and how they become views of a slab.
 
-Invariant: a view is as wide as its parameter and lies inside of the slab, whichever part of it was
-sent.
+Invariant: a view is as wide as its parameter and lies inside of the slab, for any part of it that
+was sent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,16 +17,17 @@ Value = TypeVar("Value")
 
 
 class ParameterSlot(NamedTuple):
-    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is streamed."""
+    """Where one parameter (or saved buffer) hangs, and what is there while nothing is streamed."""
 
     table: dict[str, Tensor | None]
     key: str
     empty: Tensor
-    module: nn.Module  # that it belongs to
+    # the module that it belongs to
+    module: nn.Module
 
 
 def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
-    """Of every parameter and saved buffer, by its name."""
+    """Return the slot of every parameter and saved buffer, by its name."""
     places = {}
     for prefix, module in meta_model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -47,8 +48,9 @@ def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
 
 
 def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
-    """Embeddings around the layers; some families have one more, of inputs to every layer, that is
-    larger still.
+    """Return the embeddings around the layers.
+
+    Some families have one more, of inputs to every layer, that is larger still.
     """
     inside = {module for layer in layers for module in layer.modules()}
     return [
@@ -59,10 +61,10 @@ def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn
 
 
 def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it does what `nn.Linear` does and nothing else, so that another way to multiply may
-    stand in its place.
+    """Return whether a module does what `nn.Linear` does and nothing else.
 
-    Routers and grouped projections of some families are derived from it, and return something else.
+    Then another way to multiply may stand in its place. Routers and grouped projections of some
+    families are derived from it, and return something else.
     """
     return (
         isinstance(module, nn.Linear)
@@ -76,8 +78,9 @@ def share(
     own: Iterable[tuple[str, ParameterSlot]],
     where: torch.device,
 ) -> None:
-    """Let places, by sources, have the tensors of another model; what lies elsewhere is copied to
-    `where`, once.
+    """Let slots, by sources, have the tensors of another model.
+
+    What lies elsewhere is copied to `where`, once.
     """
     tensors: dict[str, Tensor] = {}
     for source, place in theirs:
@@ -91,7 +94,7 @@ def share(
 
 
 def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
-    """What carries names with this prefix, by the names without it."""
+    """Return the entries whose names have this prefix, by their names without it."""
     return {
         name.removeprefix(prefix): value
         for name, value in mapping.items()
@@ -100,7 +103,7 @@ def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
 
 
 def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
-    """A parameter's numbers in what was sent of a slab."""
+    """Return a parameter's numbers in what was sent of a slab."""
     dtype, shape, slab_lo = layout.parameters[name]
     lo = slab_lo - layout.lead_bytes
     flat = sent[lo : lo + layout.parameters[name].num_bytes]

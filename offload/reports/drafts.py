@@ -1,9 +1,9 @@
-"""Which draft is best for a machine: a small one as stored or in fewer bits, a copy of the target,
-or none.
+"""Which draft is best for a machine: a small model, stored or in fewer bits, a self draft, or none.
 
 Each is planned and predicted as if it were asked for, with the best tree that its memory leaves
-room for. Only machines whose rates of computing are known tell drafts apart. Invariant: no weights
-are read.
+room for. Only machines whose rates of computing are known tell drafts apart.
+
+Invariant: no weights are read.
 """
 
 from collections.abc import Iterator
@@ -23,22 +23,26 @@ from offload.reports.estimate import Read, estimate
 class DraftCandidate(NamedTuple):
     """One way to draft."""
 
-    draft: str | None  # as `--draft` has it
+    # as `--draft` has it
+    draft: str | None
     draft_dtype: str | None
-    draft_bytes: int  # of memory where layers are computed, its cache included
-    num_resident: int  # layers of the target that have room beside it
-    prediction: Prediction | None  # None where it does not go
+    # memory where layers are computed, the draft's cache included
+    draft_bytes: int
+    # layers of the target that have room beside it
+    num_resident: int
+    # None where it does not fit
+    prediction: Prediction | None
     refusal: str = ""
 
     @property
     def label(self) -> str:
-        """In words."""
+        """The draft in words."""
         is_copy = copy_bits(self.draft) is not None
         name = self.draft if self.draft is None or is_copy else name_of(self.draft)
         return (name or "none") + (f" at {self.draft_dtype}" if self.draft_dtype else "")
 
     def as_dict(self) -> dict[str, object]:
-        """By the names that `--json` uses."""
+        """Return the figures by the names that `--json` uses."""
         known = {"prediction": self.prediction.as_dict() if self.prediction else None}
         return {**self._asdict(), **known}
 
@@ -51,8 +55,7 @@ def compare_drafts(
     disk_speed: str | int | None = None,
     read: Read = describe,
 ) -> list[DraftCandidate]:
-    """What there is to choose from, the one that is predicted to be the fastest first, and last
-    what does not go.
+    """Return the candidates, the one predicted to be the fastest first, those that do not fit last.
 
     Nothing where no `hardware` is named: only its rates tell drafts apart.
     """

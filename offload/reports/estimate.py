@@ -1,19 +1,14 @@
-"""Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that
-nobody here owns.
+"""Will it fit, and how fast will it be: the answer of `offload plan`, for any machine.
 
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link,
 measured here and now, and from a profile of `offload tune`; where only the link is known, a
-prediction is a lower bound and says so. Tokens per sweep are a range, from pairs that papers
-measured, where nobody has measured this one. No torch but for a GPU, or to count a model that only
-torch can build.
+prediction is a lower bound and says so. Tokens per pass are a range, from pairs that papers
+measured, where this pair was not measured. What `offload pack` would win is forecast from the
+exponents of a few weights where these lie here. No torch but for a GPU, or to count a model that
+only torch can build.
 
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a
 few pieces whose exponents tell what packing would win.
-
-What `offload pack` would win, said before anybody packs: by exponents of a few weights where these
-lie here.
-
-Invariant: no more is read than the forecast's few pieces.
 """
 
 from collections.abc import Callable
@@ -65,32 +60,38 @@ from offload.trees.spec import TreeSpec, label_of
 from offload.trees.topology import Shape, chain
 from offload.units import Sampling, format_bytes, parse_rate, require
 
-if TYPE_CHECKING:  # it brings torch along, which other machines are planned without
+# it brings torch along, which other machines are planned without
+if TYPE_CHECKING:
     from offload.streaming.device import Device
 
 
+Read = Callable[..., Checkpoint]
+# share of the context whose keys and values a pass reads on average
+_FILLED_SHARE = 0.5
+
+
 class Packing(NamedTuple):
-    """What `offload pack` would make of the target, and of a sweep with the same tree."""
+    """What `offload pack` would make of the target, and of a weight pass with the same tree."""
 
     forecast: PackingForecast
-    # of a sweep; None where it is not worth it, or needs more memory than there is
+    # bytes of one pass; None where packing is not worth it, or needs more memory than there is
     streamed_bytes: int | None
     sweep_s: float | None
 
     def as_dict(self) -> dict[str, object]:
-        """For programs."""
+        """Return the figures by the names that `--json` uses."""
         own = {"bytes_per_sweep": self.streamed_bytes, "sweep_s": self.sweep_s}
         return {**self.forecast._asdict(), "share": self.forecast.share, **own}
 
 
 def packing_of(
     files: ModelFiles,
-    room: MemoryBudget,
+    budget: MemoryBudget,
     num_nodes: int,
     hardware: Hardware | None,
     link_bytes_per_s: float | None,
 ) -> Packing | None:
-    """Of the target, with trees of so many nodes; None where there is nothing to pack."""
+    """Return what packing the target would win, None where there is nothing to pack."""
     found = forecast(files.target)
     if found is None:
         return None
@@ -98,11 +99,12 @@ def packing_of(
         return Packing(found, None, None)
     packed = as_packed(files.target, found)
     # a packed stack of experts comes whole
-    if room.experts == "demand" and model_shape(packed).experts is None:
+    if budget.experts == "demand" and model_shape(packed).experts is None:
         return None
     try:
-        plan = room.plan(files._replace(target=packed), num_nodes)
-    except UserError:  # what weights are expanded into takes room as well
+        plan = budget.plan(files._replace(target=packed), num_nodes)
+    # what weights are expanded into takes room as well
+    except UserError:
         return Packing(found, None, None)
     streamed_bytes = Traffic.of(plan, hardware).bytes_at(1)
     return Packing(
@@ -112,51 +114,53 @@ def packing_of(
     )
 
 
-Read = Callable[..., Checkpoint]
-_FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
-
-
 class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
-    models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
+    # the target, and the draft if there is one
+    models: tuple[ModelFacts, ...]
     plan: MemoryPlan
-    hardware: Hardware | None  # None for this machine
-    link_bytes_per_s: float | None  # measured, or as given; None where neither is known
+    # None for this machine
+    hardware: Hardware | None
+    # measured, or as given; None where neither is known
+    link_bytes_per_s: float | None
     # without a tree, then with the wanted one; empty where no rate is known
     predictions: tuple[Prediction, ...]
-    is_link_alone: bool  # whether computing is left out of the predictions, for want of its rates
-    basis: str  # of the tokens per sweep, in words
+    # whether computing is left out of the predictions, because its rates are not known
+    is_link_alone: bool
+    # what the tokens per pass rest on, in words
+    basis: str
     notes: tuple[str, ...]
-    is_measured: bool  # the link, here and now
-    packing: Packing | None  # None where there is nothing to pack
-    traffic: Traffic  # of the plan
-    # of a prompt that fills one; None where computing is not known, or nothing streams
+    # whether the link was measured here and now
+    is_measured: bool
+    # None where there is nothing to pack
+    packing: Packing | None
+    # bytes that the plan moves
+    traffic: Traffic
+    # the largest pass over a prompt; None where computing is not known, or nothing streams
     prompt: PromptPass | None
 
     @property
     def sweep_bytes(self) -> int:
-        """What one sweep moves; of experts on demand what one token is expected to need."""
+        """Bytes that one pass moves; with experts on demand, what one token is expected to need."""
         experts = self.traffic.experts
         return self.plan.streamed_bytes + (round(experts.near_bytes_at(1)) if experts else 0)
 
     @property
     def sweep_s(self) -> float | None:
-        """What that takes."""
+        """Seconds that moving these bytes takes, None where the link is not known."""
         if self.link_bytes_per_s is None:
             return None
         return self.traffic.bytes_at(1) / self.link_bytes_per_s
 
     @property
     def hit_share(self) -> float | None:
-        """Of the experts that one token needs, such as are kept; None where they come with their
-        layers.
-        """
+        """Share of a token's experts that are kept; None where experts come with their layers."""
         experts = self.traffic.experts
         return experts and experts.hit_share(1)
 
     def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures by the names that `--json` uses."""
         seconds = self.predictions[-1].s_per_token_range if self.predictions else None
         return {
             "fits": True,
@@ -181,17 +185,22 @@ class Estimate(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """One question, opened."""
+    """One question, with its files opened."""
 
     files: ModelFiles
     options: LoadOptions
     tree: TreeSpec
-    hardware: Hardware | None  # that was named
-    device: "Device | None"  # of this machine, that a run would take
-    room: MemoryBudget
-    tokens_per_sweep: float | None  # of the named tree, as given
-    disk_bytes_per_s: float | None  # as given, instead of a measurement
-    routing: ExpertRouting | None = None  # of experts, as a profile has counted it
+    # the machine that was named
+    hardware: Hardware | None
+    # the device of this machine that a run would take
+    device: "Device | None"
+    budget: MemoryBudget
+    # yield of the named tree, as given
+    tokens_per_sweep: float | None
+    # as given, instead of a measurement
+    disk_bytes_per_s: float | None
+    # how experts are routed, as a profile has counted it
+    routing: ExpertRouting | None = None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -207,21 +216,21 @@ class _Case(NamedTuple):
 
     @property
     def machine(self) -> Machine:
-        """What a profile of this machine would be of."""
+        """The machine that a profile of this one would be for."""
         name = self.device.name if self.device else "cpu"
         return Machine.here(compute_dtype_name(self.files.target, self.options.dtype), name)
 
     def plan(self, num_nodes: int) -> MemoryPlan:
-        """Memory for trees of so many nodes."""
-        return self.room.plan(self.files, num_nodes)
+        """Return the memory plan for trees of `num_nodes`."""
+        return self.budget.plan(self.files, num_nodes)
 
     def traffic(self, plan: MemoryPlan) -> Traffic:
-        """What a plan moves."""
+        """Return the bytes that a plan moves."""
         return Traffic.of(plan, self.hardware).routed_by(self.routing)
 
     def plan_without_draft(self) -> MemoryPlan:
-        """Memory for one token per sweep."""
-        return self.room.plan(ModelFiles(self.files.target), 1)
+        """Return the memory plan for one token per pass."""
+        return self.budget.plan(ModelFiles(self.files.target), 1)
 
 
 def estimate(
@@ -235,15 +244,15 @@ def estimate(
     has_packing: bool = True,
     read: Read = describe,
 ) -> Estimate:
-    """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read.
+    """Plan and predict. Raises `UserError` for what does not fit or cannot be read.
 
     Args:
         hardware: name or file of another machine; None is this one.
         disk_speed: bytes per second, such as `3GB`; None measures it here, or takes the machine's.
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
-        has_packing: forecasts what packing the target would win.
-        read: headers by name and config; `cache(describe)` where several estimates are of the same
-            models.
+        has_packing: whether to forecast what packing the target would win.
+        read: reads headers by name and config; `cache(describe)` where several estimates are of the
+            same models.
     """
     disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
     machine = find_hardware(hardware) if hardware else None
@@ -256,37 +265,36 @@ def estimate(
         require_one_vocabulary(files.target, files.draft)
     tree = planned_tree(options, draft, tokens_per_sweep)
     device = _find_device(options, machine)
-    room = _room(options, machine, device)
-    dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=room.gpu is None)
+    budget = _budget(options, machine, device)
+    dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     options = replace(options, dtype=dtype)
-    room = replace(room, dtype=dtype)
+    budget = replace(budget, dtype=dtype)
     if machine is None and device is None:
-        from offload.calibration.link import with_rates  # it times a product
-
-        room = with_rates(
-            room, files, 1 if tree.is_chosen else tree.num_nodes, disk_bytes_per_s=disk_bytes_per_s
-        )
-    room = with_experts(room, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
-    case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
+        budget = _with_rates(budget, files, tree, disk_bytes_per_s)
+    budget = with_experts(budget, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
+    case = _Case(files, options, tree, machine, device, budget, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
-    plan = case.plan(options.parallel * tree.num_nodes)  # refuses before the link is measured
+    # refuses before the link is measured
+    plan = case.plan(options.parallel * tree.num_nodes)
     profile, basis = _profile(case)
-    case, link = case._replace(routing=routing_in(profile)), _link(case)
+    link = _link(case)
+    case = case._replace(routing=routing_in(profile))
     costs = _costs(case, profile, link)
     models = tuple(
         ModelFacts.of(*one)
         for one in zip(filter(None, (model, draft)), filter(None, files), strict=True)
     )
     predictions: tuple[Prediction, ...] = ()
-    # passes of a copy are no small matter, so the link says nothing
+    # passes of a self draft are no small matter, so the link says nothing
     is_unknown = costs is None and _is_copy(files)
     if link is not None and not is_unknown and (costs or plan.is_streamed):
         predictions, basis = _predictions(case, costs, link, profile, basis)
-        if tree.kind != "auto_chain":  # which has room for longer chains than its first
+        # `chain:auto` keeps room for longer chains than its first
+        if tree.kind != "auto_chain":
             plan = case.plan(options.parallel * predictions[-1].shape.num_nodes)
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
     notes = (*([_NO_COSTS] if is_unknown else []), *dtype_notes, *_notes(case, link, plan))
-    packing = packing_of(files, room, plan.num_nodes, machine, link) if has_packing else None
+    packing = packing_of(files, budget, plan.num_nodes, machine, link) if has_packing else None
     return Estimate(
         models,
         plan,
@@ -303,9 +311,19 @@ def estimate(
     )
 
 
+def _with_rates(
+    budget: MemoryBudget, files: ModelFiles, tree: TreeSpec, disk_bytes_per_s: float | None
+) -> MemoryBudget:
+    # imported here, because it times a product
+    from offload.calibration.link import with_rates
+
+    num_nodes = 1 if tree.is_chosen else tree.num_nodes
+    return with_rates(budget, files, num_nodes, disk_bytes_per_s=disk_bytes_per_s)
+
+
 def _prompt(case: _Case, costs: Costs | None, plan: MemoryPlan) -> PromptPass | None:
-    """By the curves, or as the rates have it that the rows were chosen by."""
-    rates = case.room.rates
+    """Return the largest pass over a prompt, by the curves or by the rates that chose its rows."""
+    rates = case.budget.rates
     most = plan.max_prompt_rows
     if rates is not None and costs is None and case.device is None:
         seconds = most * row_s(
@@ -325,8 +343,9 @@ def _is_copy(files: ModelFiles) -> bool:
 def planned_tree(
     options: LoadOptions, draft: str | None, tokens_per_sweep: float | None
 ) -> TreeSpec:
-    """The tree to plan for. Raises `UserError` for one without a draft, and for a yield that is of
-    no one tree.
+    """Return the tree to plan for.
+
+    Raises `UserError` for a tree without a draft, and for a yield that belongs to no one tree.
     """
     tree = options.tree_spec(has_draft=draft is not None)
     # what guesses yield depends on the text, and by themselves they take no room that there is not
@@ -351,8 +370,9 @@ def planned_tree(
 
 
 def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | None":
-    """The GPU of this machine that a run would take; none for other machines, and for a budget on a
-    GPU elsewhere.
+    """Return the GPU of this machine that a run would take.
+
+    None for other machines, and for a budget on a GPU elsewhere.
     """
     if hardware is not None:
         if options.device != "auto":
@@ -372,8 +392,10 @@ def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | N
     return open_device(options.device, options.gpu_memory)
 
 
-def _room(options: LoadOptions, hardware: Hardware | None, device: "Device | None") -> MemoryBudget:
-    """Budgets that are not given are the named machine's, or what is free on this one."""
+def _budget(
+    options: LoadOptions, hardware: Hardware | None, device: "Device | None"
+) -> MemoryBudget:
+    """Return the memory budget; what is not given is the named machine's, or what is free here."""
     place = str(device.place) if device else None if options.gpu_memory is None else "cuda"
     if hardware is not None:
         ram = options.ram or hardware.ram_bytes
@@ -386,8 +408,8 @@ def _room(options: LoadOptions, hardware: Hardware | None, device: "Device | Non
             "leave it out",
         )
         options = replace(options, ram=ram, gpu_memory=options.gpu_memory or gpu)
-    room = MemoryBudget.of(options, place)
-    return room if hardware is None else replace(room, rates=rates_of(hardware))
+    budget = MemoryBudget.of(options, place)
+    return budget if hardware is None else replace(budget, rates=rates_of(hardware))
 
 
 def _check(case: _Case) -> None:
@@ -402,20 +424,23 @@ def _check(case: _Case) -> None:
 
 
 def _profile(case: _Case) -> tuple[Profile | None, str]:
-    """What is known of acceptance, and in words where from."""
-    (target, draft), rule, named = case.files, case.options.rule, case.options.profile
+    """Return what is known of acceptance, and in words where from."""
+    target, draft = case.files
+    rule = case.options.rule
+    named = case.options.profile
     if (
         draft is None
         or case.options.has_no_profile
         or (named is None and (case.is_elsewhere or not case.is_open))
     ):
         return None, ""
-    experts = case.room.experts_of(case.files)
+    experts = case.budget.experts_of(case.files)
     if named is None:
         profile, where = find_profile(Identity.of(target, draft, Sampling(), rule, case.machine))
         return profile and profile.of_experts(experts), f"profile {where}" if profile else where
     known = parse_profile(Path(named))
-    if case.is_open:  # times of another machine do not matter where those of hardware are asked for
+    # times of another machine do not matter where those of hardware are asked for
+    if case.is_open:
         own = known.identity
         sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
         machine = own.machine if case.hardware else case.machine
@@ -424,8 +449,9 @@ def _profile(case: _Case) -> tuple[Profile | None, str]:
 
 
 def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | None:
-    """Of the named machine, or of this one where it was measured; None where nothing is known of
-    computing.
+    """Return the costs of the named machine, or of this one where it was measured.
+
+    None where nothing is known of computing.
     """
     if case.hardware is not None and case.hardware.flops_per_s:
         dtype = case.options.dtype
@@ -438,8 +464,9 @@ def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | 
 
 
 def _link(case: _Case) -> float | None:
-    """Bytes per second at which layers arrive: of the named machine, as given, or measured; None
-    where unknown.
+    """Return bytes per second at which layers arrive; None where unknown.
+
+    They are those of the named machine, as given, or measured.
     """
     target = case.files.target
     disk_bytes_per_s = case.disk_bytes_per_s
@@ -460,14 +487,15 @@ def _link(case: _Case) -> float | None:
 def _predictions(
     case: _Case, costs: Costs | None, link: float, profile: Profile | None, basis: str
 ) -> tuple[tuple[Prediction, ...], str]:
-    """One token per sweep and no draft, then the wanted tree, or the best; and what its yield rests
-    on.
+    """Return predictions without a draft and with the wanted or best tree.
+
+    Also what its yield rests on, in words.
     """
     known = costs or link_alone(link)
     found = [_predict(case, known, case.plan_without_draft(), chain(0), (1.0, 1.0))]
     if case.files.draft is not None and case.tree.kind != "none":
         max_depth = case.plan(1).context - 1
-        traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
+        traffic_of = cache(partial(case.budget.traffic, case.files, hardware=case.hardware))
         # rows ask for bytes there, which is what is known
         weighed = known if case.plan(1).has_experts else costs
         num_texts = case.options.parallel
@@ -489,8 +517,9 @@ def _predictions(
 def _tokens(
     case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
 ) -> tuple[tuple[float, float], str]:
-    """Least and most per sweep, and what they rest on: given, measured, or what like pairs have
-    yielded.
+    """Return the least and most tokens per pass, and what they rest on.
+
+    They are given, measured, or what like pairs have yielded.
     """
     if case.tokens_per_sweep:
         return (case.tokens_per_sweep, case.tokens_per_sweep), "tokens per sweep as given"
@@ -500,7 +529,7 @@ def _tokens(
 def tokens_of(
     files: ModelFiles, dtype: str, choice: TreeChoice, profile: Profile | None, basis: str
 ) -> tuple[tuple[float, float], str]:
-    """Least and most tokens per sweep of a tree for this pair, and what they rest on."""
+    """Return the least and most tokens per pass of a tree for this pair, and what they rest on."""
     tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
     usual = usual_for(files.draft)
     if profile is None and usual.is_copy:
@@ -529,13 +558,13 @@ def _predict(
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:
-    """Which GPU this is about, and what the figures leave out."""
+    """Return which GPU this is about, and what the figures leave out."""
     notes: list[str | None] = []
     if case.device is not None and plan.gpu_bytes is not None:
         gpu = f"{case.device.place} is a {case.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
         notes.append(f"{gpu}; `device` cpu does without")
     if case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target):
-        notes.append(ram_warning(case.room.ram))
+        notes.append(ram_warning(case.budget.ram))
     if case.files.draft is None and plan.is_streamed and case.tree.kind == "none":
         notes.append(_NO_DRAFT)
     if link is None and plan.is_streamed:

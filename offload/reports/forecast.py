@@ -1,19 +1,14 @@
-"""How fast a cluster will be with one model, in either way of sharing it, and which of the two is
-better there.
+"""How fast a cluster will be with one model, shared as shards or as stages, and which is better.
 
-Ranks with rows of every layer wait for the slowest link, or for computing and exchanging, whichever
-is longer: weights are read ahead meanwhile. Ranks with layers of their own take turns for one run;
-with as many runs in flight as there are stages the slowest one decides, but most of those runs are
-for nothing. Whatever tree is named, stages run batches of as many guesses as cost next to nothing,
-as `--pipeline async` does. Without rates of computing, seconds are those of
-links and network: a lower bound. No torch. Invariant: nothing is measured, so any cluster can be
-asked for.
+Ranks with rows of every layer (shards) wait for the slowest link, or for computing and exchanging,
+whichever is longer: weights are read ahead meanwhile. Ranks with layers of their own (stages) take
+turns for one run; with as many runs in flight as there are stages the slowest one decides, but most
+of those runs are in vain: what the first one ends in is not what they begin with. What they still
+yield (`in_flight_gain`) was counted for a small pair. For any tree named, stages run batches of as
+many guesses as cost next to nothing, as `--pipeline async` does. Without rates of computing,
+seconds are those of links and network: a lower bound. No torch.
 
-What several runs in flight yield: counted, with all trees along the target's own text, for a small
-pair.
-
-While one tree is in the last stage, the next ones are in the stages before it, and most of those
-are for nothing: what the first one ends in is not what they begin with. No torch.
+Invariant: nothing is measured, so any cluster can be asked for.
 """
 
 import math
@@ -69,8 +64,9 @@ _GAINS = {
 
 
 def in_flight_gain(num_runs: int, num_nodes: int) -> float:
-    """How many times faster than one run at a time, where all stages take equally long; straight in
-    logarithms.
+    """Return the speed relative to one run at a time, where all stages take equally long.
+
+    Interpolated in logarithms.
     """
     sizes = [math.log2(size) for size in _GAINS]
     columns = zip(*_GAINS.values(), strict=True)
@@ -85,20 +81,23 @@ _LAY_OUT: dict[Kind, Callable[[ClusterRequest, int], ClusterLayout]] = {
     "stages": lay_out_stages,
 }
 _CURVE_ROWS = (1, 8, 32, 64, 128, 256, 512, SIZES[-1])
-SHOWN_ROWS = (1, 64, 256)  # of passes, beside those of the tree
+# rows of the passes that are shown beside those of the tree
+SHOWN_ROWS = (1, 64, 256)
 _TYPICAL_NODES = 64
 
 
 class ForecastPass(NamedTuple):
-    """One pass of so many rows."""
+    """One pass of `num_rows` rows."""
 
     num_rows: int
-    seconds: float  # from its beginning to its end, where no other is in flight
-    exchange_s: float  # of the network alone
-    # from the end of one to that of the next with one in flight for every stage; shards have no
-    # such
+    # from its beginning to its end, where no other is in flight
+    seconds: float
+    # the network alone
+    exchange_s: float
+    # from one end to the next, with a pass in flight for every stage; for shards as `seconds`
     cycle_s: float
-    sent_bytes: tuple[int, ...]  # by each rank
+    # bytes that each rank sends
+    sent_bytes: tuple[int, ...]
 
 
 class ForecastRate(NamedTuple):
@@ -106,20 +105,23 @@ class ForecastRate(NamedTuple):
 
     label: str
     shape: Shape
-    tokens_range: tuple[float, float]  # least and most of a pass
+    # least and most tokens of a pass
+    tokens_range: tuple[float, float]
     basis: str
-    draft_s: float  # of one tree
+    # seconds of drafting one tree
+    draft_s: float
     s_per_token_range: tuple[float, float]
-    num_in_flight: int  # runs at a time
+    # runs at a time
+    num_in_flight: int
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float] | None:
-        """None where nothing that is counted takes any time."""
+        """Least and most tokens per second; None where nothing that is counted takes any time."""
         low, high = self.s_per_token_range
         return (1 / high, 1 / low) if low else None
 
     def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures by the names that `--json` uses."""
         known = {
             name: value
             for name, value in self._asdict().items()
@@ -136,39 +138,40 @@ class ForecastRate(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """How long one rank is, in every pass, and with what."""
+    """How long one rank is busy in every pass, and what limits it."""
 
     seconds: float
     limit: Limit
 
 
 class ClusterForecast(NamedTuple):
-    """One way of sharing a model; without a layout it does not work here, and `refusal` says why."""
+    """One way of sharing a model; without a layout it does not work, and `refusal` says why."""
 
     kind: Kind
     layout: ClusterLayout | None
     refusal: str = ""
     passes: tuple[ForecastPass, ...] = ()
-    rates: tuple[ForecastRate, ...] = ()  # without a tree, then with the wanted one
+    # without a tree, then with the wanted one
+    rates: tuple[ForecastRate, ...] = ()
 
     @property
     def s_per_token(self) -> float:
-        """Of the best known way to decode, in the middle of its range."""
+        """Seconds per token of the best known way to decode, in the middle of its range."""
         low, high = self.rates[-1].s_per_token_range
         return (low * high) ** 0.5
 
     @property
     def num_rows(self) -> int:
-        """Of the passes that decoding will make."""
+        """Rows of the passes that decoding will make."""
         return self.rates[-1].shape.num_nodes
 
     @property
     def usual(self) -> ForecastPass:
-        """One of these passes."""
+        """The pass that decoding will make."""
         return next(one for one in self.passes if one.num_rows == self.num_rows)
 
     def as_dict(self) -> dict[str, object]:
-        """What `--json` says of it."""
+        """Return the figures by the names that `--json` uses."""
         if self.layout is None:
             return {"works": False, "refusal": self.refusal}
         ranks = [
@@ -180,8 +183,9 @@ class ClusterForecast(NamedTuple):
         return {"works": True, "ranks": ranks, "passes": passes, "predictions": rates}
 
     def busy(self, part: RankPart) -> RankTime:
-        """What one rank does in such a pass; of shards exchanging is everyone's, of stages the
-        wire's own.
+        """Return what one rank does in such a pass.
+
+        With shards every rank exchanges; with stages the network does it meanwhile.
         """
         is_disk = not part.machine.gpu_bytes or Traffic.of(part.plan, part.machine).is_disk_slower
         compute_s = part.compute_s.at(self.num_rows) if part.compute_s else 0.0
@@ -194,21 +198,23 @@ class ClusterForecast(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Both ways."""
+    """The forecasts of both ways to share a model."""
 
     cluster: Cluster
-    models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
+    # the target, and the draft if there is one
+    models: tuple[ModelFacts, ...]
     ways: tuple[ClusterForecast, ClusterForecast]
     better: Kind
     why: str
-    is_link_alone: bool  # whether computing is left out, for want of its rates
+    # whether computing is left out, because its rates are not known
+    is_link_alone: bool
 
     @property
     def best(self) -> ClusterForecast:
         return next(way for way in self.ways if way.kind == self.better)
 
     def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures by the names that `--json` uses."""
         return {
             "fits": True,
             "better": self.better,
@@ -231,8 +237,9 @@ def forecast(
     ranks: Path,
     tokens_per_sweep: float | None = None,
 ) -> Forecast:
-    """Both ways on the cluster of a file. Raises `UserError` for bad files, and where neither way
-    works.
+    """Forecast both ways on the cluster of a file.
+
+    Raises `UserError` for bad files, and where neither way works.
 
     Args:
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
@@ -250,52 +257,58 @@ def forecast(
         if options.profile is None or options.has_no_profile
         else parse_profile(Path(options.profile))
     )
-    wish = ClusterRequest(files, cluster, options.dtype, options.context, options.rule)
+    request = ClusterRequest(files, cluster, options.dtype, options.context, options.rule)
     models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
-    one_way = partial(_one_way, wish, tree, profile, tokens_per_sweep)
+    one_way = partial(_one_way, request, tree, profile, tokens_per_sweep)
     shards = one_way("shards")
     stages = one_way("stages")
     if shards.layout is None and stages.layout is None:
         raise UserError(f"{ranks.name}: as shards, {shards.refusal}; as stages, {stages.refusal}")
     return Forecast(
-        cluster, models, (shards, stages), *_better(wish, shards, stages), not _knows_compute(wish)
+        cluster,
+        models,
+        (shards, stages),
+        *_better(request, shards, stages),
+        not _knows_compute(request),
     )
 
 
 def _one_way(
-    wish: ClusterRequest, tree: TreeSpec, profile: Profile | None, tokens: float | None, kind: Kind
+    request: ClusterRequest,
+    tree: TreeSpec,
+    profile: Profile | None,
+    tokens: float | None,
+    kind: Kind,
 ) -> ClusterForecast:
-    lay_out = partial(_LAY_OUT[kind], wish)
+    lay_out = partial(_LAY_OUT[kind], request)
     try:
-        plain = _LAY_OUT[kind](wish._replace(files=ModelFiles(wish.files.target)), 1)
+        plain = _LAY_OUT[kind](request._replace(files=ModelFiles(request.files.target)), 1)
         rates = list[ForecastRate]()
         chosen = plain
         if kind == "stages":
-            num_ranks = len(wish.cluster.ranks)
-            require_exact_rule(Roles(num_ranks, tuple(range(num_ranks))), wish.rule, 1.0)
-            tree = _batches(wish, plain, tree)
+            num_ranks = len(request.cluster.ranks)
+            require_exact_rule(Roles(num_ranks, tuple(range(num_ranks))), request.rule, 1.0)
+            tree = _batches(request, plain, tree)
             tokens = None
-        if wish.files.draft is not None and tree.kind != "none":
-            shape, drawn, basis = _choice(wish, tree, profile, lay_out)
+        if request.files.draft is not None and tree.kind != "none":
+            shape, drawn, basis = _choice(request, tree, profile, lay_out)
             drawn = (tokens, tokens) if tokens else drawn
             basis = "tokens per sweep as given" if tokens else basis
             chosen = lay_out(shape.num_nodes)
-            rates.append(_rate(wish, chosen, shape, drawn, basis))
+            rates.append(_rate(request, chosen, shape, drawn, basis))
     except UserError as refusal:
         return ClusterForecast(kind, None, str(refusal))
-    rates.insert(0, _rate(wish, plain, chain(0), (1.0, 1.0), "no tree"))
+    rates.insert(0, _rate(request, plain, chain(0), (1.0, 1.0), "no tree"))
     rows = sorted({*SHOWN_ROWS, rates[-1].shape.num_nodes})
     return ClusterForecast(
-        kind, chosen, "", tuple(_pass(wish, chosen, count) for count in rows), tuple(rates)
+        kind, chosen, "", tuple(_pass(request, chosen, count) for count in rows), tuple(rates)
     )
 
 
-def _batches(wish: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
-    """What a run of stages holds: as many guesses as the slowest stage computes at next to no extra
-    time.
-    """
+def _batches(request: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
+    """Return the tree of a run of stages: the guesses that the slowest computes almost free."""
     seconds = [
-        max(map(max, zip(*_stage_times(wish, layout, rows), strict=True))) for rows in TIMED_ROWS
+        max(map(max, zip(*_stage_times(request, layout, rows), strict=True))) for rows in TIMED_ROWS
     ]
     pipeline = PipelineOptions(mode="plain" if tree.kind == "none" else "async")
     num_rows = pipeline.num_rows(free_rows(seconds)) if seconds[0] else pipeline.num_rows()
@@ -304,34 +317,35 @@ def _batches(wish: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> Tre
 
 
 def _choice(
-    wish: ClusterRequest,
+    request: ClusterRequest,
     tree: TreeSpec,
     profile: Profile | None,
     lay_out: Callable[[int], ClusterLayout],
 ) -> tuple[Shape, tuple[float, float], str]:
-    """The tree for this layout, what it yields, and what that rests on."""
+    """Return the tree for this layout, what it yields, and what that rests on."""
     max_nodes = next(
         size for size in reversed(SIZES) if size == 1 or not tree.is_chosen or _fits(lay_out, size)
     )
     layout = lay_out(min(_TYPICAL_NODES, max_nodes) if tree.is_chosen else tree.num_nodes)
     costs = None
-    if _knows_compute(wish):
-        seconds = tuple(_pass(wish, layout, rows).seconds for rows in _CURVE_ROWS)
+    if _knows_compute(request):
+        seconds = tuple(_pass(request, layout, rows).seconds for rows in _CURVE_ROWS)
         costs = Costs(
             compute_s=Curve(_CURVE_ROWS, seconds),
-            draft_step_s=_draft_curve(wish, layout),
+            draft_step_s=_draft_curve(request, layout),
             verify_s=VERIFY_S,
-            link_bytes_per_s=1.0,  # of which the whole pass is a part here
+            # the curve holds the whole pass, link included
+            link_bytes_per_s=1.0,
         )
     note = (
         "no rates of computing are known" if costs is None else "for this pair nothing was measured"
     )
     max_depth = layout.parts[0].plan.context - 1
     selector = TreeSelector(
-        wish.rule, profile, note, costs, lambda _: Traffic(0, 0), max_nodes, max_depth
+        request.rule, profile, note, costs, lambda _: Traffic(0, 0), max_nodes, max_depth
     )
     choice = selector.choose(tree)
-    return choice.shape, *tokens_of(wish.files, wish.dtype, choice, profile, choice.why)
+    return choice.shape, *tokens_of(request.files, request.dtype, choice, profile, choice.why)
 
 
 def _fits(lay_out: Callable[[int], ClusterLayout], num_nodes: int) -> bool:
@@ -343,26 +357,26 @@ def _fits(lay_out: Callable[[int], ClusterLayout], num_nodes: int) -> bool:
 
 
 def _rate(
-    wish: ClusterRequest,
+    request: ClusterRequest,
     layout: ClusterLayout,
     shape: Shape,
     tokens: tuple[float, float],
     basis: str,
 ) -> ForecastRate:
-    """One run at a time, or of stages as many as they take, where that is quicker."""
+    """Return the rate of one run at a time, or of as many as stages take, where that is quicker."""
     num_rows = shape.num_nodes
     label = label_of(shape)
-    one = _pass(wish, layout, num_rows)
-    curve = _draft_curve(wish, layout)
+    one = _pass(request, layout, num_rows)
+    curve = _draft_curve(request, layout)
     draft_s = sum(curve.at(width) for width in draft_widths(shape)) if num_rows > 1 else 0.0
-    seconds = draft_s + one.seconds + (VERIFY_S if _knows_compute(wish) else 0.0)
+    seconds = draft_s + one.seconds + (VERIFY_S if _knows_compute(request) else 0.0)
     num_in_flight = 1
     num_stages = len(layout.parts)
     if num_rows > 1 and not isinstance(layout.exchange, Gathers):
         label = f"runs of {num_rows} rows"
         # One begins and one ends in every cycle; the draft computes where the first stage does,
         # beside its link.
-        cycle_s = _pass(wish, layout, num_rows, draft_s).cycle_s
+        cycle_s = _pass(request, layout, num_rows, draft_s).cycle_s
         flying_s = cycle_s * num_stages / in_flight_gain(num_stages, num_rows)
         # those beyond one a stage wait, and keep none of them idle
         if num_stages > 1 and flying_s < seconds:
@@ -375,49 +389,49 @@ def _rate(
 
 
 def _pass(
-    wish: ClusterRequest, layout: ClusterLayout, num_rows: int, draft_s: float = 0.0
+    request: ClusterRequest, layout: ClusterLayout, num_rows: int, draft_s: float = 0.0
 ) -> ForecastPass:
-    """One pass; `draft_s` is what the first stage computes between two of them."""
-    exchange_s = layout.exchange.seconds(num_rows, wish.cluster.network)
-    link_s, compute_s = _stage_times(wish, layout, num_rows)
+    """Return one pass; `draft_s` is what the first stage computes between two of them."""
+    exchange_s = layout.exchange.seconds(num_rows, request.cluster.network)
+    link_s, compute_s = _stage_times(request, layout, num_rows)
     sent_bytes = layout.exchange.sent_bytes(num_rows)
     if isinstance(layout.exchange, Gathers):
         seconds = max(*link_s, max(compute_s) + exchange_s)
         return ForecastPass(num_rows, seconds, exchange_s, seconds, sent_bytes)
     stage_s = [max(one) for one in zip(link_s, compute_s, strict=True)]
-    hop_s = layout.exchange.hop_s(num_rows, wish.cluster.network) if len(stage_s) > 1 else 0.0
+    hop_s = layout.exchange.hop_s(num_rows, request.cluster.network) if len(stage_s) > 1 else 0.0
     cycle_s = max(*stage_s, compute_s[0] + draft_s, hop_s)
     return ForecastPass(num_rows, sum(stage_s) + exchange_s, exchange_s, cycle_s, sent_bytes)
 
 
 def _stage_times(
-    wish: ClusterRequest, layout: ClusterLayout, num_rows: int
+    request: ClusterRequest, layout: ClusterLayout, num_rows: int
 ) -> tuple[list[float], list[float]]:
-    """(seconds of links, seconds of processors) by rank."""
+    """Return (seconds of links, seconds of processors) by rank."""
     compute_s = [part.compute_s.at(num_rows) if part.compute_s else 0.0 for part in layout.parts]
-    return [part.link_s for part in layout.parts], compute_s if _knows_compute(wish) else [
+    return [part.link_s for part in layout.parts], compute_s if _knows_compute(request) else [
         0.0
     ] * len(compute_s)
 
 
-def _knows_compute(wish: ClusterRequest) -> bool:
-    return all(machine.flops_per_s for machine in wish.cluster.ranks)
+def _knows_compute(request: ClusterRequest) -> bool:
+    return all(machine.flops_per_s for machine in request.cluster.ranks)
 
 
-def _draft_curve(wish: ClusterRequest, layout: ClusterLayout) -> Curve:
-    """Seconds of a draft step against its rows, on the head."""
-    if wish.files.draft is None or not _knows_compute(wish):
+def _draft_curve(request: ClusterRequest, layout: ClusterLayout) -> Curve:
+    """Return seconds of a draft step against its rows, on the head."""
+    if request.files.draft is None or not _knows_compute(request):
         return NOTHING
-    draft = model_shape(wish.files.draft, wish.dtype)
+    draft = model_shape(request.files.draft, request.dtype)
     head = layout.parts[0]
     return costs_on(head.machine, draft, draft, layout.parts[0].plan.context // 2).draft_step_s
 
 
 def _better(
-    wish: ClusterRequest, shards: ClusterForecast, stages: ClusterForecast
+    request: ClusterRequest, shards: ClusterForecast, stages: ClusterForecast
 ) -> tuple[Kind, str]:
-    """The quicker way, and why."""
-    if len(wish.cluster.ranks) == 1:
+    """Return the quicker way, and why."""
+    if len(request.cluster.ranks) == 1:
         return "shards", "one rank has all of it either way"
     for way, other in ((shards, stages), (stages, shards)):
         if other.layout is None:
@@ -425,7 +439,7 @@ def _better(
     assert shards.layout is not None and stages.layout is not None
     one = shards.usual
     link_s = max(part.link_s for part in shards.layout.parts)
-    if not (link_s or _knows_compute(wish)):
+    if not (link_s or _knows_compute(request)):
         return "shards", "all of it stays in memory: computing decides, and nothing is known of it"
     exchanges = f"exchanges for {one.num_rows} row{'s' if one.num_rows > 1 else ''} take {one.exchange_s:.2g} s"
     if shards.s_per_token <= stages.s_per_token:

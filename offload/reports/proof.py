@@ -1,9 +1,8 @@
-"""Proof after the fact: is every emitted token what the model draws, by a resident float32 run of
-the same function?
+"""Proof after the fact: is every emitted token what a resident float32 run of the model draws?
 
 Speed is only worth printing for right tokens. In bf16 two tokens can lie closer than rounding, so
-the proof is a gap
-per token: zero where the token is the float32 draw, the distance to it otherwise.
+the proof is a gap per token: zero where the token is the float32 draw, the distance to it
+otherwise.
 """
 
 import math
@@ -19,12 +18,14 @@ from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.units import Sampling
 
-BF16_NOISE = 0.15  # of logits around 10 in size: two steps of bf16, 2^-7 of the value each
+# two steps of bf16, 2^-7 of the value each, for logits around 10 in size
+BF16_NOISE = 0.15
 
 
 def rounding(sampling: Sampling) -> float:
-    """The largest gap that bf16 explains; scores are logits over the temperature, when greedy the
-    logits themselves.
+    """Return the largest gap that bf16 explains.
+
+    Scores are logits over the temperature, when greedy the logits themselves.
     """
     return BF16_NOISE if sampling.is_greedy else BF16_NOISE / sampling.temperature
 
@@ -32,8 +33,7 @@ def rounding(sampling: Sampling) -> float:
 def draw_gaps(
     model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """By how much each new token misses the best perturbed score (see `Sampler`) of `model`
-    computed in float32.
+    """Return by how much each new token misses the best perturbed score in float32 (see `Sampler`).
 
     `model` is a folder of a checkpoint that fits into memory; for an inflated target the one it was
     made from.
@@ -47,8 +47,9 @@ def draw_gaps(
 
 
 def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
-    """Scores (T, V) after each of these ids in one pass of a resident model, but for those that an
-    encoder reads.
+    """Return scores (T, V) after each of these ids, from one pass of a resident model.
+
+    Ids that an encoder reads are left out.
     """
     cache = model.new_cache(len(ids))
     model.take_in(ids, cache)
@@ -60,7 +61,7 @@ def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
 def gaps_of(
     logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`.
+    """Return the gaps for logits (T, V) that predicted `new_ids`, the first at `position`.
 
     Infinite where the logits are not finite, which no limit lets pass.
     """

@@ -1,13 +1,12 @@
-"""Taking traces: which of the draft's candidates a rule accepts at every position of a text.
+"""Traces of acceptance: which of the draft's candidates a rule accepts at every position of a text.
 
-At each position the draft offers as many children as a trace looks at, by the rule's own drafting
-distribution, and the rule says which of them it takes. Behind a token that the target has written
-only those of a ratio rule's random
-outcomes count that emit this token: they are drawn until one does. `spectr` judges the children of
-a node as one group, so its ranks depend on how many there are; the ratio test on the same draws
-stands in.
+At each position the draft offers as many children as a trace looks at, drawn as the rule's drafts
+are, and the rule says which of them it takes. Behind a token that the target has written, only
+those random outcomes of a ratio rule count that emit this token: they are drawn until one does.
+`spectr` judges the children of a node as one group, so its ranks depend on how many there are; the
+ratio test on the same draws stands in.
 
-Invariant: with a rule that repeats the target's draws, a trace of written text tells sweep by sweep
+Invariant: with a rule that repeats the target's draws, a trace of written text tells pass by pass
 what decoding does.
 """
 
@@ -28,8 +27,8 @@ from offload.trees.topology import DynamicShape, chain, sequences
 from offload.trees.verification import ratio
 from offload.units import Sampling
 
-_MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outcome stands
-
+# an unlikely token may take many draws; after so many the last outcome stands
+_MAX_DRAWS = 64
 
 DrawStar = Callable[[], TokenTree]
 
@@ -37,7 +36,10 @@ DrawStar = Callable[[], TokenTree]
 def write(
     decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str
 ) -> list[int]:
-    """What the target writes behind a prompt: `num_new` tokens, fewer where it ends the text."""
+    """Return what the target writes behind a prompt.
+
+    That is `num_new` tokens, fewer where it ends the text.
+    """
     run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
     for _ in run:
         pass
@@ -47,7 +49,7 @@ def write(
 def ranks_of(
     decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling
 ) -> list[int]:
-    """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
+    """Return the ranks of what the target has written, -1 where a token is not a child's."""
     sequence = decoder.begin([*prompt, *written], sampling)
     stars = _stars(decoder, sequence, len(prompt))
     if decoder.rule.repeats_draws:
@@ -66,11 +68,10 @@ def dynamic_again(
     sampling: Sampling,
     bounds: DynamicShape,
 ) -> list[int]:
-    """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep
-    is run.
+    """Return the tokens per pass that would have written this, with trees grown within `bounds`.
 
-    Only of those that cannot reach the end of what is known: each is whole then, and their mean is
-    not biased (Wald).
+    No target pass is run. Only passes count that cannot reach the end of what is known: each is
+    whole then, and their mean is not biased (Wald).
     """
     assert decoder.rule.repeats_draws, (
         "what a rule of fresh draws accepts is not known from the text"
@@ -95,8 +96,9 @@ def dynamic_again(
 def given_trace(
     decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling
 ) -> list[int]:
-    """Ranks of what the target would emit at `start` and every later position of a text that is not
-    its own.
+    """Return the ranks of what the target would emit at `start` and every later position of a text.
+
+    The text is not the target's own.
     """
     sequence = decoder.begin(tokens, sampling)
     ranks = []
@@ -118,10 +120,10 @@ def _rank_of(star: TokenTree, token: int) -> int:
 def _accepted_rank(
     draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: int | None = None
 ) -> int:
-    """The child that the ratio test accepts; where `token` is given, in an outcome that emits it."""
+    """Return the rank that the ratio test accepts; given `token`, in an outcome that emits it."""
     for _ in range(_MAX_DRAWS):
         star = draw()
-        # coins know no position
+        # fresh coins make the position irrelevant
         outcome = ratio(star, logits_V.expand(star.num_nodes, -1), sampler, 0)
         if token is None or outcome.tokens[0] == token:
             break
@@ -129,9 +131,7 @@ def _accepted_rank(
 
 
 def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
-    """For every position from `start` on, a way to draw the draft's children of the token before
-    it.
-    """
+    """Yield for every position from `start` on a way to draw the children of the token before."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
     for position, logits_1V in enumerate(
         decoder.drafter.score(text.tokens, start, text.caches.draft), start
@@ -140,7 +140,7 @@ def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
 
 
 def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
-    """A root, of which only the place matters, with its children."""
+    """Return a root, whose own token does not matter, with its children."""
     token_1K, draw, distribution_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
     topology = sequences(token_1K.shape[1], 1)
     proposals = None
@@ -151,8 +151,9 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
 
 
 def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]:
-    """The target's logits (V) for every token from `start` on: the text is scored as a tree that is
-    one path.
+    """Yield the target's logits (V) for every token from `start` on.
+
+    The text is scored as a tree that is one path.
     """
     tokens = text.tokens
     cache = text.caches.target

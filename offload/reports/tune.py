@@ -1,19 +1,13 @@
-"""Measure a pair of models on this machine: which of the draft's guesses come true, and what
-everything costs.
+"""Full calibration: measure which of a draft's guesses come true on this machine, and every cost.
 
 The target goes on writing from many places of the given text, because that is what decoding meets;
-then the draft ranks every token that was written, many positions per pass. The curves come from
-real steps with trees of many sizes.
-Invariant: a tune that is interrupted goes on behind its last finished window, and only for the very
-same question.
+then the draft ranks every token that was written, many positions per pass (`trace_acceptance`). The
+cost curves come from real steps: trees of all sizes take turns, round after round, and medians are
+kept, so that a disk that drifts slows all of them alike.
 
-Full calibration: what sweeps, drafting and the link take in real steps, while everything runs as in
-decoding.
-
-Trees of all sizes take turns, round after round, and medians are kept: a disk that drifts slows all
-of them alike.
-Invariant: what is timed is `Decoder.step` itself, so the figures hold what readers and compute take
-from each other.
+Invariants: a tune that is interrupted goes on behind its last finished window, and only for the
+very same question. What is timed is `Decoder.step` itself, so the figures hold what readers and
+compute take from each other.
 """
 
 import hashlib
@@ -84,15 +78,35 @@ from offload.trees.topology import (
 )
 from offload.units import Sampling, require
 
-Progress = Callable[[int, int], None]  # rounds done, rounds in all
+# takes the rounds done and the rounds in all
+Progress = Callable[[int, int], None]
 
-SMALL_SIZES = (2, 4, 8)  # where rows ask for experts, few of them may be best
+# timed too where experts come on demand: each row asks for some, so few rows may be best
+SMALL_SIZES = (2, 4, 8)
 TIMED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_DEPTH = 12  # of the trees that are timed
+# depth of the trees that are timed
+_TIMED_DEPTH = 12
 _NUM_ROUNDS = 5
-# sweeps of one row in turn, the first of which finds slots that were filled while a tree grew
+# passes of one row in turn, the first of which finds slots that were filled while a tree grew
 _NUM_PLAIN = 4
-_STALLED_SHARE = 0.05  # of a sweep that waits for less than this the link is not the slower side
+# the link counts as the slower side where a pass waits for it longer than this share
+_STALLED_SHARE = 0.05
+
+# tokens of a window: what is given, and what is written or read behind it
+NUM_PROMPT = 64
+NUM_NEW = 128
+# depth of the largest tree
+DEPTH = 24
+# Nodes of the largest tree that is timed: the first that fits. Larger ones are chosen all the same,
+# by the same costs: from some hundred rows on, computing grows by as much for each row, and the
+# curves go on so.
+SIZES = (512, 384, 256, 192, 128, 64, 32, 16)
+_WRITING_NODES = 64
+_WRITING_DEPTH = 16
+# positions: a window, or the steps of one round of timing
+_CONTEXT = 512
+_NO_HOOKS = Hooks()
+_MAX_TEXT_BYTES = 1 << 30
 
 
 def measure_costs(
@@ -101,8 +115,9 @@ def measure_costs(
     sampling: Sampling,
     progress: Progress = lambda done, total: None,
 ) -> Costs:
-    """The curves of a decoder, up to the largest tree that its memory holds; each round goes on
-    from `prompt`.
+    """Measure the cost curves of a decoder, up to the largest tree that its memory holds.
+
+    Each round goes on from `prompt`.
     """
     largest = decoder.plan.num_nodes
     wanted = (
@@ -111,7 +126,7 @@ def measure_costs(
         else (*TIMED_SIZES, largest)
     )
     sizes = sorted({size for size in wanted if 1 < size <= largest})
-    topologies = [best_first(DEFAULT_ACCEPTANCE, size, _DEPTH) for size in sizes]
+    topologies = [best_first(DEFAULT_ACCEPTANCE, size, _TIMED_DEPTH) for size in sizes]
     plain: list[Stats] = []
     rounds: list[list[Stats]] = []
     for index in range(_NUM_ROUNDS):
@@ -145,8 +160,9 @@ def measure_costs(
 def _steps(
     decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]
 ) -> list[Stats]:
-    """The figures of one step per topology, in their order, on one sequence; the first takes the
-    prompt in.
+    """Return the figures of one step per topology, in their order, on one sequence.
+
+    The first step takes the prompt in.
     """
     sequence = decoder.begin(prompt, sampling)
     figures = []
@@ -159,9 +175,7 @@ def _steps(
 def _overlap_penalty(
     costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]
 ) -> float:
-    """What sweeps took beyond their slower side; none was seen where nothing streams, or routers
-    were waited for.
-    """
+    """Fit what passes took beyond their slower side; 0 where nothing streams or routers wait."""
     if not traffic.streamed_bytes or traffic.experts is not None:
         return 0.0
     steps = [step_time(costs, traffic, topology) for topology in topologies]
@@ -171,8 +185,9 @@ def _overlap_penalty(
 
 
 def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
-    """The curve of bare draft steps, scaled to what whole trees took: they also rank, draw noise
-    and catch up.
+    """Scale the curve of bare draft steps to what whole trees took.
+
+    Trees also rank, draw noise and catch up.
     """
     predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
     scale = (
@@ -184,7 +199,10 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
 
 
 def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
-    """As streamed, where sweeps of one row wait for the link; else as a plain reader finds it."""
+    """Return the rate of the link as streamed where passes of one row wait for it.
+
+    Else as a plain reader finds it.
+    """
     streamed_bytes = decoder.plan.streamed_bytes
     sweep_s = median(step.sweep_s for step in plain)
     is_slower = median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s
@@ -194,34 +212,21 @@ def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
     return link_bytes_per_s(source.paths, limit_bytes_per_s=source.rate_limit_bytes_per_s)
 
 
-# tokens of a window: what is given, and what is written or read behind it
-NUM_PROMPT = 64
-NUM_NEW = 128
-DEPTH = 24
-# Of the largest tree that is timed: the first that fits. Larger ones are chosen all the same, by
-# the same costs: from some hundred rows on computing grows by as much for each row, which is how
-# the curves go on.
-SIZES = (512, 384, 256, 192, 128, 64, 32, 16)
-_WRITING_NODES = 64
-_WRITING_DEPTH = 16
-_CONTEXT = 512  # positions: a window, or the steps of one round of timing
-_NOBODY = Hooks()
-_MAX_TEXT_BYTES = 1 << 30
-
-
 class TracedWindow(NamedTuple):
-    """One window."""
+    """What one window has told."""
 
     ranks: list[int]
-    bursts_B: list[list[int]]  # tokens of every sweep, for each of the question's bounds
+    # tokens of every pass, for each of the question's bounds
+    bursts_B: list[list[int]]
 
 
 class TuneResult(NamedTuple):
-    """The outcome."""
+    """The saved profile and the tree that it leads to."""
 
     profile: Profile
     path: Path
-    choice: TreeChoice  # what `--tree auto` makes of it in this budget
+    # what `--tree auto` makes of the profile in this budget
+    choice: TreeChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,9 +235,10 @@ class TuneSpec:
 
     identity: Identity
     sampling: Sampling
-    windows: tuple[tuple[int, ...], ...]  # token ids; the first `NUM_PROMPT` of each are given
+    # token ids; the first `NUM_PROMPT` of each are given
+    windows: tuple[tuple[int, ...], ...]
     is_teacher_forced: bool
-    # of dynamic trees that are to be grown again over what is written
+    # dynamic trees that are to be grown again over what is written
     bounds: tuple[DynamicShape, ...] = ()
 
     @property
@@ -251,7 +257,7 @@ def tune(
     *,
     num_tokens: int = 2048,
     is_teacher_forced: bool = False,
-    hooks: Hooks = _NOBODY,
+    hooks: Hooks = _NO_HOOKS,
 ) -> TuneResult:
     """Measure, and save a profile.
 
@@ -274,15 +280,15 @@ def tune(
     spec = options.tree_spec(has_draft=True)
     device = open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
-    room = MemoryBudget.of(options, str(device.place) if device else None)
+    budget = MemoryBudget.of(options, str(device.place) if device else None)
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-    refuse = lambda *headers: largest_that_fits(room, as_files(headers), sizes)  # noqa: E731
+    refuse = lambda *headers: largest_that_fits(budget, as_files(headers), sizes)  # noqa: E731
     files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase, options.config))
-    # as loading settles it
+    # settled as loading does
     dtype, _ = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
-    room, num_nodes = largest_that_fits(
-        with_experts(replace(room, dtype=dtype), files), files, sizes
+    budget, num_nodes = largest_that_fits(
+        with_experts(replace(budget, dtype=dtype), files), files, sizes
     )
     tokenizer = load_tokenizer(files.target.tokenizer_path)
     vocab_size = model_shape(files.target).vocab_size
@@ -295,7 +301,7 @@ def tune(
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
     tree = f"{num_nodes}x{DEPTH}" if spec.is_chosen else options.tree
     options = replace(
-        options, tree=tree, context=room.context, profile="none", experts=room.experts
+        options, tree=tree, context=budget.context, profile="none", experts=budget.experts
     )
     with open_decoder(model, draft, options, Request(is_named=True), hooks=hooks) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow
@@ -322,11 +328,11 @@ def tune(
         )
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
-    return TuneResult(profile, path, choice_from(profile, files, room))
+    return TuneResult(profile, path, choice_from(profile, files, budget))
 
 
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
-    """Raises `UserError` for text that no profile is of."""
+    """Raise `UserError` for text that no profile is made for."""
     require(
         options.lenience == 1,
         "`lenience` must be 1 for a profile",
@@ -339,18 +345,21 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
     )
 
 
-def choice_from(profile: Profile, files: ModelFiles, room: MemoryBudget) -> TreeChoice:
-    """The tree that a run in this room would choose by the profile."""
-    traffic_of = partial(room.traffic, files)
-    max_depth = room.plan(files, 1).context - 1
-    selector = TreeSelector(room.rule, profile, "", profile.costs, traffic_of, max_depth=max_depth)
+def choice_from(profile: Profile, files: ModelFiles, budget: MemoryBudget) -> TreeChoice:
+    """Return the tree that a run within this budget would choose by the profile."""
+    traffic_of = partial(budget.traffic, files)
+    max_depth = budget.plan(files, 1).context - 1
+    selector = TreeSelector(
+        budget.rule, profile, "", profile.costs, traffic_of, max_depth=max_depth
+    )
     return selector.choose(TreeSpec("auto"))
 
 
 def largest_that_fits(
-    room: MemoryBudget, files: ModelFiles, sizes: Sequence[int]
+    budget: MemoryBudget, files: ModelFiles, sizes: Sequence[int]
 ) -> tuple[MemoryBudget, int]:
-    """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds.
+    """Return the budget with a tune's context, and the first of `sizes`, in nodes, that it holds.
+
     Raises `UserError`.
     """
     kind = files.target.config.get("model_type")
@@ -361,21 +370,24 @@ def largest_that_fits(
         kind,
         "name a `tree` instead",
     )
-    room = replace(
-        room,
+    budget = replace(
+        budget,
         context=min(_CONTEXT, config_sizes(files.target).get("max_position_embeddings", _CONTEXT)),
     )
     for size in sizes[:-1]:
-        if room.traffic(files, size) is not None:
-            return room, size
-    room.plan(files, sizes[-1])
-    return room, sizes[-1]
+        if budget.traffic(files, size) is not None:
+            return budget, size
+    budget.plan(files, sizes[-1])
+    return budget, sizes[-1]
 
 
 def read_text(path: Path) -> str:
-    """A file to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
+    """Return the text of a file to tune with.
+
+    Raises `UserError` where it is missing, empty or not UTF-8.
+    """
     try:
-        # which is what models write
+        # models write \n alone
         text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
@@ -391,10 +403,9 @@ def read_text(path: Path) -> str:
 def cut_windows(
     texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Windows that give `num_tokens` to trace, spread over all texts; fewer where the texts hold no
-    more.
+    """Return windows that give `num_tokens` to trace, spread over all texts.
 
-    Raises `UserError` where no text is as long as one window.
+    Fewer where the texts hold no more. Raises `UserError` where no text is as long as one window.
     """
     size = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0)
     stride = NUM_PROMPT + NUM_NEW
@@ -412,7 +423,7 @@ def cut_windows(
 
 
 def trace_windows(decoder: Decoder, question: TuneSpec, progress: Counted) -> list[TracedWindow]:
-    """What every window has told; those that an interrupted tune has left are not measured again."""
+    """Trace every window; those that an interrupted tune has left are not measured again."""
     traced = _unfinished(question)
     for index in range(len(traced), len(question.windows)):
         progress(index, len(question.windows), "tracing text")
@@ -423,7 +434,7 @@ def trace_windows(decoder: Decoder, question: TuneSpec, progress: Counted) -> li
 
 
 def trace_window(decoder: Decoder, question: TuneSpec, index: int) -> TracedWindow:
-    """One window: its trace, and the sweeps of every kind of dynamic tree."""
+    """Trace one window, and the passes of every kind of dynamic tree."""
     window = question.windows[index]
     seed = (question.sampling.seed + index) % 2**63
     sampling = replace(question.sampling, seed=seed)
@@ -439,7 +450,7 @@ def trace_window(decoder: Decoder, question: TuneSpec, index: int) -> TracedWind
 
 
 class CountsExperts(Protocol):
-    """What a pool of experts tells of its passes."""
+    """The counts that a pool of experts keeps of its passes."""
 
     @property
     def uses_LE(self) -> NDArray[Any]: ...
@@ -448,8 +459,9 @@ class CountsExperts(Protocol):
 
 
 def expert_uses(pool: CountsExperts | None) -> ExpertUses | None:
-    """What experts were used for; None where they do not come on demand, or an earlier tune has
-    traced it all.
+    """Return how often experts were used.
+
+    None where they do not come on demand, or an earlier tune has traced all windows.
     """
     if pool is None or not pool.num_rows:
         return None
@@ -486,15 +498,16 @@ def _summarise(
 
 
 def _proved(question: TuneSpec, decoder: Decoder) -> TuneSpec:
-    """The same, with a sum of the weights, which all have been read by now."""
+    """Return the question with a sum of the weights, which all have been read by now."""
     known = {part: decoder.identities.of(part) for part in question.identity.proofs}
     proofs = {part: one.proofs for part, one in known.items() if one is not None}
     return replace(question, identity=replace(question.identity, proofs=proofs))
 
 
 def _unfinished(question: TuneSpec) -> list[TracedWindow]:
-    """What an interrupted tune of the same question has finished; a file that is not whole counts
-    for nothing.
+    """Return the windows that an interrupted tune of this question has finished.
+
+    A file that is not whole counts for nothing.
     """
     try:
         windows = read_object(question.state_path, "it is made anew")["windows"]

@@ -1,12 +1,11 @@
-"""What changes a text's logits by its own past, before anything is drawn: penalties of what was
-said, and biases.
+"""How a text's own past changes its logits before anything is drawn: penalties and biases.
 
 A row of a tree has a past of its own: the committed tokens, then those of its path. Draft and
 target adjust their logits by the same past, so guesses stay as good as they were, and any rule is
 exact for the adjusted target.
 
-Invariant: what becomes of a row depends on its past alone, bit for bit, and not on which part of it
-is committed.
+Invariant: a row's adjusted logits depend on its past alone, bit for bit, and not on which part of
+it is committed.
 """
 
 from collections import Counter
@@ -22,7 +21,7 @@ Send = Callable[[Tensor], Tensor]
 
 
 def stay(tensor: Tensor) -> Tensor:
-    """The way to logits that are on the host."""
+    """Return the tensor: how it is sent to logits that are on the host."""
     return tensor
 
 
@@ -30,13 +29,13 @@ class Adjustment(Protocol):
     """One way of changing logits, and what it remembers of one text."""
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A text begins with these tokens; whatever was before is forgotten."""
+        """Start a text with these tokens, and forget the one before."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """These follow."""
+        """Note that the text goes on with these tokens."""
 
     def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send) -> Tensor:
-        """Other logits, float32, and never in place.
+        """Return adjusted logits, float32; the given ones are never changed.
 
         Args:
             paths: for every row the tokens behind the accepted ones, down to the row itself; they
@@ -50,7 +49,7 @@ class Adjustment(Protocol):
 
 
 class Penalties:
-    """Biases and penalties of `Sampling`, in this order.
+    """The biases and penalties of `Sampling`, in this order.
 
     A bias is added, as transformers' `SequenceBiasLogitsProcessor` does. Tokens of the prompt or
     the new text then have positive logits divided and others multiplied by the repeat penalty, as
@@ -64,44 +63,44 @@ class Penalties:
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         pairs = dict(sampling.logit_bias)
-        self._biased_C, self._bias_C = (
-            torch.tensor([*pairs], dtype=torch.long),
-            torch.tensor([*pairs.values()]),
-        )
+        self._biased_C = torch.tensor([*pairs], dtype=torch.long)
+        self._bias_C = torch.tensor([*pairs.values()])
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Tokens of the prompt count as said, but not as new."""
+        """Count the prompt's tokens as said, but not as new."""
         self._num_new = Counter[int](
             dict.fromkeys(prompt_ids, 0) if self._sampling.repeat_penalty != 1 else {}
         )
-        self._said_C: Tensor | None = None  # of `_num_new` as tensors, made when they are asked for
+        # `_num_new` as tensors, made when they are asked for
+        self._said_C: Tensor | None = None
         self._num_C = torch.empty(0, dtype=torch.long)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Each is new once more."""
+        """Count each token as new once more."""
         self._num_new.update(tokens)
         self._said_C = None
 
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """See `Adjustment`."""
+        """Return biased and penalised logits, see `Adjustment`."""
         scores_TV = logits_TV.to(torch.float32, copy=True)
         scores_TV[:, send(self._biased_C)] += send(self._bias_C)
         if self._said_C is None:
             self._said_C = torch.tensor([*self._num_new], dtype=torch.long)
             self._num_C = torch.tensor([*self._num_new.values()], dtype=torch.long)
-        said_C, (row_R, token_R, num_R) = send(self._said_C), self._on_paths(paths)
+        said_C = send(self._said_C)
+        row_R, token_R, num_R = self._on_paths(paths)
         at_R = (send(row_R), send(token_R))
-        # of what is not penalised yet
+        # taken from the scores before these are penalised
         on_paths_R = self._penalised(scores_TV[at_R], send(self._lost(num_R)))
         scores_TV[:, said_C] = self._penalised(scores_TV[:, said_C], send(self._lost(self._num_C)))
         scores_TV[at_R] = on_paths_R
         return scores_TV
 
     def _on_paths(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, tokens of their paths, once each, and how often these are new by then."""
+        """Return rows, the tokens of their paths, once each, and how often each is new by then."""
         found = [
             (row, token, self._num_new[token] + num)
             for row, path in enumerate(paths)
@@ -111,7 +110,7 @@ class Penalties:
         return row_R, token_R, num_R
 
     def _penalised(self, scores: Tensor, lost_C: Tensor) -> Tensor:
-        """Scores (..., C) of tokens that were said, and what each loses for being new text."""
+        """Return the scores (..., C) of tokens that were said, less `lost_C` for being new text."""
         how = self._sampling
         return (
             torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty)
@@ -119,6 +118,6 @@ class Penalties:
         )
 
     def _lost(self, num_C: Tensor) -> Tensor:
-        """By tokens that are new text so many times."""
+        """Return what tokens lose that are new text so many times."""
         how = self._sampling
         return (num_C.double() * how.frequency_penalty + (num_C > 0) * how.presence_penalty).float()

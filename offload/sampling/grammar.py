@@ -1,29 +1,20 @@
-"""A grammar that a text must keep: a JSON schema, any JSON object, a regular expression, or rules
-in Lark's notation.
+"""A grammar that a text must keep: JSON, a JSON schema, a regular expression or Lark rules.
 
-Only the description is here, checked as far as it can be without a vocabulary. Invariant: one that
-exists is small and whole text, and of a schema it is JSON.
-
-The adjustment that keeps one text within a grammar: tokens that would leave it lose every chance.
-
-A row's mask is what the grammar allows behind the row's own path, so a draft guesses what the
-target may say. The matcher stands behind the committed tokens, walks down a path and rolls back as
-far as the next one differs; masks of a step are kept, since the target asks for those of the
-accepted path once more.
+`Grammar` is the description, checked as far as it can be without a vocabulary. `Grammars` compiles
+descriptions for one vocabulary with llguidance, which knows the bytes of every token. `GrammarMask`
+is the adjustment that keeps one text within its grammar: tokens that would leave it lose every
+chance. A row's mask is what the grammar allows behind the row's own path, so a draft guesses what
+the target may say.
 
 Rows that the target's walk never looks at, or whose token is dropped, stay as they are: those
 behind a token that the grammar forbids, and those behind the end of the text. Where a draft knows
-no token that is allowed, all of these are
-equally likely: any distribution is exact that is settled before the draw.
+no token that is allowed, all allowed ones are equally likely: any distribution is exact that is
+settled before the draw.
 
-Invariant: a row's logits depend on the tokens behind the prompt alone, however many of them are
-committed.
-
-Grammars compiled for one vocabulary by llguidance, which knows the bytes of every token.
-
-Invariant: the package is imported, and the vocabulary read, when the first grammar is asked for;
-and what is asked for was compiled in a process of its own before, so that it can neither end this
-one nor keep it for ever.
+Invariants: a row's logits depend on the tokens behind the prompt alone, however many of them are
+committed. The package is imported, and the vocabulary read, when the first grammar is asked for. A
+grammar is compiled in a process of its own first, so that it can neither end this one nor keep it
+for ever.
 """
 
 import copy
@@ -45,17 +36,26 @@ from offload.errors import UserError, reason, refusing, require
 from offload.sampling.adjustments import Send, stay
 
 KINDS = ("json_schema", "json_object", "regex", "lark")
-# that it is given by
+# the argument that gives a grammar of each kind
 _ARGUMENT_OF = {"json_schema": "json_schema", "regex": "regex", "lark": "grammar"}
 _MOST_BYTES = 1 << 20
+_REMEDY = "mend it, or ask for less"
+# seconds that a compilation may take; most take milliseconds
+_TRIAL_S = 10.0
+# compiled grammars that are kept
+_MOST_KEPT = 16
+# the end token of a vocabulary that has none
+_END_NAME = "<|the end of the text, for grammars|>"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What a text may be. Raises `UserError` for a description that is none."""
 
-    kind: str  # one of `KINDS`
-    text: str = ""  # the schema, the expression or the rules; none of any JSON object
+    # one of `KINDS`
+    kind: str
+    # the schema, the expression or the rules; empty for any JSON object
+    text: str = ""
 
     def __post_init__(self) -> None:
         require(
@@ -103,8 +103,9 @@ def find_grammar(
     regex: str | None = None,
     grammar: str | None = None,
 ) -> Grammar | None:
-    """The one that is given, if any, a schema as text or as it is. Raises `UserError` for several,
-    or a bad one.
+    """Return the grammar that is given, if any. Raises `UserError` for several, or a bad one.
+
+    A schema may be given as text or as it is.
     """
     given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     names = [f"`{name}`" for name, value in given.items() if value is not None]
@@ -145,7 +146,6 @@ def _check_schema(text: str) -> None:
     )
 
 
-_REMEDY_GRAMMAR_MASK = "mend it, or ask for less"
 TokenPath = tuple[int, ...]
 T = TypeVar("T")
 
@@ -153,11 +153,15 @@ T = TypeVar("T")
 class GrammarMask:
     """One text's place in a grammar.
 
+    The matcher stands behind the committed tokens, walks down a path and rolls back as far as the
+    next path differs. Masks of a step are kept, since the target asks for those of the accepted
+    path once more.
+
     Args:
         new_matcher: gives an `LLMatcher` at its start.
         allowed: bool (V,), what may follow where a matcher stands, ends of the text included.
         end_ids: tokens that end the text.
-        name: of the grammar, for whoever has given it.
+        name: the grammar's, for messages to the user.
     """
 
     def __init__(
@@ -174,16 +178,19 @@ class GrammarMask:
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """The prompt is no part of what the grammar speaks of."""
+        """Start anew; the prompt is no part of what the grammar speaks of."""
         self._committed = list[int]()
         self._has_ended = False
         self._masks: dict[TokenPath, Tensor | None] = {}
-        self._broken: dict[TokenPath, str] = {}  # what the matcher says where it gives up
+        # the matcher's words for each path at which it gives up
+        self._broken: dict[TokenPath, str] = {}
         self._restart()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Raises `UserError` where nothing may follow that the model can say, or the matcher has
-        given up.
+        """Move behind these tokens.
+
+        Raises `UserError` where nothing may follow that the model can say, or the matcher has given
+        up.
         """
         for token in tokens:
             self._has_ended = self._has_ended or token in self._end_ids
@@ -191,11 +198,12 @@ class GrammarMask:
                 if () in self._broken or not self._go_to((token,)):
                     why = self._broken.get((), "no token of the model is left")
                     raise UserError(
-                        f"{self._name} cannot be followed any further ({why}): {_REMEDY_GRAMMAR_MASK}"
+                        f"{self._name} cannot be followed any further ({why}): {_REMEDY}"
                     )
                 self._committed.append(token)
                 del self._walked[0]
-            self._masks, self._broken = _behind(token, self._masks), _behind(token, self._broken)
+            self._masks = _behind(token, self._masks)
+            self._broken = _behind(token, self._broken)
 
     @property
     def is_over(self) -> bool:
@@ -208,7 +216,10 @@ class GrammarMask:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """See `Adjustment`; a row whose largest is no finite number stays, so that it is told of."""
+        """Mask what the grammar forbids, see `Adjustment`.
+
+        A row whose largest score is not finite stays, so that sampling reports it.
+        """
         rows = list[int]()
         masks = list[Tensor]()
         # neighbours share most
@@ -224,7 +235,7 @@ class GrammarMask:
         return scores_TV
 
     def _mask(self, path: TokenPath) -> Tensor | None:
-        """What may follow behind a path; None where nobody asks, or where the matcher has given up."""
+        """Return what may follow a path; None where nothing is masked or the matcher gave up."""
         if path not in self._masks:
             self._masks[path] = self._allowed_behind(path)
         return self._masks[path]
@@ -232,7 +243,7 @@ class GrammarMask:
     def _allowed_behind(self, path: TokenPath) -> Tensor | None:
         if self._has_ended or not self._end_ids.isdisjoint(path):
             return None
-        with refusing(f"{self._name} cannot be followed any further", _REMEDY_GRAMMAR_MASK):
+        with refusing(f"{self._name} cannot be followed any further", _REMEDY):
             mask_V = self._allowed(self._matcher) if self._go_to(path) else None
             if self._matcher.is_error():
                 self._broken[path] = " ".join(self._matcher.get_error().split())[:80]
@@ -241,7 +252,7 @@ class GrammarMask:
             return mask_V
 
     def _go_to(self, path: TokenPath) -> bool:
-        """Let the matcher stand behind a path; if the path leaves the grammar, somewhere on it."""
+        """Move the matcher behind a path; if the path leaves the grammar, somewhere on it."""
         num_shared = 0
         while (
             num_shared < min(len(path), len(self._walked))
@@ -255,14 +266,15 @@ class GrammarMask:
         return len(self._walked) == len(path)
 
     def _restart(self) -> None:
-        """A new matcher behind the committed tokens: one that has met an error stays in it."""
+        """Take a new matcher behind the committed tokens: one that has met an error stays in it."""
         self._matcher = self._new_matcher()
         self._matcher.consume_tokens(self._committed)
-        self._walked = list[int]()  # that it has consumed beyond those
+        # tokens that the matcher has consumed beyond the committed ones
+        self._walked = list[int]()
 
 
 def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
-    """What is known of paths that begin with a token, as it is known once that is committed."""
+    """Return what is known of paths that begin with `token`, keyed as once that is committed."""
     return {path[1:]: one for path, one in known.items() if path[:1] == (token,)}
 
 
@@ -274,14 +286,8 @@ def _masked(logits_RV: Tensor, mask_RV: Tensor) -> Tensor:
     return torch.where(is_sound_R1, scores_RV, logits_RV)
 
 
-_TRIAL_S = 10.0  # for a compilation, which takes milliseconds
-_MOST_KEPT = 16  # compiled grammars
-_END_NAME = "<|the end of the text, for grammars|>"  # of a vocabulary that has no such token
-_REMEDY = "mend it, or ask for less"
-
-
 class Grammars:
-    """All that one decoder is asked for.
+    """All grammars that one decoder is asked for.
 
     Args:
         tokenizer: of the target; None where it has none, and then every grammar is refused.
@@ -289,19 +295,26 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Set[int]) -> None:
-        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, frozenset(end_ids)
-        self._vocabulary: Any = None  # an `LLTokenizer`
-        self._compiled: dict[Grammar, Any] = {}  # of `LLMatcher` at their start
-        self._lock = threading.Lock()  # requests are checked while others are being written
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(end_ids)
+        # an `LLTokenizer`
+        self._vocabulary: Any = None
+        # each an `LLMatcher` at its start
+        self._compiled: dict[Grammar, Any] = {}
+        # requests are checked while others are being written
+        self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> GrammarMask:
-        """What keeps one text within a grammar. Raises `UserError` for one that nothing can be
-        written by.
+        """Return what keeps one text within a grammar.
+
+        Raises `UserError` for a grammar by which nothing can be written.
         """
         with self._lock:
             matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compile(grammar)  # which takes time that no text should wait for
+            # outside the lock: no other text should wait for this
+            matcher = self._compile(grammar)
             with self._lock:
                 while len(self._compiled) >= _MOST_KEPT:
                     del self._compiled[next(iter(self._compiled))]
@@ -318,7 +331,8 @@ class Grammars:
         with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", _REMEDY):
             matcher = LLMatcher(vocabulary, source, log_level=0)
             error = matcher.get_error()
-            first = matcher.deep_copy()  # one that has met an error stays in it
+            # a copy, because a matcher that has met an error stays in it
+            first = matcher.deep_copy()
             is_any = (
                 not error
                 and bool(self._allowed(first).any() or first.is_accepting())
@@ -357,7 +371,10 @@ class Grammars:
         return self._vocabulary
 
     def _allowed(self, matcher: Any) -> Tensor:
-        """Bool (V,): what a matcher lets follow; tokens that end the text exactly where it may end."""
+        """Return bool (V,): what a matcher lets follow.
+
+        Tokens that end the text are allowed exactly where it may end.
+        """
         packed_B = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed_V = np.unpackbits(packed_B, bitorder="little").astype(bool)
         allowed_V[self._vocabulary.eos_tokens] = False
@@ -367,7 +384,7 @@ class Grammars:
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance takes it."""
+    """Return the grammar as llguidance takes it."""
     from llguidance import LLMatcher
 
     make: dict[str, Callable[[str], str]] = {
@@ -380,8 +397,9 @@ def _source(grammar: Grammar) -> str:
 
 
 def _try_out(source: str, grammar: Grammar) -> None:
-    """Raises `UserError` for what cannot be compiled, takes too long, or ends the process that
-    compiles it.
+    """Compile in a process of its own.
+
+    Raises `UserError` for what cannot be compiled, takes too long, or ends that process.
     """
     script = Path(__file__).with_name("grammar_trial.py")
     got = f"got {grammar.text!r:.80}"
@@ -414,7 +432,7 @@ def _try_out(source: str, grammar: Grammar) -> None:
 
 
 def _require_sound(error: str | None, grammar: Grammar) -> None:
-    """Raises `UserError` with what the compiler says, if it says anything."""
+    """Raise `UserError` with what the compiler says, if it says anything."""
     if error:
         raise UserError(
             f"{grammar} cannot be compiled, got {grammar.text!r:.80} ({reason(ValueError(error))}): {_REMEDY}"
@@ -422,8 +440,9 @@ def _require_sound(error: str | None, grammar: Grammar) -> None:
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:
-    """A tokenizer that neither pads nor cuts, and tokens of it that end a text: one more where it
-    has none.
+    """Return a tokenizer that neither pads nor cuts, and its tokens that end a text.
+
+    One is added where it has none.
     """
     raw = copy.copy(backend)
     known = [end for end in sorted(end_ids) if backend.id_to_token(end) is not None]

@@ -1,17 +1,18 @@
-"""Compile a grammar that a stranger has written, in a process of its own: `python -P
-grammar_trial.py < grammar`.
+"""Compile an untrusted grammar in a process of its own: `python -P grammar_trial.py < grammar`.
 
 The compiler recurses along references without a bound of its own: a chain of some thousands ends
 the process that it runs in. Here it has half the stack that a thread has elsewhere, and a bound on
-time and memory. Prints what is wrong, in JSON, null if nothing is; an object of its `failure` where
-the compiler cannot be had. Invariant: nothing of the package is imported, so that it takes a tenth
-of a second.
+time and memory. Prints what is wrong, in JSON, null if nothing is; an object with its `failure`
+where the compiler cannot be imported.
+
+Invariant: nothing of the package is imported, so that it takes a tenth of a second.
 """
 
 import json
 import sys
 
-_STACK_BYTES = 4 << 20  # a thread has 8 MiB
+# a thread has 8 MiB
+_STACK_BYTES = 4 << 20
 _MEMORY_BYTES = 4 << 30
 
 
@@ -19,7 +20,7 @@ def main() -> None:
     """Read a grammar as llguidance takes it from standard input."""
     try:
         from llguidance import LLMatcher
-    # of an installation that is not whole, or a path that only its parent has
+    # the installation is not whole, or only the parent process has its path
     except ImportError as error:
         print(json.dumps({"failure": str(error)}))
         return

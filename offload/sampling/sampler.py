@@ -1,5 +1,4 @@
-"""From logits to tokens: what a text's own past changes, temperature, top-k, top-p and min-p, and
-two kinds of chance.
+"""From logits to tokens: penalties, temperature, top-k, top-p and min-p, and two kinds of chance.
 
 Shared noise: the target's token at an absolute position is argmax(log p + G), with Gumbel noise G
 keyed by (seed, position, token). It is a draw from p that does not depend on how the position was
@@ -11,14 +10,6 @@ They come from a counter-based generator whose place is (seed, how many numbers 
 
 Invariant: no fresh number is handed out twice, and none is a function of the shared noise; a ratio
 test on shared noise is biased.
-
-Logits of a tree's nodes, a chunk of rows at a time: those of 768 rows and 128,000 tokens take 200
-MB in bf16.
-
-A walk down a tree looks at a handful of rows. So the last hidden states of all nodes are kept,
-which are small, and the head is applied to the chunk with the node that is looked at. Invariant: at
-most one chunk is held, and it is let go before the next one is computed; since a path's nodes lie
-behind one another, none is computed twice.
 """
 
 import math
@@ -45,8 +36,15 @@ from offload.units import NOISE_POSITIONS, ChildSampling, Sampling
 
 
 class Logits:
-    """Scores of N nodes, at most `max_rows` at once: the first chunk is given, `score` computes
-    rows [lo, hi).
+    """Scores of N nodes, computed a chunk of rows at a time.
+
+    The logits of 768 rows and 128,000 tokens take 200 MB in bf16, and a walk down a tree looks at a
+    handful of rows. So the last hidden states of all nodes are kept, which are small, and the head
+    is applied to the chunk with the node that is looked at. The first chunk is given; `score`
+    computes rows [lo, hi).
+
+    Invariant: at most one chunk is held, and it is let go before the next one is computed; since a
+    path's nodes lie behind one another, none is computed twice.
     """
 
     def __init__(
@@ -72,34 +70,33 @@ class Logits:
         return (self[node] for node in range(len(self)))
 
     def chunk_with(self, node: int) -> tuple[int, Tensor]:
-        """The chunk in which a node lies: its first row, and its logits (C, V)."""
+        """Return the chunk in which a node lies: its first row, and its logits (C, V)."""
         assert 0 <= node < len(self), f"node {node} of {len(self)}"
         lo = node - node % self._max_rows
         if lo != self._lo:
             del self._chunk_CV
-            self._lo, self._chunk_CV = lo, self._score(lo, min(lo + self._max_rows, len(self)))
+            self._chunk_CV = self._score(lo, min(lo + self._max_rows, len(self)))
+            self._lo = lo
         return self._lo, self._chunk_CV
 
     def part(self, lo: int, hi: int) -> "Logits":
-        """Rows [lo, hi), such as one text's among several, over the same chunks."""
+        """Return rows [lo, hi), such as one text's among several, over the same chunks."""
         return _Part(self, lo, hi)
 
     def whole(self) -> Tensor:
-        """All of them, (N, V), for whoever has the room."""
+        """Return all rows (N, V), where there is memory for them."""
         return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
 
 
 class _Part(Logits):
-    """Some rows of others."""
+    """Rows [lo, hi) of other logits."""
 
     def __init__(self, whole: Logits, lo: int, hi: int) -> None:
         assert 0 <= lo <= hi <= len(whole), f"rows {lo} to {hi} of {len(whole)}"
-        self._whole, self._first, self._num_rows, self._max_rows = (
-            whole,
-            lo,
-            hi - lo,
-            whole._max_rows,
-        )
+        self._whole = whole
+        self._first = lo
+        self._num_rows = hi - lo
+        self._max_rows = whole._max_rows
 
     def chunk_with(self, node: int) -> tuple[int, Tensor]:
         assert 0 <= node < len(self), f"node {node} of {len(self)}"
@@ -113,7 +110,7 @@ class _Part(Logits):
 
 
 class AdjustedRows:
-    """Rows of which each is adjusted when it is looked at, as `adjust` says by node and logits (V)."""
+    """Rows adjusted when they are looked at; `adjust` takes the node and its logits (V)."""
 
     def __init__(self, rows: "Rows", adjust: Callable[[int, Tensor], Tensor]) -> None:
         self._rows = rows
@@ -129,16 +126,16 @@ class AdjustedRows:
         return (self[node] for node in range(len(self)))
 
     def chunk_with(self, node: int) -> tuple[int, Tensor]:
-        """The row alone: others may never be looked at."""
+        """Return the row alone: others may never be looked at."""
         return node, self[node][None]
 
 
-# what a rule verifies by: logits (N, V), or such as are computed on the way
+# what a rule verifies by: logits (N, V), there already or computed on the way
 Rows = Tensor | Logits | AdjustedRows
 
 
 def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:
-    """See `Logits.chunk_with`; a tensor is one chunk."""
+    """Return `Logits.chunk_with`; a tensor is one chunk."""
     return (0, logits) if isinstance(logits, Tensor) else logits.chunk_with(node)
 
 
@@ -146,9 +143,11 @@ NOT_NUMBERS = (
     "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
     ": try `dtype` bfloat16 or float32, or see with `offload verify` what is damaged"
 )
-NO_TOKEN = -1  # in place of a token that was drawn from scores that are not finite
-_NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which no warper looks at
-# the generator's steps are 2^-53; it may give 0, of which there is no logarithm
+# stands for a token that was drawn from scores that are not finite
+NO_TOKEN = -1
+# stands for the text so far, which no warper looks at
+_NO_IDS = torch.empty(1, 0, dtype=torch.long)
+# the generator's steps are 2^-53; it may give 0, which has no logarithm
 _LEAST_UNIFORM = 2.0**-54
 
 
@@ -156,7 +155,7 @@ class TreePaths(Protocol):
     """A tree of tokens."""
 
     def path(self, node: int) -> Sequence[int]:
-        """The tokens from below the root down to a node."""
+        """Return the tokens from below the root down to a node."""
 
 
 class Sampler:
@@ -186,7 +185,8 @@ class Sampler:
         self.drafting = drafting
         self._send_by = send
         self._warpers = _warpers(sampling)
-        self._is_filtered = len(self._warpers) > 1  # by more than a temperature
+        # whether more than a temperature changes the scores
+        self._is_filtered = len(self._warpers) > 1
         self._noise: dict[int, Tensor] = {}
         self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
         self._num_rows_taken = 0
@@ -195,13 +195,13 @@ class Sampler:
         self._prompt_ids: Sequence[int] = ()
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """A text begins with these tokens, and has none of its own."""
+        """Start a text with these tokens, and none of its own."""
         self._prompt_ids = prompt_ids
         for adjustment in self._adjustments:
             adjustment.begin(prompt_ids)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """The text goes on with these, up to where it is over; returns how many that are."""
+        """Let the text go on with these tokens; return how many count before it is over."""
         for count, token in enumerate(tokens if self.is_adjusted else ()):
             if self.is_over:
                 return count
@@ -215,29 +215,32 @@ class Sampler:
         return any(adjustment.is_over for adjustment in self._adjustments)
 
     def cut(self, new_ids: Sequence[int]) -> None:
-        """Of the text's own tokens these are left."""
+        """Cut the text's own tokens down to these."""
         self.begin(self._prompt_ids)
         self.accept(new_ids)
 
     def draw(self, logits_V: Tensor, position: int) -> int:
-        """The token at `position`, given the logits there. Raises `UserError` where the largest is
-        not finite.
+        """Return the token at `position`, given the logits (V) there.
+
+        Raises `UserError` where the largest is not finite.
         """
         scores_1V = self.perturbed(logits_V[None], position)
         return require_token(int(or_no_token(scores_1V.argmax(1), scores_1V)))
 
     @property
     def draws_rows(self) -> bool:
-        """Whether many rows are better drawn at once: not where filters or adjustments would take
-        each of them long.
+        """Whether many rows are better drawn at once.
+
+        Not where filters or adjustments would take long for each of them.
         """
         return (
             self.kernels.match_rows is not None and not self._is_filtered and not self.is_adjusted
         )
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
-        """`draw` for many rows, each at its own position: int64 (N), on the device; `NO_TOKEN`
-        where none can be.
+        """Draw many rows, each at its own position: int64 (N), on the device.
+
+        `NO_TOKEN` stands where nothing can be drawn.
         """
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
@@ -250,14 +253,16 @@ class Sampler:
         return or_no_token(token_N, logits_NV)
 
     def send(self, tensor: Tensor, scores: Tensor) -> Tensor:
-        """A small tensor of the host where these scores are: a plain copy would wait for layers
-        that are queued.
+        """Return a small tensor of the host where these scores are.
+
+        A plain copy would wait for layers that are queued.
         """
         return tensor.to(scores.device) if self._send_by is None else self._send_by(tensor)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """log p + G up to a constant per row, float64, for a token at one position or one per row;
-        greedy: logits.
+        """Return log p + G up to a constant per row, float64, at one position or one per row.
+
+        When greedy, these are the logits.
         """
         if self.is_greedy:
             return logits_TV
@@ -271,8 +276,9 @@ class Sampler:
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])
 
     def distribution(self, logits_TV: Tensor) -> Tensor:
-        """What is drawn from, float32 (T, V): all on the first argmax when greedy, NaN where the
-        logits are no use.
+        """Return what is drawn from, float32 (T, V).
+
+        All is on the first argmax when greedy; NaN where the logits are of no use.
         """
         if self.is_greedy:
             probs_TV = torch.nn.functional.one_hot(
@@ -282,18 +288,19 @@ class Sampler:
         return self._warped(logits_TV).softmax(-1)
 
     def host_distribution(self, logits_V: Tensor) -> NDArray[np.float64]:
-        """One row's distribution in host memory, to be calculated with in float64. Raises as `draw`
-        does.
-        """
+        """Return one row's distribution in host memory, float64. Raises as `draw` does."""
         probs_V = self.distribution(logits_V[None])[0].double().cpu().numpy()
         return probs_V / require_number(probs_V.sum())
 
     def uniform(self, *shape: int) -> NDArray[np.float64]:
-        """Fresh numbers in the open interval (0, 1)."""
+        """Return fresh numbers in the open interval (0, 1)."""
         return np.maximum(self._fresh.random(shape), _LEAST_UNIFORM)
 
     def take_rows(self, num_rows: int) -> int:
-        """Number of the first of so many rows of fresh hashed numbers; no row is handed out twice."""
+        """Return the number of the first of `num_rows` rows of fresh hashed numbers.
+
+        No row is handed out twice.
+        """
         self._num_rows_taken += num_rows
         return self._num_rows_taken - num_rows
 
@@ -303,8 +310,7 @@ class Sampler:
         return bool(self._adjustments)
 
     def adjusted(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Logits after whatever looks at a text's own past, float32; the same tensor where nothing
-        does.
+        """Return float32 logits adjusted by the text's past, or the given tensor where nothing is.
 
         Args:
             paths: for every row the tokens behind the committed ones, down to the row itself; none
@@ -315,7 +321,7 @@ class Sampler:
         return logits_TV
 
     def adjusted_rows(self, tree: TreePaths, logits: Rows) -> Rows:
-        """The same for the nodes of a tree, each when it is looked at."""
+        """Return the adjusted rows of a tree's nodes, each computed when it is looked at."""
         if not self.is_adjusted:
             return logits
         return AdjustedRows(
@@ -329,8 +335,9 @@ class Sampler:
         return scores_TV
 
     def _noise_at(self, position: int, device: torch.device) -> Tensor:
-        """One vector per position, shared by all rows; positions only advance, so the oldest go
-        first.
+        """Return the noise of a position, shared by all rows.
+
+        Positions only advance, so the oldest are dropped first.
         """
         if position not in self._noise:
             if len(self._noise) >= NOISE_POSITIONS:
@@ -342,37 +349,37 @@ class Sampler:
 
 
 def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
-    """The tokens that were drawn from these scores, `NO_TOKEN` where nothing can be; the host looks
-    at neither.
+    """Return tokens drawn from these scores, `NO_TOKEN` where nothing can be.
+
+    The host looks at neither.
     """
     return token_T.masked_fill(_lack_numbers(scores_TV), NO_TOKEN)
 
 
 def require_token(token: int) -> int:
-    """The same token; what is drawn from NaN or infinity is nonsense. Raises `UserError` for
-    `NO_TOKEN`.
-    """
+    """Return the token. Raises `UserError` for `NO_TOKEN`, drawn from NaN or infinity."""
     if token == NO_TOKEN:
         raise UserError(NOT_NUMBERS)
     return token
 
 
 def require_number(value: float) -> float:
-    """The same value, which comes from a model's scores. Raises `UserError` for NaN."""
+    """Return the value, which comes from a model's scores. Raises `UserError` for NaN."""
     if math.isnan(value):
         raise UserError(NOT_NUMBERS)
     return value
 
 
 def _lack_numbers(scores_TV: Tensor) -> Tensor:
-    """Which rows have no largest number: a NaN is the largest of its row, infinity hides the
-    largest.
+    """Return which rows have no largest number.
+
+    A NaN is the largest of its row, and infinity hides the largest.
     """
     return scores_TV.amax(1).isfinite().logical_not_()
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    """What filters a distribution, in the order of transformers."""
+    """Return what filters a distribution, in the order of transformers."""
     warpers: list[LogitsProcessor] = []
     if not sampling.is_greedy:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

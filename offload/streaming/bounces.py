@@ -16,7 +16,7 @@ _NUM_BOUNCES = 3
 
 
 class Bounces:
-    """Used by one thread, which waits for the device where it has to."""
+    """A ring of locked buffers; one thread uses it, and waits for the device where it has to."""
 
     def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
         self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
@@ -26,8 +26,9 @@ class Bounces:
         )
 
     def send(self, to: Tensor, source: Tensor, *, is_timed: bool = False) -> Event:
-        """Enqueue copies of all bytes; returns the event after the last one, from which on `source`
-        is free.
+        """Enqueue copies of all bytes.
+
+        Returns the event after the last one; `source` is free on return.
         """
         device = self._device
         sent = None

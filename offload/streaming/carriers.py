@@ -1,31 +1,20 @@
-"""Layers from a byte source into host memory, where a CPU computes with them.
+"""Carriers: how a block gets into the slot where it is computed with, for layers and for experts.
 
-Layers to a device: from locked host memory the moment their slot is released, from elsewhere by a
-thread.
+On a CPU (`HostCarrier`, `ExpertCarrier`) a disk fills the slot itself. To a device a layer goes
+from locked host memory as soon as its slot is released, or from disk through a stage of locked
+buffers, which a thread empties (`DeviceCarrier`). Experts reach a device by way of a second pool in
+locked host memory, so that what is used most there is not read again (`DeviceExpertCarrier`). That
+pool counts what the device lacked: what stays on the device is not used here, and gives way to what
+does not stay, without either pool knowing of the other.
 
-The copy of a layer waits, on the device, for the event after which nobody reads its slot; the
-layer's kernels wait for the event after the copy. The host only enqueues. Layers on disk come
-through a stage of locked buffers: a thread sends each as soon as it is there, and it alone waits
-until the device has copied from a buffer.
-
-Device memory begins at a multiple of 256 bytes or more, and each copy with the layer's first weight
+The copy into a slot waits, on the device, for the event after which nothing reads the slot; kernels
+wait for the event after the copy. The host only enqueues, and waits for a disk alone. Device memory
+begins at a multiple of 256 bytes or more, and each copy with the block's first weight
 (`layout.py`).
 
-Experts from a byte source into the memory of the host, where a CPU computes with them.
-
-Experts to a device, by way of a second pool in locked host memory: what is used most there is not
-read again.
-
-An expert that lies on the host is sent at once: a wait for the slot, a copy, an event. Others are
-read into a slot of the host, several at once, and sent by a thread as soon as they are there.
-Whoever computes waits on the device, and on the host only for a disk.
-
-The host's pool counts what the device lacked. So what stays on the device is not used here, and
-gives way to what does not stay, without either pool knowing of the other.
-
-Invariant: a slot of the host is held from the read of its expert until all copies from it are
-enqueued, and read into again only after the last of these is over; an expert that nobody waits for
-any more is not sent.
+Invariant: a host slot or buffer is held from the read of its block until all copies from it are
+enqueued, and read into again only after the last of these is over; a block that is no longer wanted
+is not sent.
 """
 
 import threading
@@ -52,7 +41,7 @@ from offload.streaming.stage import Stage
 class HostCarrier:
     """Brings layers to where they are computed with: here, host memory.
 
-    The layers `resident` stay, others are `streamed` through slots in every sweep, but for those
+    The layers `resident` stay, others are `streamed` through slots in every pass, but for those
     that come `once` for a prompt; events of the `device` that computes order both.
     """
 
@@ -64,7 +53,10 @@ class HostCarrier:
         device: Device,
         once: Sequence[int] = (),
     ) -> None:
-        self.source, self.layouts, self.device, self.spans = source, layouts, device, Spans(device)
+        self.source = source
+        self.layouts = layouts
+        self.device = device
+        self.spans = Spans(device)
         self.resident = {layer: device.allocate(layouts[layer].slab_bytes) for layer in resident}
         passing = [layer for layer in range(len(layouts)) if layer not in self.resident]
         self.streamed = [layer for layer in passing if layer not in once]
@@ -75,7 +67,7 @@ class HostCarrier:
         return self.source.note
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
-        """Bring the layers that stay; `on_bytes` hears of every slab that has landed."""
+        """Read the layers that stay; `on_bytes` gets the size of every slab that has landed."""
         read_all(
             self.source,
             [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()],
@@ -86,7 +78,8 @@ class HostCarrier:
         """Start moving a layer into a slot, see `stage.Carry`."""
         asked = self.spans.mark(self.device.copies)
         reads = self.read(layer, slot, free)
-        num_done = count(1)  # counts in one step, whichever readers meet here
+        # a count is one step, also where several readers meet here
+        num_done = count(1)
 
         def one_done(read: Future[None]) -> None:
             if next(num_done) == len(reads) and not read.cancelled():
@@ -97,40 +90,38 @@ class HostCarrier:
         return reads
 
     def read(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
-        """Start reading a layer into host memory, which the host waits for until nobody reads it
-        any more.
-        """
+        """Start reading a layer into host memory, once the event `free` is reached."""
         if free is not None:
             self.device.synchronize(free)
         layout = self.layouts[layer]
         return self.source.read(layout, slot.numpy()[: layout.slab_bytes])
 
     def weights(self, layer: int, slab: Tensor) -> Tensor:
-        """What begins with the layer's first weight, of a slab as it lies in its file."""
+        """Return the part of a slab, laid out as its file, from the layer's first weight on."""
         return slab[self.layouts[layer].sent]
 
     def start(self) -> None:
-        """Layers will be asked for, from the first one on."""
+        """Get ready: layers will be asked for, from the first one on."""
 
     def stop(self) -> None:
-        """On return nothing goes on that was asked for and cancelled, but what the futures tell of."""
+        """Stop; on return nothing moves but what futures of cancelled requests still tell of."""
 
     def close(self) -> None:
-        """Let go of the memory; it is stopped."""
+        """Let go of the memory; the carrier is stopped."""
         self.resident.clear()
 
 
-_NUM_LOADERS = 2  # buffers through which resident layers come in
+# buffers through which resident layers come in
+_NUM_LOADERS = 2
 
 
 class DeviceCarrier(HostCarrier):
-    """The layers of a model that is computed on a device.
+    """Brings layers to the memory of a device.
 
     Args:
         tiers: where each layer lives; fixed for the run, because a cyclic scan through an LRU cache
             never hits.
-        pinned: gives the memory of layers that live on the host; closed by whoever opened it, after
-            this.
+        pinned: gives the memory of layers that live on the host; its opener closes it, after this.
         num_host_slots: locked buffers that layers from disk are read ahead into.
     """
 
@@ -144,52 +135,56 @@ class DeviceCarrier(HostCarrier):
         pinned: PinnedAllocator,
         num_host_slots: int,
     ) -> None:
-        super().__init__(source, layouts, _of(tiers, LayerTier.RESIDENT), device)
-        self.pinned, self.hosted = pinned, dict[int, HostBuffer]()
-        self._of_host, self._of_disk = _of(tiers, LayerTier.HOST), _of(tiers, LayerTier.DISK)
-        disk_bytes = max((layouts[n].slab_bytes for n in self._of_disk), default=0)
+        super().__init__(source, layouts, _layers_in(tiers, LayerTier.RESIDENT), device)
+        self.pinned = pinned
+        self.host_buffers = dict[int, HostBuffer]()
+        self._host_layers = _layers_in(tiers, LayerTier.HOST)
+        self._disk_layers = _layers_in(tiers, LayerTier.DISK)
+        disk_bytes = max((layouts[n].slab_bytes for n in self._disk_layers), default=0)
         buffers = [
             _flat(pinned.allocate(disk_bytes))
-            for _ in range(num_host_slots if self._of_disk else 0)
+            for _ in range(num_host_slots if self._disk_layers else 0)
         ]
-        assert buffers or not self._of_disk, "layers on disk need host slots to be read into"
-        self.ahead = Stage(self.read, self._of_disk, buffers)
+        assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
+        self.ahead = Stage(self.read, self._disk_layers, buffers)
         self._bounces: Bounces | None = None
-        # a wait, a copy and an event stand together on the copy stream
+        # a wait, a copy and an event must stand together on the copy stream
         self._sending = threading.Lock()
         self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
 
     @property
     def note(self) -> str | None:
-        notes = (self.pinned.note, self.source.note if self._of_disk else None)
+        notes = (self.pinned.note, self.source.note if self._disk_layers else None)
         return "; ".join(note for note in notes if note) or None
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
-        """Read what stays on the device, then what stays in host memory: both never lie in host
-        memory at once.
+        """Read what stays on the device, then what stays on the host.
+
+        Both never lie in host memory at once.
         """
         if self.resident:
             self._load_device(on_bytes)
-        # made while the ones before are read
-        hosted = ((self.layouts[n], self._host(n).array) for n in self._of_host)
-        read_all(self.source, hosted, on_bytes)
-        if not all(buffer.is_pinned for buffer in self.hosted.values()):
+        # a generator: buffers are made while the ones before are read
+        host_buffers = ((self.layouts[n], self._host(n).array) for n in self._host_layers)
+        read_all(self.source, host_buffers, on_bytes)
+        if not all(buffer.is_pinned for buffer in self.host_buffers.values()):
             self._bounces = Bounces(self.device, self.pinned)
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
-        """Send a layer, or let it be sent when it can be; the future gives the event after its
-        copy.
+        """Send a layer, or let it be sent when it can be.
+
+        The future gives the event after its copy.
         """
         ready = Future[Event]()
-        hosted = self.hosted.get(layer)
-        if hosted is not None and hosted.is_pinned:
-            ready.set_result(self._send(layer, slot, free, _flat(hosted)))
+        host_buffer = self.host_buffers.get(layer)
+        if host_buffer is not None and host_buffer.is_pinned:
+            ready.set_result(self._send(layer, slot, free, _flat(host_buffer)))
         else:
             self._feed.submit(self._send_late, ready, layer, slot, free)
         return [ready]
 
     def weights(self, layer: int, slab: Tensor) -> Tensor:
-        """Copies began with the first weight."""
+        """Return the slab: copies began with the first weight."""
         return slab
 
     def start(self) -> None:
@@ -197,11 +192,10 @@ class DeviceCarrier(HostCarrier):
         self.ahead.start()
 
     def stop(self) -> None:
-        """On return nothing moves any more; whoever waits for a layer must have been cancelled
-        before.
-        """
+        """Stop; on return nothing moves any more. Waiting `acquire` calls are cancelled before."""
         self.ahead.cancel()
-        self._feed.submit(int).result()  # behind whatever the thread is at
+        # returns once the thread has finished what it is doing
+        self._feed.submit(int).result()
         self.ahead.stop()
         self.device.synchronize(self.device.record(self.device.copies))
 
@@ -209,28 +203,29 @@ class DeviceCarrier(HostCarrier):
         """End the thread and let go of the memory; nothing moves."""
         self._feed.shutdown()
         self._bounces = None
-        for memory in (self.resident, self.hosted, self.ahead.slots):
+        for memory in (self.resident, self.host_buffers, self.ahead.slots):
             memory.clear()
 
     def _send_late(self, ready: Future[Event], layer: int, slot: Tensor, free: Event) -> None:
-        """Send a layer that the copy engine cannot take from where it lies; in the feeding thread."""
+        """Send a layer from where the copy engine cannot take it; in the feeding thread."""
         if not ready.set_running_or_notify_cancel():
             return
-        hosted = self.hosted.get(layer)
+        host_buffer = self.host_buffers.get(layer)
         try:
-            if hosted is not None:
-                sent = self._send_in_pieces(layer, slot, free, _flat(hosted))
+            if host_buffer is not None:
+                sent = self._send_in_pieces(layer, slot, free, _flat(host_buffer))
             else:
                 sent = self._send(layer, slot, free, self.ahead.acquire(layer).slot)
-        except BaseException as error:  # whoever acquires the layer hears of it
+        # raised where the layer is acquired
+        except BaseException as error:
             ready.set_exception(error)
             return
         ready.set_result(sent)
-        if hosted is None:
+        if host_buffer is None:
             self.ahead.release(layer, sent)
 
     def _send(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
-        """Enqueue the one copy of a layer; returns the event after it."""
+        """Enqueue the one copy of a layer; return the event after it."""
         device = self.device
         weights = source[self.layouts[layer].sent]
         with self._sending:
@@ -241,7 +236,7 @@ class DeviceCarrier(HostCarrier):
         return sent
 
     def _send_in_pieces(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
-        """From memory that is not locked, through the bounce buffers."""
+        """Send a layer from memory that is not locked, through the bounce buffers."""
         weights = source[self.layouts[layer].sent]
         with self._sending:
             begun = self._when_free(free)
@@ -251,18 +246,23 @@ class DeviceCarrier(HostCarrier):
         return sent
 
     def _when_free(self, free: Event) -> Event:
-        """Let the copies that follow wait for the slot; when they begin, if somebody listens."""
+        """Let the copies that follow wait for the slot; return a mark of when they begin.
+
+        The mark is None while no listener is set.
+        """
         self.device.wait(self.device.copies, free)
         return self.spans.mark(self.device.copies)
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
-        """Resident layers, through buffers that later hold other layers, where there are any large
-        enough.
-        """
+        """Read resident layers, through buffers that later hold other layers if large enough."""
         device = self.device
-        device.wait(device.copies, device.record(device.compute))  # memory that was in use before
+        # the memory may still be in use by what was enqueued before
+        device.wait(device.copies, device.record(device.compute))
         size = max(slab.nbytes for slab in self.resident.values())
-        later = [*self.ahead.slots, *(_flat(self._host(n)) for n in self._of_host[:_NUM_LOADERS])]
+        later = [
+            *self.ahead.slots,
+            *(_flat(self._host(n)) for n in self._host_layers[:_NUM_LOADERS]),
+        ]
         fitting = [buffer for buffer in later if len(buffer) >= size]
         own = [] if fitting else [self.pinned.allocate(size) for _ in range(_NUM_LOADERS)]
         loading = Stage(
@@ -282,16 +282,16 @@ class DeviceCarrier(HostCarrier):
                 self.pinned.release(buffer)
 
     def _host(self, layer: int) -> HostBuffer:
-        if layer not in self.hosted:
-            self.hosted[layer] = self.pinned.allocate(self.layouts[layer].slab_bytes)
-        return self.hosted[layer]
+        if layer not in self.host_buffers:
+            self.host_buffers[layer] = self.pinned.allocate(self.layouts[layer].slab_bytes)
+        return self.host_buffers[layer]
 
 
 def _flat(buffer: HostBuffer) -> Tensor:
     return torch.from_numpy(buffer.array)
 
 
-def _of(tiers: Sequence[LayerTier], wanted: LayerTier) -> list[int]:
+def _layers_in(tiers: Sequence[LayerTier], wanted: LayerTier) -> list[int]:
     return [layer for layer, tier in enumerate(tiers) if tier is wanted]
 
 
@@ -309,10 +309,10 @@ class ExpertCarrier:
         return self.source.note
 
     def begin_pass(self, num_rows: int) -> None:
-        """A pass of so many rows follows."""
+        """Note that a pass of `num_rows` follows."""
 
     def use(self, blocks: Sequence[int]) -> None:
-        """The pass needs these, and they were not there when it began."""
+        """Note that the pass needs these blocks, and that they were not there when it began."""
 
     def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
         """Start moving an expert into a slot, see `stage.Carry`."""
@@ -320,32 +320,34 @@ class ExpertCarrier:
         return self.source.read(self.records[block], slot.numpy()[: self.records[block].slab_bytes])
 
     def weights(self, block: int, slot: Tensor) -> Tensor:
-        """What begins with the expert's first weight."""
+        """Return the part of a slot that begins with the expert's first weight."""
         return slot[self.records[block].sent]
 
     def close(self) -> None:
-        """On return nothing moves any more; what was asked for has been cancelled."""
+        """Return once nothing moves any more; what was asked for has been cancelled."""
 
 
-# of host memory that is locked at once; what is refused then need not be all
+# host memory that is locked at once; where that is refused, smaller regions may not be
 _REGION_BYTES = 1 << 30
 
 
-class _Want(NamedTuple):
+class _Delivery(NamedTuple):
     """Where on the device an expert is wanted."""
 
     slot: Tensor
-    free: Event  # after which nobody reads the slot
-    ready: Future[Event]  # gives the event after the copy
+    # the event after which nothing reads the slot
+    free: Event
+    # gives the event after the copy
+    ready: Future[Event]
 
 
 class DeviceExpertCarrier(ExpertCarrier):
-    """Brings experts to the memory of a device.
+    """Brings experts to the memory of a device, by way of slots on the host.
 
     Args:
-        pinned: gives the memory of the host's slots; closed by whoever opened it, after this.
-        cache: of the host's slots.
-        num_slots: of the host, at least 2.
+        pinned: gives the memory of the host's slots; its opener closes it, after this.
+        cache: says which expert lies in which of the host's slots.
+        num_slots: slots of the host, at least 2.
     """
 
     def __init__(
@@ -364,12 +366,18 @@ class DeviceExpertCarrier(ExpertCarrier):
             pinned, num_slots, max(record.slab_bytes for record in records)
         )
         self._bounces = None if all(self._is_pinned) else Bounces(device, pinned)
-        self._sending = threading.Lock()  # an event that is noted stands behind all copies before
-        self._lock = threading.Lock()  # of the cache, and of what is wanted
-        self._wants: dict[int, list[_Want]] = {}  # by block that is not there yet
-        self._queue = deque[int]()  # such blocks for which there was no slot
-        self._reads: dict[int, Sequence[Future[None]]] = {}  # by block
-        self._sent: dict[int, Event] = {}  # by slot, after the last copy from there
+        # an event that is noted stands behind all copies before
+        self._sending = threading.Lock()
+        # guards the cache and what is wanted
+        self._lock = threading.Lock()
+        # by block that is not there yet
+        self._deliveries: dict[int, list[_Delivery]] = {}
+        # blocks of these for which there was no slot
+        self._queue = deque[int]()
+        # by block
+        self._reads: dict[int, Sequence[Future[None]]] = {}
+        # the event after the last copy from each slot
+        self._sent: dict[int, Event] = {}
         self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-experts")
 
     @property
@@ -378,44 +386,46 @@ class DeviceExpertCarrier(ExpertCarrier):
         return "; ".join(note for note in notes if note) or None
 
     def begin_pass(self, num_rows: int) -> None:
-        """Earlier uses count for less."""
+        """Let earlier uses count for less."""
         with self._lock:
             self._cache.begin_pass(num_rows)
 
     def use(self, blocks: Sequence[int]) -> None:
-        """These count here, wherever they come from."""
+        """Count the uses of these blocks, wherever the blocks come from."""
         with self._lock:
             self._cache.use(blocks)
 
     def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
-        """Send an expert, or let it be sent when it can be; the future gives the event after its
-        copy.
+        """Send an expert, or let it be sent when it can be.
+
+        The future gives the event after its copy.
         """
-        want = _Want(slot, free, Future())
+        delivery = _Delivery(slot, free, Future())
         with self._lock:
-            is_coming = block in self._wants
+            is_coming = block in self._deliveries
             lies_in = None if is_coming else self._cache.hold(block)
             if lies_in is None:
-                self._wants.setdefault(block, []).append(want)
+                self._deliveries.setdefault(block, []).append(delivery)
             if lies_in is None and not is_coming:
                 self._queue.append(block)
         if lies_in is None:
             self._feed.submit(self._read_on)
         elif self._is_pinned[lies_in]:
-            self._deliver(block, lies_in, [want])
+            self._deliver(block, lies_in, [delivery])
         else:
-            self._feed.submit(self._deliver, block, lies_in, [want])
-        return [want.ready]
+            self._feed.submit(self._deliver, block, lies_in, [delivery])
+        return [delivery.ready]
 
     def weights(self, block: int, slot: Tensor) -> Tensor:
-        """Copies began with the first weight."""
+        """Return the slot: copies began with the first weight."""
         return slot
 
     def close(self) -> None:
-        """On return nothing is read or copied any more; what was asked for has been cancelled."""
+        """Return once nothing is read or copied any more; what was asked for has been cancelled."""
         with self._lock:
             self._queue.clear()
-        self._feed.submit(int).result()  # behind whatever the thread is at
+        # returns once the thread has finished what it is doing
+        self._feed.submit(int).result()
         for reads in list(self._reads.values()):
             drop(reads)
         self._feed.shutdown()
@@ -428,28 +438,31 @@ class DeviceExpertCarrier(ExpertCarrier):
             block, slot = found
             try:
                 self._start_read(block, slot)
-            except BaseException as error:  # whoever wants the expert hears of it
+            # raised where the expert is waited for
+            except BaseException as error:
                 self._fail(block, error)
 
     def _next_read(self) -> tuple[int, int] | None:
-        """A block and its slot, held from now on."""
+        """Return the next block to read and its slot, which is held from now on."""
         with self._lock:
             while self._queue:
                 block = self._queue[0]
-                is_wanted = not all(want.ready.cancelled() for want in self._wants[block])
+                is_wanted = not all(
+                    delivery.ready.cancelled() for delivery in self._deliveries[block]
+                )
                 slot = self._cache.place(block) if is_wanted else None
                 if is_wanted and slot is None:
                     return None
                 self._queue.popleft()
                 if slot is not None:
                     return block, slot
-                del self._wants[block]
+                del self._deliveries[block]
         return None
 
     def _start_read(self, block: int, slot: int) -> None:
         if (sent := self._sent.pop(slot, None)) is not None:
             self.device.synchronize(sent)
-        # counts in one step, whichever readers meet here
+        # a count is one step, also where several readers meet here
         record = self.records[block]
         num_done = count(1)
         reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
@@ -457,60 +470,62 @@ class DeviceExpertCarrier(ExpertCarrier):
 
         def one_done(_: Future[None]) -> None:
             if next(num_done) == len(reads):
-                with suppress(RuntimeError):  # it is closed, and nobody waits for the block
+                # a closed executor refuses; then the block is not waited for
+                with suppress(RuntimeError):
                     self._feed.submit(self._arrive, block, slot)
 
         for read in reads:
             read.add_done_callback(one_done)
 
     def _arrive(self, block: int, slot: int) -> None:
-        """All reads of a block are over; in the feeding thread."""
+        """Send a block whose reads are all over; in the feeding thread."""
         try:
             finish(self._reads.pop(block))
         except BaseException as error:
             self._fail(block, error)
         else:
             with self._lock:
-                wants = self._wants.pop(block)
-            self._deliver(block, slot, wants)
+                deliveries = self._deliveries.pop(block)
+            self._deliver(block, slot, deliveries)
         self._read_on()
 
     def _fail(self, block: int, error: BaseException) -> None:
         with self._lock:
-            wants = self._wants.pop(block)
+            deliveries = self._deliveries.pop(block)
             self._cache.forget(block)
-        for want in wants:
-            if want.ready.set_running_or_notify_cancel():
-                want.ready.set_exception(error)
+        for delivery in deliveries:
+            if delivery.ready.set_running_or_notify_cancel():
+                delivery.ready.set_exception(error)
 
-    def _deliver(self, block: int, slot: int, wants: Sequence[_Want]) -> None:
-        """Send a block that is there and held, and hold it no more."""
-        for want in wants:
-            if not want.ready.set_running_or_notify_cancel():
+    def _deliver(self, block: int, slot: int, deliveries: Sequence[_Delivery]) -> None:
+        """Send a block that is there and held, and release it."""
+        for delivery in deliveries:
+            if not delivery.ready.set_running_or_notify_cancel():
                 continue
             try:
-                sent = self._send(block, slot, want)
+                sent = self._send(block, slot, delivery)
             except BaseException as error:
-                want.ready.set_exception(error)
+                delivery.ready.set_exception(error)
             else:
-                want.ready.set_result(sent)
+                delivery.ready.set_result(sent)
         with self._lock:
             self._cache.release(block)
             is_waited_for = bool(self._queue)
         if is_waited_for:
             self._feed.submit(self._read_on)
 
-    def _send(self, block: int, slot: int, want: _Want) -> Event:
-        """Enqueue the copy of an expert; returns the event after it."""
+    def _send(self, block: int, slot: int, delivery: _Delivery) -> Event:
+        """Enqueue the copy of an expert; return the event after it."""
         device = self.device
         source = self._slots[slot][self.records[block].sent]
-        to = want.slot[: len(source)]
+        to = delivery.slot[: len(source)]
         if not self._is_pinned[slot]:
             assert self._bounces is not None, "they came with the first memory that is not locked"
-            device.wait(device.copies, want.free)
-            return self._bounces.send(to, source)  # which has copied from the slot when it returns
+            device.wait(device.copies, delivery.free)
+            # when this returns, all bytes of the slot have been copied
+            return self._bounces.send(to, source)
         with self._sending:
-            device.wait(device.copies, want.free)
+            device.wait(device.copies, delivery.free)
             device.copy(to, source, device.copies)
             self._sent[slot] = sent = device.record(device.copies)
         return sent
@@ -519,7 +534,7 @@ class DeviceExpertCarrier(ExpertCarrier):
 def _slots_of(
     pinned: PinnedAllocator, num_slots: int, slot_bytes: int
 ) -> tuple[list[Tensor], list[bool]]:
-    """So many slots in a few regions, and whether each of them is locked."""
+    """Return the slots, in a few regions, and whether each of them is locked."""
     slots = list[Tensor]()
     is_pinned = list[bool]()
     per_region = max(1, _REGION_BYTES // slot_bytes)

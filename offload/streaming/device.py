@@ -1,25 +1,12 @@
 """What streaming asks of an accelerator: memory, copies, and events that order two streams of work.
 
 `copies` moves weights, `compute` runs the model; the host goes on enqueueing. Every call names its
-stream, because "the current one" is another inside a `with` block and in another thread. Invariant:
-nothing waits for the whole device.
+stream, because "the current one" is another inside a `with` block and in another thread.
+`CudaDevice` is a GPU; `HostDevice` does the same at once on the CPU, with times for events, so that
+models on the CPU stream as those on a GPU do. `StagingRing` brings small tensors to a GPU past the
+layers that are queued, and `Spans` and `Stall` tell what the streams did and where they waited.
 
-A ring of locked host memory that kernels of a device read: small tensors get there without a copy
-of their own.
-
-A device serves copies of one direction in their order, whatever stream they are of, so a copy would
-wait for all layers queued before it.
-
-Invariant: a part of the ring is written again only after the event behind its last reader has been
-reached.
-
-The host as a device: models that compute on the CPU stream as those on a GPU do, with times for
-events.
-
-What the streams of a device did, told on the host's clock once it is over.
-
-One event whose moment the host knows ties the device's clock to its own. Invariant: after that
-event nobody waits; what the device has not got to when it is asked is left out.
+Invariant: nothing waits for the whole device.
 """
 
 import re
@@ -39,26 +26,43 @@ from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
 from offload.units import format_bytes, parse_size
 
-STAGING_BYTES = 32 << 20  # twice the embeddings of the largest trees
+# an event: a mark in a stream, reached or not yet
+Event = Any
+# a stream: work that is done in order
+Stream = Any
+# twice the embeddings of the largest trees
+STAGING_BYTES = 32 << 20
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
-_PART_BYTES = 1 << 20  # small tensors in a row share an event, so that there are few
+# small tensors in a row share an event up to this size, so that events are few
+_PART_BYTES = 1 << 20
+# memory of a CUDA context; more than that belongs to other programs
+_MAX_CONTEXT_BYTES = 1 << 30
+# a context grows as kernels are used for the first time, and torch must leave room for that
+_LEAST_CONTEXT_BYTES = 3 << 28
 
 
 class _Part(NamedTuple):
-    """Bytes that kernels read, or have read. Places go on counting where the ring begins anew."""
+    """Bytes [lo, hi) that kernels read; positions go on counting where the ring begins anew."""
 
     lo: int
     hi: int
-    read: Any  # an event of the stream that computes, behind the last of them
+    # an event of the stream that computes, behind the last reader
+    read: Event
 
 
 class StagingRing:
-    """Tensors of the host become tensors of the device, through `array` (flat uint8, locked, a
-    multiple of 256 bytes).
+    """A ring of locked host memory that kernels read: small tensors get to a device without a copy.
 
-    `seen` is the same memory as the device sees it, int64; `record` gives an event behind all that
-    has been given to the stream that computes, `synchronize` waits for one.
+    A device serves copies of one direction in their order, on any stream, so a copy would wait for
+    all layers queued before it. A part of the ring is written again only after the event behind its
+    last reader has been reached.
+
+    Args:
+        array: flat uint8, locked, a multiple of 256 bytes.
+        seen: the same memory as the device sees it, int64.
+        record: gives an event behind all that has been given to the stream that computes.
+        synchronize: waits for an event.
     """
 
     def __init__(
@@ -76,23 +80,23 @@ class StagingRing:
         self._next = 0
 
     def has_room_for(self, source: Tensor) -> bool:
-        """Whether it fits at all."""
+        """Return whether the ring is large enough for a tensor."""
         return 0 < source.numel() * source.element_size() <= len(self._array)
 
     def send(self, source: Tensor) -> Tensor:
-        """The same numbers on the device, for what is enqueued from now on where it computes."""
+        """Return the tensor on the device, for what is enqueued from now on where it computes."""
         given = source.contiguous().flatten().view(torch.uint8).numpy()
         place = self._free_place(len(given))
         lo = place % len(self._array)
         self._array[lo : lo + len(given)] = given
         words = self._seen[lo // _WORD_BYTES : -(-(lo + len(given)) // _WORD_BYTES)]
-        # which is a kernel; `copy_` would be a copy, in the queue of all others
+        # this is a kernel; `copy_` would be a copy, in the queue of all others
         sent = words.bitwise_or(0)
         self._note(place, place + len(given))
         return sent.view(torch.uint8)[: len(given)].view(source.dtype).view(source.shape)
 
     def _free_place(self, num_bytes: int) -> int:
-        """Where the next bytes go, in one piece; waits for whoever still reads there."""
+        """Return where the next bytes go, in one piece; waits for what still reads there."""
         size = len(self._array)
         lo = self._next
         if lo % size + num_bytes > size:
@@ -100,7 +104,8 @@ class StagingRing:
         last = None
         while self._parts and self._parts[0].lo + size < lo + num_bytes:
             last = self._parts.popleft()
-        if last is not None:  # readers finish in the order in which they were asked
+        # readers finish in the order in which they were enqueued
+        if last is not None:
             self._synchronize(last.read)
         self._next = -(-(lo + num_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
         return lo
@@ -111,52 +116,50 @@ class StagingRing:
         self._parts.append(_Part(lo, hi, self._record()))
 
 
-Event = Any  # a mark in a stream, reached or not yet
-Stream = Any  # work that is done in order
-_MAX_CONTEXT_BYTES = 1 << 30  # what is taken beyond that is somebody else's
-# it grows as kernels are used for the first time, and torch must leave room for that
-_LEAST_CONTEXT_BYTES = 3 << 28
-
-
 class Device(Protocol):
     """An accelerator with memory of its own."""
 
-    name: str  # what it calls itself; measurements are of one kind of GPU
+    # what it calls itself; measurements hold for one kind of GPU
+    name: str
     place: torch.device
     copies: Stream
     compute: Stream
 
     def computing(self) -> AbstractContextManager[None]:
-        """Meanwhile what this thread computes without naming a stream is enqueued on `compute`."""
+        """Enqueue on `compute` meanwhile what this thread computes without naming a stream."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the device as flat uint8."""
+        """Return memory of the device as flat uint8."""
 
     def open_allocator(self) -> PinnedAllocator:
-        """Of host memory that copies to this device can be made from; whoever opens it closes it."""
+        """Open an allocator of host memory that copies to this device can be made from.
+
+        The caller closes it.
+        """
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; both tensors must stay untouched until an event recorded after it is
-        reached.
+        """Enqueue a copy.
+
+        Both tensors must stay untouched until an event recorded after it is reached.
         """
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
         """Enqueue setting every byte."""
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """An event that is reached when everything enqueued so far is done."""
+        """Return an event that is reached when everything enqueued so far is done."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let what is enqueued on `stream` from now on begin after `event`; the host does not wait."""
+        """Let later work on `stream` begin after `event`; the host does not wait."""
 
     def synchronize(self, event: Event) -> None:
         """Let the host wait for `event`."""
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
-        """Seconds between two timed events; None while the later one is not reached."""
+        """Return seconds between two timed events, None while the later one is not reached."""
 
     def peak_bytes(self) -> int:
-        """The most device memory that this process has taken at once."""
+        """Return the most device memory that this process has taken at once."""
 
 
 class CudaDevice:
@@ -165,39 +168,41 @@ class CudaDevice:
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
         self.place = torch.device("cuda", index)
         self.name = str(torch.cuda.get_device_name(self.place))
-        torch.cuda.set_device(self.place)  # graphs are recorded on the current one
+        # graphs are recorded on the current device
+        torch.cuda.set_device(self.place)
         self.compute = torch.cuda.current_stream(self.place)
-        # of kernels between copies, which must not wait long
+        # kernels between copies must not wait long
         self.copies = torch.cuda.Stream(self.place, priority=-1)
         self._ring: StagingRing | None = None
-        # it plans for every length anew, tens of milliseconds each
+        # cuDNN plans for every length anew, tens of milliseconds each
         torch.backends.cuda.enable_cudnn_sdp(False)
         multiply_by_ieee()
         torch.cuda.reset_peak_memory_stats(self.place)
         self._context_bytes = self._own_context_bytes()
-        # torch keeps to a limit, so that a large GPU can stand in for a small one; one from before
+        # torch keeps to a limit, so that a large GPU can stand in for a small one; an earlier limit
         # no longer holds.
         beside_bytes = max(self._context_bytes, _LEAST_CONTEXT_BYTES)
         share = 1.0
-        # with less no plan works, and that says so better
+        # with less no plan works, and the planner's error says so better
         if limit_bytes is not None and limit_bytes > beside_bytes:
             share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
         torch.cuda.set_per_process_memory_fraction(share, self.place)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Both are a thread's own: without this, another one would compute, and Triton launch, on
-        the first GPU.
+        """Make device and stream current: both are a thread's own.
+
+        Without this another thread would compute, and Triton launch, on the first GPU.
         """
         with torch.cuda.device(self.place), torch.cuda.stream(self.compute):
             yield
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the device as flat uint8."""
+        """Return memory of the device as flat uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
 
     def open_allocator(self) -> PinnedAllocator:
-        """Of page-locked memory, as far as this machine has it."""
+        """Open an allocator of page-locked memory, as far as this machine has it."""
         return open_pinned_allocator(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
@@ -206,8 +211,9 @@ class CudaDevice:
             to.copy_(source, non_blocking=True)
 
     def stage_uploads(self, resources: ExitStack) -> str | None:
-        """Let uploads pass the layers that are queued, while `resources` are open; or a line why
-        they cannot.
+        """Let uploads pass the layers that are queued, while `resources` are open.
+
+        Returns a line that says why they cannot, or None.
         """
         pinned = self.open_allocator()
         resources.callback(pinned.close)
@@ -227,11 +233,12 @@ class CudaDevice:
         return None
 
     def _unstage(self) -> None:
-        self.synchronize(self.record(self.compute))  # the last uploads may still be read
+        # the last uploads may still be read
+        self.synchronize(self.record(self.compute))
         self._ring = None
 
     def upload(self, source: Tensor) -> Tensor:
-        """A tensor of the host for what computes; one that is here already is itself."""
+        """Return a host tensor on the device, for what computes there."""
         if self._ring is None or source.device.type != "cpu" or not self._ring.has_room_for(source):
             return source.to(self.place)
         with torch.cuda.stream(self.compute):
@@ -243,8 +250,9 @@ class CudaDevice:
             tensor.fill_(value)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """An event on `stream`; a thread that waits for it sleeps, because spinning would take a
-        reader's core.
+        """Return an event on `stream`.
+
+        A thread that waits for it sleeps, because spinning would take a reader's core.
         """
         event = torch.cuda.Event(enable_timing=is_timed, blocking=True)
         event.record(stream)
@@ -259,19 +267,21 @@ class CudaDevice:
         event.synchronize()
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
-        """Seconds between two timed events; None while the later one is not reached."""
+        """Return seconds between two timed events, None while the later one is not reached."""
         return before.elapsed_time(after) / 1e3 if after.query() else None
 
     def peak_bytes(self) -> int:
-        """torch's own high-water mark, and what CUDA keeps beside it."""
+        """Return torch's own high-water mark, plus what CUDA keeps beside it."""
         self._context_bytes = max(self._context_bytes, self._own_context_bytes())
         return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
 
     def bytes_beside_torch(self) -> int:
-        """The context, with the kernels loaded and the graphs recorded so far, and all that other
-        programs hold.
+        """Return the bytes of the context and of all that other programs hold.
+
+        The context includes kernels loaded and graphs recorded so far.
         """
-        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
+        # this makes the context first
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)
         return max(0, all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.place)))
 
     def _own_context_bytes(self) -> int:
@@ -291,15 +301,13 @@ class _SeenByKernels:
 
 
 def computing_on(device: Device | None) -> AbstractContextManager[None]:
-    """`Device.computing`; None is the CPU, which every thread computes on."""
+    """Return `Device.computing`; None is the CPU, on which every thread computes."""
     return nullcontext() if device is None else device.computing()
 
 
 def multiply_by_ieee() -> None:
-    """Let no float32 product be one of TF32, whatever the environment says
-    (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`).
-    """
-    # the newer names alone leave a mixture, which torch refuses to multiply by
+    """Let no float32 product use TF32, whatever `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE` says."""
+    # setting the newer names alone leaves a mixture, with which torch refuses to multiply
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -309,10 +317,10 @@ def multiply_by_ieee() -> None:
 def open_device(
     name: str | Device, gpu_memory: str | int | None = None, *, rank_on_host: int = 0
 ) -> Device | None:
-    """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is, limited to
-    `gpu_memory`; None is the CPU.
+    """Return the device that `name` says, limited to `gpu_memory`; None is the CPU.
 
-    Of several GPUs, `cuda` and `auto` give each rank of this host the next one.
+    `name` is `auto`, `cpu`, `cuda`, `cuda:N`, or a device, which is returned. Of several GPUs,
+    `cuda` and `auto` give each rank of this host the next one.
 
     Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than
     the GPU.
@@ -340,9 +348,11 @@ def open_device(
         )
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
     try:
-        torch.cuda.empty_cache()  # of an earlier decoder in this process
+        # an earlier decoder in this process may have left memory there
+        torch.cuda.empty_cache()
         free_bytes = torch.cuda.mem_get_info(index)[0]
-    except RuntimeError as error:  # busy, in a bad state, or without room for a context
+    # busy, in a bad state, or without room for a context
+    except RuntimeError as error:
         raise UserError(
             f"`device` {name} cannot be opened ({reason(error)}): free it, or use `device` cpu"
         ) from None
@@ -362,36 +372,36 @@ def _what_lacks() -> str:
 
 
 class PlainPinning:
-    """Pages that count as locked, because nobody copies from them behind our back."""
+    """Pages that count as locked, because no device copies from them on its own."""
 
     name = "plain"
     is_seen = True
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Exactly so many bytes."""
+        """Return exactly `num_bytes` of memory."""
         return allocate(num_bytes)
 
     def free(self, array: np.ndarray) -> None:
-        """They go with the last view."""
+        """Do nothing: the pages go with the last view."""
 
 
 class HostDevice:
-    """Does everything at once, in the order in which it is asked."""
+    """The host as a device: it does everything at once, in the order in which it is asked."""
 
     name = "host"
     place = torch.device("cpu")
     copies = compute = None
 
     def computing(self) -> AbstractContextManager[None]:
-        """Every thread computes here anyway."""
+        """Do nothing: every thread computes here."""
         return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the host, page-aligned, so that a disk can write into it directly."""
+        """Return page-aligned memory of the host, so that a disk can write into it directly."""
         return torch.from_numpy(allocate(num_bytes))
 
     def open_allocator(self) -> PinnedAllocator:
-        """Of ordinary memory, which counts as locked: copies from it are over when they return."""
+        """Open an allocator of ordinary memory; copies from it are over when they return."""
         return PinnedAllocator([PlainPinning()])
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
@@ -403,25 +413,25 @@ class HostDevice:
         tensor.fill_(value)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """The time."""
+        """Return the time."""
         return time.perf_counter()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Nothing: it is over already."""
+        """Do nothing: the work is over already."""
 
     def synchronize(self, event: Event) -> None:
-        """Nothing: it is over already."""
+        """Do nothing: the work is over already."""
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
-        """Between two times."""
+        """Return seconds between two times."""
         return float(after - before)
 
     def peak_bytes(self) -> int:
-        """Nothing of its own."""
+        """Return 0: it has no memory of its own."""
         return 0
 
 
-# what (copy, wait, compute), layer, start and end of perf_counter
+# takes the kind of work (copy, wait, compute), the layer, its start and end by perf_counter
 Record = Callable[[str, int, float, float], None]
 
 
@@ -435,7 +445,11 @@ class _Span(NamedTuple):
 
 
 class Spans:
-    """Collects spans while somebody listens; any thread may call `mark` and `add`."""
+    """Collects spans of work while a listener is set; any thread may call `mark` and `add`.
+
+    One event whose moment the host knows ties the device's clock to its own, and after that event
+    nothing waits: what the device has not got to when it is asked is left out.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -446,9 +460,7 @@ class Spans:
 
     @property
     def listener(self) -> Record | None:
-        """Who hears, when it is set again, of spans that are over by then. Setting it waits for
-        what is enqueued.
-        """
+        """Hears of spans that are over when it is set again; setting waits for queued work."""
         return self._listener
 
     @listener.setter
@@ -461,13 +473,11 @@ class Spans:
             self._origin_s = time.perf_counter()
 
     def mark(self, stream: Stream) -> Event:
-        """A timed event while somebody listens, None otherwise."""
+        """Return a timed event while a listener is set, None otherwise."""
         return None if self._listener is None else self._device.record(stream, is_timed=True)
 
     def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
-        """Work on `layer` that is enqueued between these events, both of them timed; nothing where
-        one is None.
-        """
+        """Note work on `layer` between these timed events; nothing where one is None."""
         if before is not None and after is not None and self._listener is not None:
             self._spans.append(_Span(kind, layer, before, after))
 
@@ -484,9 +494,7 @@ class Spans:
 
 
 class Stall:
-    """How long compute has waited for bytes, by timed events of its stream; nobody is kept waiting
-    to find out.
-    """
+    """How long compute has waited for bytes, by timed events; asking waits for nothing."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -494,12 +502,12 @@ class Stall:
         self._waits = deque[tuple[Event, Event]]()
 
     def add(self, before: Event, after: Event) -> None:
-        """Between these two it waited."""
+        """Note that compute waited between these two events."""
         self._waits.append((before, after))
 
     @property
     def known_s(self) -> float:
-        """Of the waits that are over."""
+        """Seconds of the waits that are over."""
         while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
             self._known_s += waited_s
             self._waits.popleft()

@@ -1,10 +1,11 @@
 """Checkpoint bytes from disk into buffers of ours, at the disk's own speed.
 
-Files are opened with O_DIRECT where the file system has it: nothing passes through the page cache,
-so a budget of memory is kept. A few threads keep several requests in flight; a single one leaves a
-third of the disk unused.
+`ByteSource` is where the bytes of slabs come from; `DiskReader` is the one for files. Files are
+opened with O_DIRECT where the file system has it: nothing passes through the page cache, so a
+budget of memory is kept. A few threads keep several requests in flight; a single one leaves a third
+of the disk unused.
 
-Where the bytes of slabs come from: a disk, or whatever else can put them into host memory.
+Invariant: a read that returns has every byte of its slab, from a file that did not change.
 """
 
 import errno
@@ -25,36 +26,38 @@ from offload.errors import ReadError
 
 
 class ByteSource(Protocol):
-    """The weight files of one checkpoint. Whoever opens a source closes it."""
+    """The weight files of one checkpoint. The opener of a source closes it."""
 
-    paths: Sequence[Path]  # by the numbers of their shards
-    rate_limit_bytes_per_s: float | None  # that reads are slowed down to, for studies
+    # by the numbers of their shards
+    paths: Sequence[Path]
+    # reads are slowed down to this rate, for studies
+    rate_limit_bytes_per_s: float | None
 
     @property
     def note(self) -> str | None:
         """A line for the user when the fast way to read is not open."""
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start filling page-aligned uint8; valid once all futures are done, whose `result()` may
-        raise `ReadError`.
+        """Start filling page-aligned uint8.
+
+        It is valid once all futures are done; their `result()` may raise `ReadError`.
         """
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
-        """A slab of its own, complete. Raises `ReadError`."""
+        """Return a slab of its own, complete. Raises `ReadError`."""
 
     def close(self) -> None:
         """Drop queued reads and wait for running ones."""
 
 
 class Watcher(Protocol):
-    """What looks at bytes as they are read."""
+    """Looks at bytes as they are read."""
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """At bytes (uint8) of a file from byte `lo` on."""
+        """Look at bytes (uint8) of a file from byte `lo` on."""
 
 
-# Of shards, of `stamps` that these must have, and of `rate_limit_bytes_per_s` where it is slowed
-# down.
+# takes shards, the `stamps` that these must have, and `rate_limit_bytes_per_s` for a slower source
 OpenSource = Callable[..., ByteSource]
 
 
@@ -65,9 +68,7 @@ def finish(reads: Iterable[Future[None]]) -> None:
 
 
 def drop(reads: Iterable[Future[None]]) -> None:
-    """Return once no reader touches the slab any more; what a dropped read would have reported no
-    longer matters.
-    """
+    """Return once no reader touches the slab any more, ignoring errors of dropped reads."""
     for read in reads:
         if not read.cancel():
             read.exception()
@@ -78,7 +79,10 @@ def read_all(
     slabs: Iterable[tuple[SlabLayout, np.ndarray]],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Fill all of these slabs; `on_bytes` hears of each that has landed. Raises `ReadError`."""
+    """Fill all of these slabs; `on_bytes` is called with the size of each that has landed.
+
+    Raises `ReadError`.
+    """
     reads = list[tuple[int, list[Future[None]]]]()
     try:
         for layout, slab in slabs:
@@ -99,7 +103,7 @@ _NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, 
 
 
 def allocate(num_bytes: int) -> np.ndarray:
-    """A page-aligned buffer that goes back to the system as soon as the last view of it is dropped."""
+    """Return a page-aligned buffer that goes back to the system with the last view of it."""
     if num_bytes == 0:
         return np.empty(0, np.uint8)
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -111,8 +115,8 @@ def allocate(num_bytes: int) -> np.ndarray:
 class DiskReader(ByteSource):
     """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    Raises `ReadError` where files are not those any more that had the `stamps`, if any are given.
-    What is read for the first time `sight` looks at.
+    `sight` looks at what is read. Raises `ReadError` where files no longer have the `stamps` that
+    are given.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class DiskReader(ByteSource):
         self._bounce = threading.local()
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
         self._count = threading.Lock()
-        self.bytes_read = 0  # what was moved
+        self.bytes_read = 0
         self._has_bounced = False
 
     @property
@@ -143,11 +147,12 @@ class DiskReader(ByteSource):
         return _NOT_INTO if self._has_bounced else None
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start reading a slab; it is valid once every returned future is done. A failed read
-        raises in `result()`.
+        """Start reading a slab; it is valid once every returned future is done.
+
+        A failed read raises `ReadError` in `result()`.
         """
         for piece in layout.pieces:
-            # what is not read would stay as it is, unnoticed
+            # bytes that are not read would stay as they are, unnoticed
             if piece.hi > self._stamps[piece.shard].num_bytes:
                 raise ReadError(
                     f"{self.paths[piece.shard].name} ends before byte {piece.hi}: it was cut short"
@@ -163,7 +168,7 @@ class DiskReader(ByteSource):
         ]
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
-        """A slab of its own, complete."""
+        """Return a slab of its own, complete. Raises `ReadError`."""
         slab = allocate(layout.slab_bytes)
         finish(self.read(layout, slab))
         return slab
@@ -189,9 +194,7 @@ class DiskReader(ByteSource):
         self._fill(request, slab[request.slab_lo : request.slab_lo + request.hi - request.lo].data)
 
     def _read_scattered(self, slab: np.ndarray, pieces: list[SlabRead]) -> None:
-        """Read the blocks around neighbouring pieces into a bounce buffer, then put each piece in
-        its place.
-        """
+        """Read the blocks around neighbouring pieces into a buffer, then place each piece."""
         shard = pieces[0].shard
         lo = _down(pieces[0].lo)
         hi = _up(max(piece.hi for piece in pieces))
@@ -204,13 +207,14 @@ class DiskReader(ByteSource):
 
     def _bounce_buffer(self) -> np.ndarray:
         if not hasattr(self._bounce, "buffer"):
-            # one huge page: of small ones a disk reads half as fast
+            # one huge page: a disk reads into small ones half as fast
             self._bounce.buffer = allocate(REQUEST_BYTES)
         return self._bounce.buffer
 
     def _fill(self, request: SlabRead, view: memoryview) -> None:
-        """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was
-        changed.
+        """Read [lo, hi) of a shard, or up to its end.
+
+        Raises `ReadError`, also where the file was changed.
         """
         fd = self._files[request.shard]
         stamp = self._stamps[request.shard]
@@ -242,9 +246,7 @@ class DiskReader(ByteSource):
             self.bytes_read += done
 
     def _read_some(self, fd: int, view: memoryview, at: int) -> int:
-        """`preadv`, by way of memory of ours where a disk cannot write into what a driver has
-        given.
-        """
+        """Read with `preadv`, through a buffer where a disk cannot write into a driver's memory."""
         try:
             return os.preadv(fd, [view], at)
         except OSError as error:
@@ -261,7 +263,9 @@ class _Throttle:
     """Lets reads start no faster than a given rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
 
     def wait_for(self, num_bytes: int) -> None:
         with self._lock:
@@ -272,8 +276,9 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Descriptors of all shards, and whether O_DIRECT works on every one of them. Raises
-    `ReadError`.
+    """Return descriptors of all shards, and whether O_DIRECT works on every one of them.
+
+    Raises `ReadError`.
     """
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
@@ -285,7 +290,8 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
     for path in shards:
         try:
             buffered.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        except OSError as error:  # its header could be read a moment ago
+        # its header could be read a moment ago, so this is not the user's mistake
+        except OSError as error:
             for fd in buffered:
                 os.close(fd)
             raise ReadError(f"{path.name} cannot be opened any more: {error.strerror}") from error
@@ -307,8 +313,9 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _direct_requests(pieces: Sequence[SlabRead]) -> Iterator[SlabRead]:
-    """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay
-    block-aligned.
+    """Yield whole blocks around each run, cut into requests.
+
+    The slab mirrors the file, so both stay block-aligned.
     """
     return _cut(
         (SlabRead(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces),
@@ -317,7 +324,7 @@ def _direct_requests(pieces: Sequence[SlabRead]) -> Iterator[SlabRead]:
 
 
 def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:
-    """Pieces cut, then neighbours gathered, while the blocks around them fit into one request."""
+    """Yield neighbouring pieces together, while the blocks around them fit into one request."""
     batch: list[SlabRead] = []
     most_bytes = REQUEST_BYTES - BLOCK_BYTES
     for piece in _cut(pieces, most_bytes):

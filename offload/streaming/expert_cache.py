@@ -1,5 +1,4 @@
-"""Which expert lies in which slot of a pool, which one stays, and which gives way: bookkeeping
-alone, no bytes.
+"""Which expert lies in which slot of a pool, and which gives way: bookkeeping alone, no bytes.
 
 Kept are the blocks that are likely to be used most, over all layers together. Routing has habits of
 a few tokens and of a whole text, some texts and models more of this and some more of that; so there
@@ -20,21 +19,24 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 HALF_LIVES_TOKENS = (4.0, 32.0)
-_LEARNING = 0.98  # how much of what earlier passes have taught is left after one more
+# share of what earlier passes have taught that is left after one more
+_LEARNING = 0.98
 # squared uses that speak for both averages alike: less than one pass of any mixture has
 _PRIOR = 1.0
-NUM_PASSING = 8  # as many as are read at once
-# what the pass has still to come to is needed sooner than what it has left behind, if both are
-# popular
+# as many as are read at once
+NUM_PASSING = 8
+# Of two popular blocks, one that the pass has still to come to is needed sooner.
 _AHEAD = 1.15
 # a pass of n rows ages what was before by n^0.2 tokens: most rows of a tree are rejected
 _TREE_EXPONENT = 0.2
-_PROMPT_SHARE = 1 / 16  # and at least by n/16: a prompt's rows are all text
+# but at least by n/16 tokens: a prompt's rows are all text
+_PROMPT_SHARE = 1 / 16
 
 
 def warm_order(uses_B: ArrayLike) -> np.ndarray:
-    """Blocks in the order in which they should be read into an empty pool: most used first, unused
-    ones left out.
+    """Return blocks in the order of reading them into an empty pool, the most used first.
+
+    Unused ones are left out.
     """
     uses = np.asarray(uses_B)
     return np.argsort(-uses, kind="stable")[: np.count_nonzero(uses)]
@@ -48,11 +50,10 @@ class ExpertCache:
         uses_B: a warm start: uses by block for each token, such as counts of an earlier run over
             its number of tokens.
         num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2
-            and at most half of
-            all: so many of those are read ahead.
+            and at most half of all: so many of those are read ahead.
 
-    `uses_B`: the share of rows that is expected to use each block, by what rows did lately; read
-        only.
+    Attributes:~    uses_B: the share of rows that is expected to use each block, by what rows did
+    lately; read only.
     """
 
     def __init__(
@@ -68,21 +69,25 @@ class ExpertCache:
         self.uses_B = np.zeros(num_blocks) if uses_B is None else np.array(uses_B, dtype=np.float64)
         assert self.uses_B.shape == (num_blocks,), "one share for each block"
         self._averages_2B = np.stack([self.uses_B] * 2)
-        self._before_2B = np.zeros_like(self._averages_2B)  # the averages before this pass
-        self._shares_B = np.zeros(num_blocks)  # of the rows of this pass
-        # what the averages have told of passes
-        self._squares_22, self._products_2 = np.zeros((2, 2)), np.zeros(2)
+        # the averages before this pass
+        self._before_2B = np.zeros_like(self._averages_2B)
+        # the share of this pass's rows that uses each block
+        self._shares_B = np.zeros(num_blocks)
+        # least squares: how well the averages have foretold passes
+        self._squares_22 = np.zeros((2, 2))
+        self._products_2 = np.zeros(2)
         self._slot_of_B = np.full(num_blocks, -1)
         self._block_in_S = np.full(num_slots, -1)
         self._num_holds_S = np.zeros(num_slots, dtype=np.int64)
-        # of the block in it; infinite where nothing may give way
+        # worth of the block in each slot; infinite where it may not give way
         self._worth_S = np.full(num_slots, np.inf)
         self._empty = list(range(num_slots - 1, -1, -1))
-        self._passing = set[int]()  # slots that are held for blocks that shall not stay
+        # slots that are held for blocks that shall not stay
+        self._passing = set[int]()
         self.begin_pass()
 
     def begin_pass(self, num_rows: int = 1) -> None:
-        """A pass of so many rows begins: what was used before counts for less."""
+        """Begin a pass of `num_rows`: what was used before counts for less."""
         self._learn()
         age_tokens = max(num_rows**_TREE_EXPONENT, num_rows * _PROMPT_SHARE)
         kept_2 = 2.0 ** (-age_tokens / np.array(HALF_LIVES_TOKENS))
@@ -93,8 +98,9 @@ class ExpertCache:
         self._go_to(-1)
 
     def use(self, blocks: ArrayLike, num_rows: ArrayLike = 1) -> None:
-        """The pass needs these blocks, each named once, for so many rows each; they may be there or
-        not.
+        """Count that the pass needs these blocks, each named once, for `num_rows` rows each.
+
+        The blocks may be there or not.
         """
         chosen = np.asarray(blocks, dtype=np.intp)
         shares = np.asarray(num_rows) / self._num_rows
@@ -104,7 +110,7 @@ class ExpertCache:
         self._go_to(int(chosen.max(initial=-1)))
 
     def _learn(self) -> None:
-        """From the pass that has ended: what the averages before it would have told of it."""
+        """Learn from the pass that has ended how well the averages before it foretold it."""
         # no product of a BLAS: its threads would disturb those that compute
         before_2B = self._before_2B
         self._squares_22 = _LEARNING * self._squares_22 + np.einsum(
@@ -115,7 +121,8 @@ class ExpertCache:
         )
         even = _PRIOR * np.eye(2)
         weights_2 = np.linalg.solve(self._squares_22 + even, self._products_2 + even.mean(axis=0))
-        self._weights_2 = np.maximum(weights_2, 0)  # one is positive, since no product is negative
+        # at least one is positive, since no product is negative
+        self._weights_2 = np.maximum(weights_2, 0)
         self._before_2B = self._averages_2B.copy()
         self._shares_B[:] = 0
 
@@ -124,15 +131,16 @@ class ExpertCache:
         return quick * averages_2B[0] + slow * averages_2B[1]
 
     def _go_to(self, block: int) -> None:
-        """The pass has come as far as to this block, and uses have changed."""
+        """Note that the pass has come as far as this block, and that uses have changed."""
         self._last = block
         idle = np.flatnonzero(self._worth_S < np.inf)
         blocks = self._block_in_S[idle]
         self._worth_S[idle] = self.uses_B[blocks] * np.where(blocks > block, _AHEAD, 1.0)
 
     def hold(self, block: int) -> int | None:
-        """The slot of a block, which stays there until as many `release`; None where it is not
-        there.
+        """Return the slot of a block, None where it is not there.
+
+        The block stays in the slot until `release` was called as often as this.
         """
         slot = int(self._slot_of_B[block])
         if slot < 0:
@@ -142,19 +150,21 @@ class ExpertCache:
         return slot
 
     def place(self, block: int) -> int | None:
-        """A slot for a block that is not there, held from now on; what was in it is forgotten.
+        """Return a slot for a block that is not there, held from now on.
 
         None where nothing may give way before something is released; never where nothing is held.
         """
         assert self._slot_of_B[block] < 0, f"block {block} is there already"
         slot = self._empty.pop() if self._empty else self._take(block)
         if slot is not None:
-            self._slot_of_B[block], self._block_in_S[slot] = slot, block
-            self._num_holds_S[slot], self._worth_S[slot] = 1, np.inf
+            self._slot_of_B[block] = slot
+            self._block_in_S[slot] = block
+            self._num_holds_S[slot] = 1
+            self._worth_S[slot] = np.inf
         return slot
 
     def release(self, block: int) -> None:
-        """One hold less; without any the block stays until it gives way."""
+        """Release one hold; without any the block stays until it gives way."""
         slot = int(self._slot_of_B[block])
         assert slot >= 0 and self._num_holds_S[slot] > 0, f"block {block} is not held"
         self._num_holds_S[slot] -= 1
@@ -163,32 +173,33 @@ class ExpertCache:
             self._passing.discard(slot)
 
     def forget(self, block: int) -> None:
-        """A block that could not be read is not there, whoever holds it, and its slot is empty."""
+        """Forget a block that could not be read, although it is held, and empty its slot."""
         slot = int(self._slot_of_B[block])
         if slot >= 0:
             self._slot_of_B[block] = self._block_in_S[slot] = -1
-            self._num_holds_S[slot], self._worth_S[slot] = 0, np.inf
+            self._num_holds_S[slot] = 0
+            self._worth_S[slot] = np.inf
             self._passing.discard(slot)
             self._empty.append(slot)
 
     def emptied(self) -> "ExpertCache":
-        """The same slots with nothing in them, and what has been learnt of uses."""
+        """Return the same slots with nothing in them, and what has been learnt of uses."""
         num_blocks = len(self._slot_of_B)
         num_slots = len(self._block_in_S)
         return ExpertCache(num_blocks, num_slots, uses_B=self.uses_B, num_passing=self.num_passing)
 
     def missing_share(self, num_rows: int) -> float:
-        """Of the blocks that are not there, what a pass of so many rows is expected to need."""
+        """Return the share of missing blocks that a pass of `num_rows` is expected to need."""
         missing = np.minimum(self.uses_B[self._slot_of_B < 0], 1.0)
         return float(np.mean(1 - (1 - missing) ** num_rows)) if len(missing) else 0.0
 
     def kept(self) -> Iterator[int]:
-        """The blocks that are there, most used first."""
+        """Return the blocks that are there, most used first."""
         blocks = self._block_in_S[self._block_in_S >= 0]
         return iter(blocks[np.argsort(-self.uses_B[blocks], kind="stable")].tolist())
 
     def _take(self, block: int) -> int | None:
-        """The slot whose block is needed least, if that one may give way to `block`."""
+        """Return the slot whose block is needed least, if that one may give way to `block`."""
         slot = int(self._worth_S.argmin())
         if self._worth_S[slot] == np.inf:
             return None

@@ -1,16 +1,16 @@
-"""The routed experts of all layers in one pool of slots: what a pass asks for is read, what is used
-most stays.
+"""The routed experts of all layers in one pool of slots, where the most used stay.
 
 A pass names the experts of a layer when its router has chosen. Those that are there are handed out
 first, while the others are read, several at once. A pass of many rows needs nearly all of them, so
-that it is not waited for: experts of the coming layers are read *ahead*, in their order, and those
-that nobody chose give their slots back.
+experts of the coming layers are read *ahead*, in their order, and those that no row chose give
+their slots back.
 
 Which block lies in which slot, `ExpertCache` says, and an `ExpertCarrier` moves what is missing:
 from a disk where a CPU computes, by way of a second pool in host memory to a device, where
-everything is only enqueued. Invariant: a slot is written to only when nobody holds its block, after
-the event behind its last use; behind a pass that was not finished, for whatever reason, the pool is
-empty.
+everything is only enqueued.
+
+Invariant: a slot is written to only when its block is not held, after the event behind its last
+use; behind a pass that was not finished, for any reason, the pool is empty.
 """
 
 from collections import deque
@@ -32,11 +32,14 @@ from offload.streaming.device import Device, Event, HostDevice, Stall
 from offload.streaming.disk import ByteSource, drop
 from offload.streaming.expert_cache import ExpertCache
 
-_POISON = 0xFF  # NaN in every float format we stream
-# from so many rows on it is known what experts are used for; of what is read ahead
+# NaN in every float format we stream
+_POISON = 0xFF
+# rows after which it is known how experts are used
 _KNOWN_ROWS = 64
+# reading ahead pays if at least this share of it is expected to be needed
 _LEAST_SHARE = 0.4
-Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
+# the experts' slabs of every layer
+Records = Sequence[Sequence[SlabLayout]]
 
 
 class _Transfer(NamedTuple):
@@ -48,8 +51,8 @@ class _Transfer(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Future[Any]]) -> "_Transfer":
-        """One that tells when it is over."""
-        # counts in one step, whichever readers meet here
+        """Return a transfer that notes when it is over."""
+        # a count is one step, also where several readers meet here
         found = cls(parts, [])
         num_done = count(1)
 
@@ -71,11 +74,9 @@ class ExpertPool:
         carrier: moves blocks into slots.
         ahead_rows: from so many rows on a pass reads ahead.
 
-    Attributes:
-        uses_LE: how often rows have chosen each expert, since it was opened; `num_rows`: of how
-            many.
-        num_hits, num_misses: of experts that passes have asked for.
-        bytes_read: for passes, from wherever they came.
+    Attributes:~    uses_LE: how often rows have chosen each expert, since the pool was opened.~
+    num_rows: how many rows these were.~    num_hits, num_misses: experts that passes have asked for
+    and that were there, or not.~    bytes_read: bytes moved for passes, from disk or host memory.
     """
 
     def __init__(
@@ -88,32 +89,37 @@ class ExpertPool:
     ) -> None:
         self.records = carrier.records
         self.carrier = carrier
-        self._slots, self._carry, self._cache, self.ahead_rows = (
-            slots,
-            carrier.carry,
-            cache,
-            ahead_rows,
-        )
-        self._device, self._stall, self._is_whole = carrier.device, Stall(carrier.device), True
+        self._slots = slots
+        self._carry = carrier.carry
+        self._cache = cache
+        self.ahead_rows = ahead_rows
+        self._device = carrier.device
+        self._stall = Stall(carrier.device)
+        # whether the last pass was finished
+        self._is_whole = True
         self._num_experts = len(records[0])
         self.uses_LE = np.zeros((len(records), self._num_experts), np.int64)
         self.num_rows = self.num_hits = self.num_misses = self.bytes_read = 0
         # tests fill slots with NaN before anything else comes into them
         self.poison_released = False
-        self._arriving: dict[int, _Transfer] = {}  # by slot
+        # by slot
+        self._arriving: dict[int, _Transfer] = {}
         # slots lie in memory that was in use before
         self._opened = self._device.record(self._device.compute)
-        self._free: dict[int, Event] = {}  # by slot
-        self._schedule = deque[int]()  # blocks to read ahead
-        self._guessed = dict[int, None]()  # those that are held for it, in this order
+        # by slot
+        self._free: dict[int, Event] = {}
+        # blocks to read ahead
+        self._schedule = deque[int]()
+        # blocks that were read ahead and are held, in this order
+        self._guessed = dict[int, None]()
 
     @property
     def stall_s(self) -> float:
-        """How long passes have waited for experts."""
+        """Seconds that passes have waited for experts."""
         return self._stall.known_s
 
     def begin_pass(self, num_rows: int) -> None:
-        """A pass of so many rows follows."""
+        """Prepare for a pass of `num_rows`."""
         if not self._is_whole:
             self._empty()
         self._is_whole = False
@@ -127,7 +133,9 @@ class ExpertPool:
     def bring(
         self, layer: int, experts: Sequence[int], uses: Sequence[int]
     ) -> Iterator[tuple[int, SlabLayout, Tensor]]:
-        """Each of `experts` with its slab, valid until the next is asked for; raises `ReadError`.
+        """Yield each of `experts` with its slab, valid until the next is asked for.
+
+        Raises `ReadError`.
 
         Args:
             experts: of one layer, rising; later layers follow.
@@ -139,9 +147,10 @@ class ExpertPool:
         blocks = [first + expert for expert in experts]
         cache.use(blocks, uses)
         slots = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
-        self._settle_guesses(first + self._num_experts)
+        self._drop_guesses_before(first + self._num_experts)
         wanted = deque(block for block in blocks if block not in slots)
-        self.num_hits, self.num_misses = self.num_hits + len(slots), self.num_misses + len(wanted)
+        self.num_hits += len(slots)
+        self.num_misses += len(wanted)
         self.carrier.use(
             [*wanted, *(block for block, slot in slots.items() if slot in self._arriving)]
         )
@@ -158,7 +167,7 @@ class ExpertPool:
         self._is_whole = layer + 1 == len(self.uses_LE)
 
     def warm(self, blocks: Sequence[int], on_bytes: Callable[[int], None]) -> None:
-        """Read these as far as there is room, before anybody asks. Raises `ReadError`."""
+        """Read these blocks, as far as there is room, before the first pass. Raises `ReadError`."""
         asked = list[int]()
         self._is_whole = False
         for block in blocks[: len(self._slots)]:
@@ -177,12 +186,12 @@ class ExpertPool:
         self._is_whole = True
 
     def stop(self) -> None:
-        """On return nothing is read any more."""
+        """Return once nothing is read any more."""
         self._empty()
         self.carrier.close()
 
     def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
-        """Start reading what is missing, as far as there are slots; then what may be wanted next."""
+        """Start reading what is missing, as far as there are slots, then what may come next."""
         while wanted:
             slot = self._cache.place(wanted[0])
             if slot is None and not queue and self._guessed:
@@ -208,23 +217,21 @@ class ExpertPool:
                 return
             self._schedule.popleft()
 
-    def _settle_guesses(self, end: int) -> None:
-        """Of blocks before `end` it is known who is needed: others need not be read, nor held."""
+    def _drop_guesses_before(self, end: int) -> None:
+        """Cancel prefetches of blocks before `end`; the routers of those layers have run."""
         while self._schedule and self._schedule[0] < end:
             self._schedule.popleft()
         self._give_up([block for block in self._guessed if block < end])
 
     def _is_for_all(self, num_rows: int) -> bool:
-        """Whether a pass needs so many of what is not there that all of it may as well be read."""
+        """Return whether a pass needs so much of what is missing that all is worth reading."""
         is_known = self.num_rows >= _KNOWN_ROWS
         return num_rows >= self.ahead_rows and not (
             is_known and self._cache.missing_share(num_rows) < _LEAST_SHARE
         )
 
     def _empty(self) -> None:
-        """Nothing is there, on its way or held any more: what stopped a pass may have left any of
-        it half done.
-        """
+        """Forget all that is there, on its way or held: a stopped pass leaves it half done."""
         self._schedule.clear()
         self._guessed.clear()
         for slot in list(self._arriving):
@@ -246,7 +253,7 @@ class ExpertPool:
             # Behind the copy of a guess that was given up, which may still be under way.
             self._device.wait(self._device.copies, self._free.get(slot, self._opened))
             self._device.fill(self._slots[slot], _POISON, self._device.copies)
-        # a transfer that nobody knows of would write over what comes into the slot later
+        # a transfer that is not noted would write over what comes into the slot later
         with held_back():
             self._arriving[slot] = _Transfer.of(self._carried(block, slot))
         self.bytes_read += self.records[block].slab_bytes
@@ -254,13 +261,14 @@ class ExpertPool:
     def _carried(self, block: int, slot: int) -> Sequence[Future[Any]]:
         try:
             return self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
-        except Exception as error:  # whoever waits for the block hears of it
+        # raised where the block is waited for
+        except Exception as error:
             failed = Future[None]()
             failed.set_exception(error)
             return [failed]
 
     def _drop(self, slot: int) -> None:
-        """Return once nothing is on its way there."""
+        """Return once nothing is on its way to a slot."""
         if slot in self._arriving:
             drop(self._arriving[slot].parts)
             del self._arriving[slot]
@@ -269,7 +277,7 @@ class ExpertPool:
         return slot not in self._arriving or bool(self._arriving[slot].landed)
 
     def _arrived(self, block: int, slot: int) -> Tensor:
-        """The slab, once it is there for what is enqueued from now on."""
+        """Return the slab, once it is there for what is enqueued from now on."""
         if slot in self._arriving:
             device = self._device
             ready = None
@@ -293,10 +301,10 @@ def open_pool(
     ahead_rows: int = NEVER,
     uses_B: np.ndarray | None = None,
 ) -> ExpertPool:
-    """An empty pool of so many slots, on the host where `device` is None; `resources` closes it.
+    """Open an empty pool of `num_slots`, on the host where `device` is None; `resources` closes it.
 
-    `uses_B` is how often rows are expected to use each block, where that is known.
-    `num_host_slots` are those of the second pool, by way of which a device gets its experts.
+    `uses_B` is how often rows are expected to use each block, where that is known. `num_host_slots`
+    are those of the second pool, by way of which a device gets its experts.
     """
     host = HostDevice()
     flat = [record for layer in records for record in layer]

@@ -1,13 +1,11 @@
-"""The layers of a model, in the order in which a sweep needs them: some stay, the others pass
-through a few slots.
+"""The layers of a model in the order of a weight pass: some stay, others pass through a few slots.
 
 This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent:
 `acquire` lets what computes wait until a layer is there, `release` says that all of its use has
 been enqueued.
 
-Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read
-before the event that says it is there; and the host waits nowhere but where a disk has not
-delivered.
+Invariant: nothing is overwritten before the event after which it is no longer read, nor read before
+the event after which it is there; and the host waits nowhere but where a disk has not delivered.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,26 +21,30 @@ from offload.streaming.device import Device, Event, HostDevice, Record, Stall
 from offload.streaming.disk import ByteSource
 from offload.streaming.stage import Stage
 
-_POISON = 0xFF  # NaN in every float format we stream
+# NaN in every float format we stream
+_POISON = 0xFF
 
 
 class Layers:
-    """Hands out the layers of one checkpoint; those that do not stay pass through `num_slots`
-    slots.
+    """Hands out the layers of one checkpoint; some stay, others pass through `num_slots` slots.
 
     On a device everything but a wait for the disk is only enqueued.
     """
 
     def __init__(self, carrier: HostCarrier, num_slots: int) -> None:
-        self.carrier, self._device, self._spans = carrier, carrier.device, carrier.spans
+        self.carrier = carrier
+        self._device = carrier.device
+        self._spans = carrier.spans
         passing = [*carrier.streamed, *carrier.once]
         slot_bytes = max((carrier.layouts[n].slab_bytes for n in passing), default=0)
         slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if passing else 0)]
         self.stage = Stage(carrier.carry, carrier.streamed, slots)
-        self.poison_released = False  # tests fill slots with NaN as soon as they are free
-        self.bytes_read = 0  # of layers that were handed out and do not stay
+        # tests fill slots with NaN as soon as they are free
+        self.poison_released = False
+        # bytes of layers that were handed out and do not stay
+        self.bytes_read = 0
         self._stall = Stall(self._device)
-        # when the layer acquired last could be used; known while somebody records
+        # the event after which the layer acquired last could be used
         self._arrived: Event = None
 
     @property
@@ -55,7 +57,7 @@ class Layers:
 
     @property
     def record(self) -> Record | None:
-        """Who hears of copies, waits and uses of layers; see `Spans.listener`."""
+        """The listener that hears of copies, waits and uses of layers; see `Spans.listener`."""
         return self._spans.listener
 
     @record.setter
@@ -64,31 +66,33 @@ class Layers:
 
     @property
     def stall_s(self) -> float:
-        """How long compute has waited for layers."""
+        """Seconds that compute has waited for layers."""
         return self._stall.known_s
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Bring what stays, then start the stage. Raises `ReadError`."""
+        """Read what stays, then start the stage. Raises `ReadError`."""
         self.carrier.load(on_bytes)
         self._start()
 
     def begin_sweep(self) -> None:
-        """Make the first layer the next to arrive: an interrupted sweep may have left others
-        queued, or failed.
+        """Make the first layer the next to arrive.
+
+        An interrupted pass may have left others queued, or failed.
         """
         if not self.stage.is_at_start:
             self.stop()
             self._start()
 
     def begin_prompt(self) -> None:
-        """Make the layers that a prompt passes once the next to arrive; those of a sweep follow."""
+        """Make the layers that a prompt passes once the next to arrive; those of a pass follow."""
         if self.carrier.once:
             self.stop()
             self._start(self.carrier.once)
 
     def acquire(self, layer: int) -> Tensor:
-        """The weights of `layer`, first one first, for what is enqueued until its release. Raises
-        `ReadError`.
+        """Return the weights of `layer`, first one first, for what is enqueued until its release.
+
+        Raises `ReadError`.
         """
         device = self._device
         if layer in self.carrier.resident:
@@ -104,7 +108,7 @@ class Layers:
         return self.carrier.weights(layer, slot)
 
     def release(self, layer: int) -> None:
-        """Everything that reads the weights of `layer` has been enqueued."""
+        """Note that everything that reads the weights of `layer` has been enqueued."""
         device = self._device
         self._spans.add("compute", layer, self._arrived, self._spans.mark(device.compute))
         slot = self.stage.held.get(layer)
@@ -128,7 +132,7 @@ class Layers:
 
     def _start(self, once: Sequence[int] = ()) -> None:
         self.carrier.start()
-        # an abandoned sweep may still read the slots
+        # an abandoned pass may still read the slots
         self.stage.start(self._device.record(self._device.compute), once)
 
 
@@ -139,7 +143,8 @@ def open_layers(
     device: Device | None,
     resources: ExitStack,
 ) -> Layers:
-    """Layers as the plan places them, on the CPU where `device` is None; nothing read yet.
+    """Return layers placed by the plan, on the CPU where `device` is None; nothing is read yet.
+
     `resources` closes them.
     """
     if device is None:
@@ -149,7 +154,8 @@ def open_layers(
         carrier = HostCarrier(source, layouts, stays, HostDevice(), encoder)
     else:
         if device.place.type == "cuda":
-            torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring
+            # slots will not fit into what measuring has left behind
+            torch.cuda.empty_cache()
         pinned = device.open_allocator()
         resources.callback(pinned.close)
         carrier = DeviceCarrier(

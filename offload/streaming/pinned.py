@@ -1,17 +1,14 @@
-"""Host memory that a device can copy from on its own: page-locked, in buffers of exactly the size
-asked for.
+"""Host memory that a device can copy from by itself: page-locked, in buffers of exact size.
 
 Caching allocators round up, by a quarter for a layer of a 70B model; so memory comes from the
-driver. Three ways, the
-first that works: cupy's `PinnedMemory`; pages of ours, touched by many threads and registered with
-the driver; plain pages, which reach the device through a small locked bounce buffer. A way that has
-refused a size is asked again only for much smaller ones. Invariant: a buffer says whether it is
-locked, and nobody guesses.
+driver. There are three ways, of which the first that works is taken: cupy's `PinnedMemory`; pages
+of ours, touched by many threads and registered with the driver; plain pages, which reach the device
+through a small locked bounce buffer. A way that has refused a size is asked again only for much
+smaller ones. Memory is touched by processors that lie next to the device, so that it lies there
+too: with several sockets, copies from the far one run at half the speed or less. Where nothing is
+known of the sockets nothing is done.
 
-Which processors lie next to a device: memory that they touch first lies there too.
-
-With several sockets, copies from the far one run at half the speed or less. Where nothing is known
-nothing is done.
+Invariant: a buffer says whether it is locked.
 """
 
 import ctypes
@@ -31,8 +28,9 @@ from offload.units import format_bytes
 
 
 def cpus_near(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int] | None:
-    """Processors on the memory node of a PCI device such as `0000:3b:00.0`, of those open to us;
-    None if unknown.
+    """Return the processors on the memory node of a PCI device such as `0000:3b:00.0`.
+
+    Only those open to this process; None if unknown.
     """
     try:
         node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
@@ -49,16 +47,19 @@ def stay_on(cpus: frozenset[int] | None) -> None:
 
 
 def _parse_list(text: str) -> frozenset[int]:
-    """`0-3,8` as the system writes it."""
+    """Parse a list such as `0-3,8`, as the system writes it."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return frozenset(cpu for lo, _, hi in ranges for cpu in range(int(lo), int(hi or lo) + 1))
 
 
 _PAGE_BYTES = 4096
 _NO_LIMIT = 1 << 62
-_TOUCH_BYTES = 64 << 20  # by one thread at a time
-_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_NUM_THREADS = 8  # that touch pages: more gain nothing, the kernel's own locks are the limit then
+# touched by one thread at a time
+_TOUCH_BYTES = 64 << 20
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_HOST_POINTER = 91
+# threads that touch pages: more gain nothing, since the kernel's own locks are the limit then
+_NUM_THREADS = 8
 
 
 class RefusedError(Exception):
@@ -68,9 +69,12 @@ class RefusedError(Exception):
 class HostBuffer(NamedTuple):
     """Host memory of the size asked for."""
 
-    array: np.ndarray  # flat uint8, page-aligned
-    is_pinned: bool  # whether a device may copy from it while the host goes on
-    is_seen: bool = False  # whether the device's kernels may read it, by the host's own address
+    # flat uint8, page-aligned
+    array: np.ndarray
+    # whether a device may copy from it while the host goes on
+    is_pinned: bool
+    # whether the device's kernels may read it, by the host's own address
+    is_seen: bool = False
 
 
 class PinningMethod(Protocol):
@@ -85,15 +89,16 @@ class PinningMethod(Protocol):
     is_seen: bool
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Exactly so many locked bytes. Raises `RefusedError`."""
+        """Return exactly `num_bytes` locked bytes. Raises `RefusedError`."""
 
     def free(self, array: np.ndarray) -> None:
         """Unlock what this way allocated; nothing copies from it any more."""
 
 
 class CupyPinning:
-    """Locked memory from the driver by way of cupy. Raises `RefusedError` when cupy is missing or
-    for another CUDA.
+    """Locked memory from the driver by way of cupy.
+
+    Raises `RefusedError` when cupy is missing or made for another CUDA.
     """
 
     name = "cupy"
@@ -109,7 +114,8 @@ class CupyPinning:
         try:
             self._cupy = import_cupy()
             major = int(self._cupy.cuda.runtime.runtimeGetVersion()) // 1000
-        except Exception as error:  # a package for the wrong driver fails in its own ways
+        # a package for the wrong driver fails in its own ways
+        except Exception as error:
             raise RefusedError(f"cupy: {reason(error)}") from error
         if cuda_version and major != int(cuda_version.partition(".")[0]):
             wanted = cuda_version.partition(".")[0]
@@ -120,11 +126,11 @@ class CupyPinning:
         self._cpus = cpus
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """`PinnedMemory` is exact, cupy's pool is not."""
+        """Return locked memory; `PinnedMemory` is exact, cupy's pool is not."""
         try:
             with ThreadPoolExecutor(1, initializer=stay_on, initargs=(self._cpus,)) as near:
                 memory = near.submit(self._allocate_here, num_bytes).result()
-        # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
+        # a CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
         except Exception as error:
             raise RefusedError(f"cupy: {reason(error)}") from error
         array = np.frombuffer(
@@ -137,11 +143,12 @@ class CupyPinning:
 
     def _allocate_here(self, num_bytes: int) -> Any:
         cuda = self._cupy.cuda
-        with cuda.Device(self._index):  # cupy's idea of the current device is not torch's
+        # cupy's current device is not torch's
+        with cuda.Device(self._index):
             return cuda.PinnedMemory(num_bytes, cuda.runtime.hostAllocPortable)
 
     def free(self, array: np.ndarray) -> None:
-        """The memory goes with the last view of it."""
+        """Do nothing: the memory goes with the last view of it."""
 
 
 class RegisteredPinning:
@@ -172,7 +179,7 @@ class RegisteredPinning:
         self.is_seen = is_seen
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Anonymous pages: a mapped file must never be locked."""
+        """Return anonymous pages: a mapped file must never be locked."""
         array = allocate(num_bytes)
         self._touch(array)
         code = int(self._runtime.cudaHostRegister(array.ctypes.data, num_bytes, 0))
@@ -188,18 +195,20 @@ class RegisteredPinning:
 
 
 class PinnedAllocator:
-    """Host buffers for one device, locked in the first of `ways` that works; `refusals` say why
-    better ones lack.
+    """Host buffers for one device, locked in the first of `ways` that works.
+
+    `refusals` say why better ways are missing.
     """
 
     def __init__(self, ways: Sequence[PinningMethod], refusals: Sequence[str] = ()) -> None:
-        self._ways, self._refusals = list(ways), list(refusals)
+        self._ways = list(ways)
+        self._refusals = list(refusals)
         self._limits_bytes = [_NO_LIMIT] * len(self._ways)
         self._owners: list[tuple[PinningMethod, np.ndarray]] = []
         self.pinned_bytes = self.pageable_bytes = 0
 
     def allocate(self, num_bytes: int) -> HostBuffer:
-        """A buffer of exactly this size, locked if any way is left."""
+        """Return a buffer of exactly this size, locked if any way is left."""
         for index, way in enumerate(self._ways):
             if not 0 < num_bytes < self._limits_bytes[index]:
                 continue
@@ -217,7 +226,7 @@ class PinnedAllocator:
 
     @property
     def ways(self) -> str:
-        """How memory in use was locked."""
+        """How memory in use was locked, in words."""
         return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
 
     @property
@@ -252,7 +261,7 @@ class PinnedAllocator:
 
 
 def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
-    """The pinned allocator of a CUDA device."""
+    """Open the pinned allocator of a CUDA device."""
     cpus = cpus_near(_pci_address(place))
     refusals = []
     ways = []
@@ -273,8 +282,9 @@ def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
 
 
 def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
-    """Make every page real, by several threads on `cpus`: the first touch decides on which memory
-    node it lies.
+    """Make every page real, by several threads on `cpus`.
+
+    The first touch decides on which memory node a page lies.
     """
     parts = (array[lo : lo + _TOUCH_BYTES] for lo in range(0, len(array), _TOUCH_BYTES))
     with ThreadPoolExecutor(_NUM_THREADS, initializer=stay_on, initargs=(cpus,)) as pool:
@@ -286,8 +296,9 @@ def _touch(part: np.ndarray) -> None:
 
 
 def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL) -> bool:
-    """Whether kernels of this GPU read registered memory by the host's address; where the driver
-    cannot say, no.
+    """Return whether kernels of this GPU read registered memory by the host's address.
+
+    False where the driver cannot say.
     """
     value = ctypes.c_int(0)
     try:
@@ -302,10 +313,10 @@ def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL
 def forget_cuda_error(
     maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL
 ) -> None:
-    """Clear the error that a refused CUDA call has left in this thread, in every copy of the
-    runtime that is mapped.
+    """Clear the error that a refused CUDA call has left in this thread.
 
-    torch has no binding for it, and each copy of the library keeps an error of its own.
+    torch has no binding for it, and each copy of the runtime that is mapped keeps an error of its
+    own, so all are cleared.
     """
     files = {
         line.split(maxsplit=5)[-1].strip()

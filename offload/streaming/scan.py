@@ -1,12 +1,12 @@
-"""The first sight of a model's weights: numbers that are not finite, or odd, are told of by the
-names of their tensors.
+"""A scan of a model's weights on their first read: odd or non-finite numbers are named.
 
-Readers look at what they have just read. What is read once is looked at whole, while there is
-nothing to compute. Of
-what passes in every sweep, each sweep looks at a part, of `TURNS`: at the speed of a disk that
-keeps up with the processor, a look at all of it would cost the first sweep a seventh of its time.
-Invariants: after `TURNS` sweeps all numbers have been looked at, and nothing is refused here.
-Whether such a number matters shows in the scores, and a draft's changes no text.
+Readers look at what they have just read, which is still in the processor's cache. What is read once
+is scanned whole, while there is nothing to compute. Of what passes in every sweep, each sweep scans
+one part of `TURNS`: at the speed of a disk that keeps up with the processor, a scan of all of it
+would cost the first sweep a seventh of its time.
+
+Invariants: after `TURNS` sweeps all numbers have been scanned, and nothing is refused here. Whether
+such a number matters shows in the scores, and a draft's changes no text.
 """
 
 from bisect import bisect_right
@@ -56,8 +56,8 @@ class WeightScan:
     """Looks at the weights of a checkpoint as they are read, in any thread.
 
     Args:
-        found: hears, once and in the thread that reads, of tensors with numbers that are not
-            finite, the first few.
+        found: called once, in the thread that reads, with the first few tensors that have numbers
+            that are not finite.
     """
 
     def __init__(self, checkpoint: Checkpoint, found: Callable[[str], None]) -> None:
@@ -92,8 +92,9 @@ class WeightScan:
         self._passing = {shard: sorted(ranges) for shard, ranges in passing.items()}
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """At bytes (uint8) of a file from byte `lo` on; a number, or block of them, that ends
-        outside is left out.
+        """Look at bytes (uint8) of a file from byte `lo` on.
+
+        A number, or block of numbers, that ends outside is left out.
         """
         # one number: of a large model there are many parts
         part = (shard << 48 | lo) << 32 | len(stored)
@@ -112,9 +113,7 @@ class WeightScan:
             self._look_at(shard, index, lo, stored, turn if is_passing else None)
 
     def news(self) -> list[str]:
-        """What is odd about finite tensors of which all has been seen since this was asked before,
-        for the user.
-        """
+        """Return what is odd about finite tensors that were scanned whole since the last call."""
         with self._lock:
             tops = list[TensorMaximum]()
             for (shard, index), (bits, seen) in self._tops.items():
@@ -195,14 +194,12 @@ def _stripes(stored: np.ndarray, item_bytes: int, stripe: int) -> list[np.ndarra
 
 
 def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
-    """Ranges that lie apart, with one more, which takes in those that it meets: what is read twice
-    is seen once.
-    """
+    """Return ranges that lie apart, joined with one more: what is read twice is seen once."""
     met = [one for one in seen if one[0] <= hi and lo <= one[1]]
     ends = [lo, hi, *(end for one in met for end in one)]
     return [*(one for one in seen if one not in met), (min(ends), max(ends))]
 
 
 def has_zeros(directory: Path) -> bool:
-    """Whether a folder says that `inflate` has written it, which pads matrices with zeros."""
+    """Return whether `inflate` has written a folder: it pads matrices with zeros."""
     return (directory / INFLATED).is_file()

@@ -1,10 +1,9 @@
-"""One slot cycle: blocks pass through a few slots in the order in which they are wanted, each moved
-ahead of its use.
+"""One slot cycle: blocks pass through a few slots, each moved ahead of its use.
 
 From a disk into host memory, from there to a device: a slot is free, filling, ready, held, and free
-again. When the last block of a sweep gives its slot back, the first ones of the next are on their
-way already, so the link works while the drafter does. A stage runs no thread and knows no device;
-whoever moves the bytes (`Carry`) does.
+again. When the last block of a pass gives its slot back, the first ones of the next are on their
+way already, so the link works while the drafter does. A stage runs no thread and knows no device; a
+carrier moves the bytes (`Carry`).
 
 Invariant: a block is moved into a slot only after the one before it was released, and handed out
 only when its transfer is complete or bound to complete before the event that is handed out with it.
@@ -20,9 +19,9 @@ from torch import Tensor
 from offload.streaming.device import Event
 from offload.streaming.disk import drop
 
-# Starts moving a block into a slot, which nobody reads any more once the event is reached; the
-# block is there once all futures are done and the event that the last of them gives is reached. No
-# event: nothing has to be waited for.
+# Starts moving a block into a slot, which nothing reads any more once the event is reached. The
+# block is there once all futures are done and the event that the last of them gives is reached.
+# Without an event nothing has to be waited for.
 Carry = Callable[[int, Tensor, Event], Sequence[Future[Any]]]
 
 
@@ -30,7 +29,8 @@ class AcquiredBlock(NamedTuple):
     """A block that was acquired."""
 
     slot: Tensor
-    ready: Event  # after which the block is complete; None: it is
+    # the event after which the block is complete; None: it is
+    ready: Event
 
 
 class _Transfer(NamedTuple):
@@ -42,23 +42,23 @@ class _Transfer(NamedTuple):
 
 
 class Stage:
-    """The cycle of `blocks`, in the order of their use, through `slots` of flat bytes, each large
-    enough for all.
+    """The cycle of `blocks`, in the order of their use, through `slots`.
 
-    Only `cancel` may be called by another thread than the one that uses the stage.
+    Slots are flat bytes, each large enough for every block. Only `cancel` may be called by another
+    thread than the one that uses the stage.
 
     Args:
         carry: see `Carry`; it may wait for the event that it is given.
         is_cycle: whether the first block follows the last.
 
-    Attributes:
-        held: the slots of blocks that were acquired and not released.
+    Attributes:~    held: the slots of blocks that were acquired and not released.
     """
 
     def __init__(
         self, carry: Carry, blocks: Sequence[int], slots: Sequence[Tensor], *, is_cycle: bool = True
     ) -> None:
-        self.slots, self.held = list(slots), dict[int, Tensor]()
+        self.slots = list(slots)
+        self.held = dict[int, Tensor]()
         self._carry = carry
         self._blocks = blocks
         self._is_cycle = is_cycle
@@ -67,9 +67,7 @@ class Stage:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the first block is the next to arrive, all slots are on their way, and none has
-        failed.
-        """
+        """Whether the first block arrives next, all slots are on their way, and none has failed."""
         is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
         is_first = (
             not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
@@ -77,16 +75,18 @@ class Stage:
         return is_whole and is_first and not any(map(_has_failed, self._transfers))
 
     def start(self, free: Event = None, once: Iterable[int] = ()) -> None:
-        """Begin with the blocks `once`, which do not come again, then with the first; slots are
-        empty after `free`.
+        """Begin with the blocks `once`, which do not come again, then with the first.
+
+        Slots are empty after the event `free`.
         """
         self._order = chain(once, cycle(self._blocks) if self._is_cycle else self._blocks)
         for slot in self.slots:
             self._fill(slot, free)
 
     def acquire(self, block: int) -> AcquiredBlock:
-        """The slot of the next block, valid until its release. Raises what moving it has raised,
-        `ReadError` mostly.
+        """Return the slot of the next block, valid until its release.
+
+        Raises what moving it has raised, `ReadError` mostly.
         """
         assert self._transfers and self._transfers[0].block == block, (
             f"block {block} acquired out of order"
@@ -104,7 +104,7 @@ class Stage:
         self._fill(self.held.pop(block), free)
 
     def cancel(self) -> None:
-        """Let no transfer begin that has not begun; whoever waits for one is told."""
+        """Let no transfer begin that has not begun; `acquire` raises where it waits for one."""
         for transfer in self._transfers.copy():
             for part in transfer.parts:
                 part.cancel()
@@ -123,7 +123,8 @@ class Stage:
             return
         try:
             parts = self._carry(block, slot, free)
-        except Exception as error:  # whoever acquires the block hears of it
+        # raised where the block is acquired
+        except Exception as error:
             failed = Future[None]()
             failed.set_exception(error)
             parts = [failed]

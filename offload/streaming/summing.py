@@ -1,6 +1,4 @@
-"""Sums of all weights: on the way, as readers bring them anyway, or by reading what is left of
-them.
-"""
+"""Sums of all weights: taken while readers bring them, or by reading what is left of them."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -14,17 +12,18 @@ from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource, Watcher, allocate, finish
 
-_PART_BYTES = 16 << 20  # in memory at a time
+# bytes in memory at a time
+_PART_BYTES = 16 << 20
 OnBytes = Callable[[int, int], None]
 
 
 class Watchers(NamedTuple):
-    """Several of them."""
+    """Several watchers as one."""
 
     watchers: tuple[Watcher, ...]
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """See `Watcher`."""
+        """Show the bytes to each, see `Watcher`."""
         for one in self.watchers:
             one.look(shard, lo, stored)
 
@@ -32,7 +31,8 @@ class Watchers(NamedTuple):
 def read_left(
     total: BlockSum, source: ByteSource, on_bytes: OnBytes = lambda done, of: None
 ) -> str:
-    """The sum, once all that it lacks has been read from a source that shows it what it reads.
+    """Read all that a sum lacks from a source that shows it what it reads; return the sum.
+
     Raises `ReadError`.
     """
     slab = allocate(_PART_BYTES)
@@ -56,10 +56,9 @@ def with_sum(
     limit_bytes_per_s: float | None = None,
     on_bytes: OnBytes = lambda done, of: None,
 ) -> ModelIdentity:
-    """The identity with the sum of all bytes, which is kept for the next time; what `total` lacks
-    of it is read.
+    """Return the identity with the sum of all bytes, which is kept for the next time.
 
-    Raises `ReadError`.
+    What `total` lacks of the sum is read. Raises `ReadError`.
     """
     total = total or BlockSum(checkpoint)
     if (result := total.result) is None:
@@ -77,10 +76,10 @@ def with_sum(
 def difference(
     told: ModelIdentity, mine: ModelIdentity, summed: Callable[[], ModelIdentity]
 ) -> tuple[str, ModelIdentity]:
-    """Why what a file tells is of another model, empty where it is not; and this model's identity,
-    as far as known.
+    """Return why a file belongs to another model (empty if it does not), and this model's identity.
 
     Args:
+        told: what the file tells of its model.
         summed: reads all weights, which is done where nothing else can tell.
     """
     if told.has_weights_of(mine) is None and not told.difference(mine) and told.has_sum:

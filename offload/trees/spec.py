@@ -67,7 +67,7 @@ class TreeSpec:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether it is not named but chosen, by what was measured."""
+        """Whether the tree is not named but chosen, by what was measured."""
         return self.kind in ("auto", "auto_chain")
 
     def __str__(self) -> str:
@@ -81,8 +81,9 @@ class TreeSpec:
         return shown.get(self.kind, f"{self.kind}:{size}")
 
     def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
-        """The shape; `none` is the root alone. Raises `UserError` where best-first meets a `p` that
-        rises.
+        """Return the shape; `none` is the root alone.
+
+        Raises `UserError` where best-first meets a `p` that rises.
         """
         match self.kind:
             case "auto":
@@ -99,9 +100,7 @@ class TreeSpec:
                 return sequences(self.count, self.depth)
 
     def check_rule(self, rule: str) -> None:
-        """Refuse a rule that needs a tree whose growth looks at no token that was drawn. Raises
-        `UserError`.
-        """
+        """Refuse a rule that needs growth to look at no drawn token. Raises `UserError`."""
         if self.kind == "dynamic" and drafting_of(rule).keeps_distributions:
             raise UserError(
                 f"`tree` {self.label} looks at the tokens it proposes and rule {rule} is exact only without that: "
@@ -110,14 +109,17 @@ class TreeSpec:
 
 
 def label_of(shape: Shape) -> str:
-    """What `--tree` would call a shape that it has chosen."""
+    """Return what `--tree` would call a shape that was chosen."""
     if shape.num_nodes == 1:
         return "none"
     return f"{'dynamic:' if isinstance(shape, DynamicShape) else ''}{shape.num_nodes}x{shape.depth}"
 
 
 def parse_tree(text: str) -> TreeSpec:
-    """`NxD` is N nodes, at most D deep; `dynamic:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
+    """Parse `--tree`: `NxD` is N nodes, at most D deep; `dynamic:NxD` has the same bounds only.
+
+    Raises `UserError`.
+    """
     spec, numbers = _parsed(str(text))
     if spec is None:
         raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
@@ -128,7 +130,7 @@ def parse_tree(text: str) -> TreeSpec:
 
 @cache
 def _parsed(text: str) -> tuple[TreeSpec | None, list[int]]:
-    """A tree in words and its numbers; None where they name none."""
+    """Return the tree that words name and its numbers; None where they name none."""
     for kind, form in _TREE_FORMS.items():
         if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]
@@ -137,11 +139,10 @@ def _parsed(text: str) -> tuple[TreeSpec | None, list[int]]:
 
 
 def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = False) -> TreeSpec:
-    """The tree that `text` asks for; where nothing drafts that can only be the root alone. Raises
-    `UserError`.
+    """Return the tree that `text` asks for; without a draft or sources, the root alone.
 
     Guesses of sources are point masses that the context settles: with them alone any rule allows
-    any shape.
+    any shape. Raises `UserError`.
     """
     spec = parse_tree(text)
     if has_draft:
@@ -172,7 +173,7 @@ class MatchLength(NamedTuple):
 
 
 def parse_match_length(text: str) -> MatchLength:
-    """`LEAST:MOST`. Raises `UserError`."""
+    """Parse `LEAST:MOST`. Raises `UserError`."""
     found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(text), re.ASCII)
     length = MatchLength(*map(int, found.groups())) if found else MatchLength(0, 0)
     rule = f"`lookup_length` must be LEAST:MOST, two numbers from 1 to {MOST_MATCHED}"

@@ -1,20 +1,15 @@
-"""A token tree: what a drafter proposes and one sweep scores. No model in sight.
+"""A token tree: what a drafter proposes and one weight pass scores. No model in sight.
 
-Node 0 is the root, the last committed token, whose own logits say what comes first. Invariant:
-nodes stand in level order, so a parent precedes its children and the children of one node are
-consecutive, in the order of their draws.
-
-From which distributions the children of a tree were drawn: what a ratio test needs beside their
-tokens.
-
-A rule that compares p(x) with q(x) is exact only if q is the very distribution that x was drawn
-from, given everything drawn before it. So a distribution is kept per node, after temperature, top-k
+Node 0 is the root, the last committed token, whose own logits say what comes first. A rule that
+compares p(x) with q(x) is exact only if q is the very distribution that x was drawn from, given
+everything drawn before it. So `Proposals` keeps a distribution per node, after temperature, top-k
 and top-p, and the kind of draw per child; from these the distribution of every single child
 follows. A child about which nothing is known but its token (likeliest, copied, retrieved) is a
 point mass.
 
-Invariant: how many children a node gets never depends on the tokens that were drawn for it
-(predictable growth).
+Invariant: nodes stand in level order, so a parent precedes its children and the children of one
+node are consecutive, in the order of their draws. How many children a node gets never depends on
+the tokens that were drawn for it (predictable growth).
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,9 +32,12 @@ Floats = NDArray[np.float64]
 class Draw(IntEnum):
     """How one child was chosen."""
 
-    POINT_MASS = 0  # whatever the reason, chance had no part in it that a rule could use
-    WITHOUT_REPLACEMENT = 1  # from the node's distribution without the tokens of its elder siblings
-    WITH_REPLACEMENT = 2  # from the node's distribution as it is
+    # chosen by any means in which chance had no part that a rule could use
+    POINT_MASS = 0
+    # from the node's distribution without the tokens of its elder siblings
+    WITHOUT_REPLACEMENT = 1
+    # from the node's distribution as it is
+    WITH_REPLACEMENT = 2
 
 
 class Offer(NamedTuple):
@@ -54,30 +52,32 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposals:
-    """The distributions of one tree, as wide as the target's vocabulary and zero where the draft
-    has no token.
+    """The distributions that the children of one tree were drawn from.
+
+    Each is as wide as the target's vocabulary, and zero where the draft has no token.
     """
 
-    draw_N: Ints  # a `Draw` for every node, as the child that it is; the root's entry means nothing
+    # how each node was drawn as a child (a `Draw`); the root's entry means nothing
+    draw_N: Ints
     # which row of `probs_EV` a node's children were drawn from; -1 where all are point masses
     row_N: Ints
-    probs_EV: Tensor  # float32, one distribution for each of the E nodes whose children were drawn
+    # float32, one distribution for each of the E nodes whose children were drawn
+    probs_EV: Tensor
 
     @classmethod
     def blank(
         cls, topology: Topology, vocab_size: int, draw: Draw, place: torch.device | str = "cpu"
     ) -> "Proposals":
-        """For a tree whose children are all drawn alike: distributions to be written, on the place
-        of the draws.
-        """
+        """Return distributions to be written, on device `place`, for children all drawn alike."""
         has_children_N = topology.num_children_N > 0
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
         probs_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
         return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
 
     def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
-        """Note what the children of these nodes are drawn from, which follow one another, but for
-        those without any.
+        """Note what the children of these nodes were drawn from.
+
+        The nodes follow one another, and all of them have children.
         """
         rows = self.row_N[node_W]
         assert (np.diff(rows) == 1).all(), "nodes of a level, in their order"
@@ -86,8 +86,9 @@ class Proposals:
     def offers(
         self, parent: int, children: Sequence[int], tokens: Sequence[int]
     ) -> Iterator[Offer]:
-        """The children of `parent` in the order of their draws, while tokens are left. Raises
-        `UserError` for NaN.
+        """Yield the children of `parent` in the order of their draws, while tokens are left.
+
+        Raises `UserError` for NaN.
         """
         row = int(self.row_N[parent])
         full_V = None if row < 0 else _normalised(self.probs_EV[row].double().cpu().numpy())
@@ -108,8 +109,9 @@ class Proposals:
 
 
 def _without(probs_V: Floats, tokens: list[int]) -> Floats:
-    """`probs_V` restricted to other tokens; uniform over them once its support is used up (Sequoia,
-    Alg. 1).
+    """Return `probs_V` restricted to other tokens.
+
+    It is uniform over them once its support is used up (Sequoia, Alg. 1).
     """
     left_V = probs_V.copy()
     left_V[tokens] = 0
@@ -129,7 +131,8 @@ class TokenTree:
     """Tokens on a topology."""
 
     topology: Topology
-    token_N: Tensor  # int64, the proposed ids; `token_N[0]` is committed already
+    # int64, the proposed ids; `token_N[0]` is committed already
+    token_N: Tensor
     # what the tokens were drawn from; without it every child is a point mass
     proposals: Proposals | None = None
 
@@ -145,7 +148,7 @@ class TokenTree:
         return [int(token) for token in self.token_N.tolist()]
 
     def path(self, node: int) -> list[int]:
-        """The tokens from below the root down to a node, which has the last; none for the root."""
+        """Return the tokens from below the root down to `node`, its own last; none for the root."""
         tokens = list[int]()
         while node:
             tokens.append(self.tokens[node])
@@ -153,13 +156,11 @@ class TokenTree:
         return tokens[::-1]
 
     def child(self, node: int, token: int) -> int | None:
-        """The first child of `node` that carries `token`."""
+        """Return the first child of `node` that carries `token`, None if there is none."""
         return next((c for c in children_of(self.topology)[node] if self.tokens[c] == token), None)
 
     def offers(self, node: int) -> Iterator[Offer]:
-        """The children of `node` in the order of their draws, each with the distribution it came
-        from.
-        """
+        """Return the children of `node` in draw order, each with the distribution it came from."""
         children = children_of(self.topology)[node]
         tokens = [self.tokens[child] for child in children]
         if self.proposals is not None:
@@ -169,7 +170,7 @@ class TokenTree:
 
 @lru_cache(maxsize=8)
 def children_of(topology: Topology) -> list[list[int]]:
-    """The children of every node."""
+    """Return the children of every node."""
     children: list[list[int]] = [[] for _ in range(topology.num_nodes)]
     for node, parent in enumerate(topology.parent_N.tolist()):
         if parent >= 0:
@@ -177,12 +178,10 @@ def children_of(topology: Topology) -> list[list[int]]:
     return children
 
 
-# of N x N; the one tree of a run comes again and again, dynamic ones never do
+# Only a few are kept, since they are N x N: a fixed tree recurs in every step, a dynamic one never.
 @lru_cache(maxsize=2)
 def ancestors(topology: Topology) -> Tensor:
-    """Bool (N, N): entry (i, j) tells whether node j lies on the path from the root to node i, i
-    included.
-    """
+    """Return bool (N, N): whether node j lies on the path from the root to node i, i included."""
     ancestor_NN = torch.eye(topology.num_nodes, dtype=torch.bool)
     parent_N = torch.from_numpy(topology.parent_N.copy())
     for level in topology.levels[1:]:

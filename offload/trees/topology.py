@@ -1,10 +1,10 @@
-"""The shape of a token tree: which nodes exist, chosen so that one sweep is expected to yield the
-most tokens.
+"""The shape of a token tree, chosen so that one weight pass is expected to yield the most tokens.
 
-Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], whatever
-its position, so a node is reached with f(v) = product of p[rank] along its path and a sweep yields
-F(T) = sum of f over the nodes. For a non-increasing p the n best scores *are* the best tree, found
-by a heap; a measured p is fitted so that it falls.
+Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], at any
+position, so a node is reached with f(v) = product of p[rank] along its path and a pass yields F(T)
+= sum of f over the nodes. For a non-increasing p the n best scores *are* the best tree, found by a
+heap; a measured p is fitted so that it falls. A `DynamicShape` only bounds a tree whose shape the
+draft settles anew in every step.
 
 Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand
 in level order: by depth (edges from the root, the number of draft steps), then by parent, then by
@@ -12,21 +12,6 @@ rank.
 
 Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K ranks (the children one
 node may have).
-
-How many rows a draft pass runs while a dynamic tree grows: large passes are few, and run a few more
-rows in vain.
-
-In vain is a row that children of the same pass would have ousted. Trees of every pace are worth the
-same; which pace is fastest is a matter of what a pass costs here, see `planning.cost_model.paced`.
-Invariant: the cache of a draft has room for the rows of any pace, so that one may be chosen after
-memory is planned.
-
-The one grid of tree sizes: whoever chooses or compares trees looks at these.
-
-A larger tree costs rows of a sweep, memory for them and draft passes, and yields ever less: which
-size pays is found by what they cost, not by a bound of any caller. The grid ends where rows of
-Llama-2-70B are still free on an L40 (a pass of 2,048 computes for 2.6 s, its link takes 4.7 s) and
-those of twice as many no longer are.
 """
 
 import heapq
@@ -42,26 +27,46 @@ from numpy.typing import NDArray
 from offload.errors import UserError
 from offload.units import require
 
-_ROOM = 1.25  # rows for every node, those that are run in vain included
-# of one pass: the most that a device replays from a recording, and no longer free on any
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+AcceptanceVector = Sequence[float] | Floats
+Follow = Callable[[int | None, int], tuple[float, int | None] | None]
+
+# The one grid of tree sizes: all code that chooses or compares trees looks at these. A larger tree
+# costs rows of a pass, memory for them and draft passes, and yields ever less: costs decide which
+# size pays, no caller's bound. The grid ends where rows of Llama-2-70B are still free on an L40 (a
+# pass of 2,048 computes for 2.6 s, its link takes 4.7 s) and those of twice as many no longer are.
+SIZES = (1, *(size for power in range(10) for size in (2 << power, 3 << power)), 2048)
+
+# rows per node, those that are run in vain included
+_ROOM = 1.25
+# rows of one draft pass: the most that a device replays from a recording, and no longer free on any
 _MOST_ROWS = 128
 
 
 class GrowthSchedule(NamedTuple):
-    """One way to divide the growth of a tree of N nodes; passes and rows as counted on the packaged
-    pair.
+    """How many rows each draft pass runs while a dynamic tree of N nodes grows.
+
+    Large passes are few, and run a few more rows in vain: rows that children of the same pass would
+    have ousted. Trees of every pace are worth the same; which pace is fastest depends on what a
+    pass costs here, see `planning.cost_model.paced`. Passes and rows are as counted on the packaged
+    pair. A draft's cache has room for the rows of any pace, so that one may be chosen after memory
+    is planned.
     """
 
-    num_parts: int  # a pass runs N over so many rows, at most
-    more_passes: int  # than the N have binary digits: a tree is about as deep as these are many
-    rows_share: float  # of N: rows that are run
+    # a pass runs at most N / num_parts rows
+    num_parts: int
+    # passes beyond the number of binary digits of N; a tree is about as deep as N has digits
+    more_passes: int
+    # rows that are run, as a share of N
+    rows_share: float
 
     def rows_per_pass(self, num_nodes: int) -> int:
-        """At most, of a tree with so many nodes."""
+        """Return the most rows of one pass for a tree of `num_nodes`."""
         return min(_MOST_ROWS, max(1, num_nodes // self.num_parts))
 
     def widths(self, num_nodes: int, least_passes: int = 0) -> list[int]:
-        """Rows of every pass behind the root's, as many as are expected: `least_passes` or more."""
+        """Return the expected rows of every pass behind the root's, at least `least_passes`."""
         num_rows = self.rows_share * num_nodes
         num_passes = max(
             num_nodes.bit_length() + self.more_passes,
@@ -71,19 +76,14 @@ class GrowthSchedule(NamedTuple):
         return [max(1, round(num_rows / num_passes))] * min(num_nodes - 2, num_passes)
 
 
-# the first where nothing is known of costs
+# the first is used where costs are not known
 PACES = (GrowthSchedule(4, 2, 1.1), GrowthSchedule(8, 4, 1.03))
 
 
 def most_rows(num_nodes: int) -> int:
-    """Rows, the root included, after which the growth of a tree of so many nodes ends at any pace."""
+    """Return the rows, root included, that growing a tree of `num_nodes` runs at most."""
     return int(_ROOM * num_nodes)
 
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-AcceptanceVector = Sequence[float] | Floats
-Follow = Callable[[int | None, int], tuple[float, int | None] | None]
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail
 # is assumed, not measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft
@@ -98,14 +98,18 @@ DEFAULT_ACCEPTANCE: tuple[float, ...] = (
 class Topology:
     """An immutable, hashable tree shape in level order; build it with `from_parents`."""
 
-    parent_N: Ints  # -1 for the root, else smaller than the node's own index
-    rank_N: Ints  # index among its siblings; 0 for the root
-    depth_N: Ints  # edges from the root
+    # -1 for the root, else smaller than the node's own index
+    parent_N: Ints
+    # index among its siblings; 0 for the root
+    rank_N: Ints
+    # edges from the root
+    depth_N: Ints
 
     @classmethod
     def from_parents(cls, parents: Sequence[int] | Ints) -> "Topology":
-        """The tree whose node i hangs from `parents[i]`; `parents[0]` is -1 and the nodes are in
-        level order.
+        """Return the tree whose node i hangs from `parents[i]`.
+
+        `parents[0]` is -1 and the nodes are in level order.
         """
         parent_N = np.array(parents, dtype=np.int64)
         assert parent_N[:1].tolist() == [-1] and (np.diff(parent_N) >= 0).all(), (
@@ -124,21 +128,17 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many rows the sweep scores, the root included."""
+        """How many rows a weight pass scores, the root included."""
         return self.parent_N.size
 
     @property
     def depth(self) -> int:
-        """Edges on the longest path: the number of draft steps, and the most drafted tokens one
-        sweep can commit.
-        """
+        """Edges on the longest path: the draft steps, and the most drafted tokens of one pass."""
         return int(self.depth_N[-1])
 
     @property
     def levels(self) -> tuple[slice, ...]:
-        """One slice of node ids per depth, from (0, 1) for the root to the deepest level; together
-        all nodes.
-        """
+        """One slice of node ids per depth, from (0, 1) for the root to the deepest level."""
         bounds = np.searchsorted(self.depth_N, np.arange(self.depth + 2)).tolist()
         return tuple(slice(lo, hi) for lo, hi in pairwise(bounds))
 
@@ -156,13 +156,15 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class DynamicShape:
-    """Bounds of a tree whose shape is settled anew in every step, by what the draft says."""
+    """Bounds of a tree whose shape the draft settles anew in every step."""
 
-    num_nodes: int  # at most, the root included
-    depth: int  # at most, in edges from the root
-    # of growth; the bounds are the same at any
+    # at most, the root included
+    num_nodes: int
+    # at most, in edges from the root
+    depth: int
+    # how the tree grows; shapes with the same bounds are equal at any pace
     pace: GrowthSchedule = field(default=PACES[0], compare=False)
-    # that a sweep is expected to yield: each takes a pass
+    # tokens that a weight pass is expected to yield: each takes a draft pass
     num_tokens: float = field(default=1.0, compare=False)
 
     @property
@@ -179,8 +181,9 @@ Shape = Topology | DynamicShape
 
 
 def check_acceptance(p: AcceptanceVector) -> Floats:
-    """`p` as float64 `p_K`, proved to be chances of which at most one comes true. Raises
-    `UserError`.
+    """Return `p` as float64 `p_K`, proved to be chances of which at most one comes true.
+
+    Raises `UserError`.
     """
     try:
         p_K = np.array(p, dtype=np.float64)
@@ -194,7 +197,8 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
         p,
         "give one or more",
     )
-    outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]  # catches nan too
+    # written so that NaN is outside, too
+    outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]
     require(
         not outside_K.size,
         "acceptance entries must lie in [0, 1]",
@@ -209,10 +213,12 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
 
 
 def isotonic(p: AcceptanceVector) -> Floats:
-    """The non-increasing vector nearest to a noisy `p` (least squares, pool adjacent violators), of
-    the same mean.
+    """Return the non-increasing vector nearest to a noisy `p`, of the same mean.
+
+    Nearest by least squares, found by pooling adjacent violators.
     """
-    pools: list[tuple[float, int]] = []  # (sum, count) of each flat stretch
+    # (sum, count) of each flat stretch
+    pools: list[tuple[float, int]] = []
     for value in check_acceptance(p).tolist():
         total = value
         count = 1
@@ -225,8 +231,9 @@ def isotonic(p: AcceptanceVector) -> Floats:
 
 
 def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
-    """F(T): tokens that one sweep over the tree is expected to commit, the bonus token included
-    (Prop. 3.4).
+    """Return F(T), the tokens that one pass over the tree is expected to commit (Prop. 3.4).
+
+    The bonus token is included.
     """
     p_K = check_acceptance(p)
     top_rank = int(topology.rank_N.max())
@@ -241,7 +248,7 @@ def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
 
 
 def path_chances(topology: Topology, p_K: Floats) -> Floats:
-    """(N,) the chance that a sweep reaches each node; ranks beyond `p_K` are never accepted."""
+    """Return (N,) the chance that each node is reached; ranks beyond `p_K` are never accepted."""
     chance_K = np.zeros(max(p_K.size, int(topology.rank_N.max()) + 1))
     chance_K[: p_K.size] = p_K
     score_N = np.ones(topology.num_nodes)
@@ -251,24 +258,26 @@ def path_chances(topology: Topology, p_K: Floats) -> Floats:
 
 
 class OrderedNode(NamedTuple):
-    """A node of an order: parents and elder siblings come first, so the first n nodes of any order
-    are a tree.
+    """A node of an order in which parents and elder siblings come first.
+
+    The first n nodes of any such order are a tree.
     """
 
-    parent: int  # index in the order; -1 for the root
+    # index in the order; -1 for the root
+    parent: int
     rank: int
     depth: int
-    score: float  # the chance that a sweep reaches the node
+    # the chance that a weight pass reaches the node
+    score: float
 
 
 def grow_order(
     num_nodes: int, max_depth: int, follow: Follow, root: int | None = None
 ) -> list[OrderedNode]:
-    """The likeliest nodes first, as far as parents and elder siblings allow; ties go to the
-    shallower node.
+    """Return the likeliest nodes first, as far as parents and elder siblings allow.
 
-    `follow` gives the chance of a rank behind a path, and that path; None where there is no such
-    rank.
+    Ties go to the shallower node. `follow` gives the chance of a rank behind a path, and that path;
+    None where there is no such rank.
     """
     order: list[OrderedNode] = []
     paths: list[int | None] = []
@@ -293,17 +302,16 @@ def grow_order(
 
 
 def tree_of(order: Sequence[OrderedNode]) -> Topology:
-    """The tree of all nodes of an order."""
+    """Return the tree of all nodes of an order."""
     return in_level_order([node.parent for node in order])
 
 
 def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
-    """The best tree of `num_nodes` nodes and at most `max_depth` draft steps for a non-increasing
-    `p`, in O(n log n).
+    """Return the best tree for a non-increasing `p`, in O(n log n).
 
-    Scores rise neither along a path nor along siblings, so the n best nodes of the infinite tree
-    make a tree. Where fewer fit under `max_depth`, all that fit are taken. Raises `UserError` where
-    `p` rises.
+    It has `num_nodes` nodes and at most `max_depth` draft steps. Scores rise neither along a path
+    nor along siblings, so the n best nodes of the infinite tree make a tree. Where fewer fit under
+    `max_depth`, all that fit are taken. Raises `UserError` where `p` rises.
     """
     p_K = check_acceptance(p)
     for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
@@ -321,29 +329,26 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
 
 
 def in_level_order(parents: Sequence[int]) -> Topology:
-    """The tree of nodes that were found in any order that has parents before children and siblings
-    by rank.
-    """
+    """Return the tree of nodes listed with parents before children and siblings by rank."""
     order = level_order(parents)
     place = dict(zip(order, range(len(order)), strict=True))
     return Topology.from_parents([-1, *(place[parents[node]] for node in order[1:])])
 
 
 def level_order(parents: Sequence[int]) -> list[int]:
-    """The nodes as `in_level_order` places them."""
+    """Return the nodes in the order in which `in_level_order` places them."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
     order = [0]
-    for node in order:  # grows while it is read: a queue that remembers
+    # the list grows while it is read
+    for node in order:
         order.extend(children[node])
     return order
 
 
 def chain(length: int) -> Topology:
-    """One path of `length` draft tokens, 1 + length nodes (Leviathan et al.); `chain(0)` is the
-    root alone.
-    """
+    """Return one path of `length` draft tokens, 1 + length nodes; `chain(0)` is the root alone."""
     require(
         length >= 0, "a chain's length must be 0 or more", length, "0 decodes without speculation"
     )
@@ -351,9 +356,7 @@ def chain(length: int) -> Topology:
 
 
 def sequences(count: int, length: int) -> Topology:
-    """`count` independent sequences of `length` draft tokens below the root, 1 + count * length
-    nodes (Table 1).
-    """
+    """Return `count` independent sequences of `length` draft tokens below the root (Table 1)."""
     require(
         min(count, length) >= 1,
         "sequences need a count and a length of 1 or more",
@@ -364,8 +367,9 @@ def sequences(count: int, length: int) -> Topology:
 
 
 def k_ary(k: int, num_nodes: int) -> Topology:
-    """The complete k-ary tree, filled level by level up to `num_nodes` nodes; k = 2 is Table 1's
-    binary tree.
+    """Return the complete k-ary tree, filled level by level up to `num_nodes` nodes.
+
+    k = 2 is Table 1's binary tree.
     """
     require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
     _check_sizes(num_nodes, 0)
@@ -385,29 +389,3 @@ def _check_sizes(num_nodes: int, max_depth: int) -> None:
         max_depth,
         "0 is the root alone, no speculation",
     )
-
-
-SIZES = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-)

@@ -1,5 +1,4 @@
-"""Rules of acceptance: which nodes of a scored tree may be emitted so that the target's
-distribution stays what it is.
+"""Rules of acceptance: which nodes of a scored tree may be emitted.
 
 | rule | the draft's children | accepted |
 |---|---|---|
@@ -9,61 +8,13 @@ distribution stays what it is.
 | specinfer | drawn with replacement | the same test (2305.09781, Alg. 3 in 2402.12374) |
 | spectr | drawn with replacement | k-sequential selection (2310.15141, Alg. 3) |
 
-No model in sight. Invariant: for any tree whose growth was predictable, the emitted tokens have the
-target's distribution; with `match` and `topk` they are, for one seed, the very same tokens whatever
-the tree. A rule that was made lenient keeps neither promise, and says so (`is_exact`).
+A rule says how children are chosen and how they are verified; no model is in sight. The rules that
+repeat the target's draw come first here, then the walk that ratio tests share, the two ratio tests,
+and lenience, which is not exact.
 
-The walk that all ratio rules share: down the tree by chance, one node's children at a time.
-
-A rule says for one node with which chance each child is accepted and what remains of the target's
-distribution when none is. The walk tosses the coins, in float64 on the host, on the few rows that
-it visits. Invariant: one fresh coin per node and step, the root's for the token that ends the walk.
-
-On its way it notes how alike p and q are: for the first child of a node, a draw from q, the chance
-of acceptance is sum of min(p, q), and Leviathan et al.'s alpha (2211.17192, Corollary 3.6) is the
-mean of that. Guesses that no draft made, but were grafted onto its tree, are left out.
-
-Accept what the target itself draws: exact for any tree, and the same tokens for the same seed.
-
-The ratio test, child by child: Sequoia's verification and SpecInfer's, and any mix of proposals at
-one node.
-
-A child x that was drawn from D is accepted with chance min(1, R[x] / D[x]), where R is the target's
-distribution at first; after a rejection R becomes what D could not deliver, norm(max(R - D, 0)). A
-trial hands out min(R, D) and leaves the rest, so what is emitted has distribution R whatever D is.
-Drawn without replacement D makes it Sequoia (2402.12374, Alg. 1), with replacement SpecInfer (Alg.
-3 there), and a point mass is the target's own sampling. A token that was
-rejected is never accepted later: R has no mass there any more.
-
-SpecTr's k-sequential selection (K-SEQ; 2310.15141, Alg. 3): k independent draws, one test for all
-of them.
-
-Each of k draws x from Q is accepted with chance min(1, P[x] / (rho Q[x])), one after the other.
-With M = min(Q, P / rho) and beta = sum of M over all tokens, the trials deliver c M, where c = (1 -
-(1 - beta)^k) / beta, and P - c M, normalised, is drawn from when all of them fail. This is exact if
-nothing in P - c M is negative, for which c <= rho
-suffices: c M <= rho P / rho = P.
-
-The least such rho accepts most. beta falls as rho grows while rho beta = sum of min(rho Q, P)
-rises, so c <= rho, that is 1 - (1 - beta)^k <= rho beta, once true stays true; it is true at rho =
-k, as c <= k. Bisection on [1, k] keeps its upper end on the true side. Unlike the ratio test this
-needs k to be fixed before the first draw of the node.
-
-Verification that accepts more than is exact: Leviathan et al.'s lenience l (2211.17192, section
-A.5).
-
-Where tokens are drawn, q is multiplied by l before it is compared with p, so a trial's chance
-min(1, p / q) becomes min(1, p / (l q)); what is drawn after a rejection stays as it was. Then no
-token is emitted with more than p(x) / l: by induction from a node's last child to its first, if
-what remains emits no more than R / l of the remaining R, so does the trial before it, whose chance
-of failing has only become less. That holds for all ratio rules. There is no bound
-from below: tokens that the draft never proposes become rarer.
-
-At temperature 0 a child x is accepted if p(x) >= l max(p), p being the distribution at temperature
-1, and of several such children the one that the target likes best. The token that ends a walk is
-the target's argmax as ever.
-
-Invariant: a lenience of 1 never comes here: exact rules have no part in this file.
+Invariant: for any tree whose growth was predictable, the emitted tokens have the target's
+distribution; with `match` and `topk` they are, for one seed, the very same tokens for any tree. A
+rule that was made lenient keeps neither promise, and says so (`is_exact`).
 """
 
 import math
@@ -82,9 +33,10 @@ from offload.units import RULES, ChildSampling, check_lenience, drafting_of
 
 
 class Acceptance(NamedTuple):
-    """The outcome of one sweep."""
+    """The outcome of one weight pass."""
 
-    nodes: list[int]  # the accepted path, root first: rows whose keys and values are kept
+    # the accepted path, root first: rows whose keys and values are kept
+    nodes: list[int]
     # new tokens: those of the accepted nodes after the root, then one more drawn from the target
     tokens: list[int]
     # for nodes of the path with children: the chance that the first one is accepted
@@ -94,23 +46,33 @@ class Acceptance(NamedTuple):
 class Trial(NamedTuple):
     """One child's turn."""
 
-    child: int  # its node
-    chance: float  # to be accepted, given that its elder siblings were not
-    # the distribution of the next token if this was the last child and nobody was accepted
+    # the child's node
+    child: int
+    # chance to be accepted, given that its elder siblings were not
+    chance: float
+    # the distribution of the next token if this was the last child and none was accepted
     residual_V: Floats
 
 
-# the target's distribution and the children of one node
+# takes the target's distribution and the children of one node
 Trials = Callable[[Floats, Iterable[Offer]], Iterator[Trial]]
 
 
 def walk(
     tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials, *, lenience: float = 1.0
 ) -> Acceptance:
-    """Descend into the first child that wins its toss, until none does; then draw from the
-    remaining distribution.
+    """Descend into the first child that wins its toss; where none does, draw from what remains.
 
-    `lenience` below 1 is not exact, see `trees/verification.py`: every chance is divided by it.
+    The trials say with which chance each child is accepted and what remains of the target's
+    distribution when none is. The coins are float64 on the host, one fresh one per node and step;
+    the root's is for the token that ends the walk. Only the rows that the walk visits are looked
+    at.
+
+    On its way the walk notes how alike p and q are: for the first child of a node, a draw from q,
+    the chance of acceptance is sum of min(p, q), and Leviathan et al.'s alpha (2211.17192,
+    Corollary 3.6) is the mean of that. Guesses that were grafted onto a draft's tree are left out.
+
+    `lenience` below 1 is not exact, see `lenient`: every chance is divided by it.
     """
     coin_N = sampler.uniform(tree.num_nodes)
     nodes = [0]
@@ -133,20 +95,23 @@ def walk(
 
 
 def _is_of_draft(tree: TokenTree, offer: Offer) -> bool:
-    """Beside tokens that a draft has drawn, a point mass is a guess of others."""
+    """Return whether a draft drew this child: beside drawn ones a point mass is a guess."""
     return tree.proposals is None or offer.probs_V is not None
 
 
 def acceptance(p_V: Floats, q_V: Floats, lenience: float = 1.0) -> float:
-    """The chance that a draw from q is accepted: the sum of min(p / l, q), where l = 1 is exact
-    (section A.5).
+    """Return the chance that a draw from q is accepted: the sum of min(p / l, q).
+
+    l = 1 is exact (Leviathan et al., section A.5).
     """
-    return min(1.0, float(np.minimum(p_V / lenience, q_V).sum()))  # by rounding it may be more
+    # rounding may bring the sum above 1
+    return min(1.0, float(np.minimum(p_V / lenience, q_V).sum()))
 
 
 def _chance(target_V: Floats, offer: Offer, lenience: float) -> float:
-    """That a draw like this one is accepted, if it is a node's first; a point mass draws its own
-    token.
+    """Return the chance that a draw like this one is accepted, if it is a node's first child.
+
+    A point mass always draws its own token.
     """
     if offer.probs_V is None:
         return min(1.0, float(target_V[offer.token]) / lenience)
@@ -154,21 +119,19 @@ def _chance(target_V: Floats, offer: Offer, lenience: float) -> float:
 
 
 def pick(probs_V: Floats, coin: float) -> int:
-    """The token at which the cumulated distribution passes `coin`; never one without mass, not even
-    by rounding.
-    """
+    """Return the token where the cumulated distribution passes `coin`, never one without mass."""
     sum_V = np.cumsum(probs_V)
     last = int(np.searchsorted(sum_V, sum_V[-1]))
     return min(int(np.searchsorted(sum_V, coin * sum_V[-1], side="right")), last)
 
 
 def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
-    """Walk down from the root along the tokens that the target draws; the first one that is not a
-    child ends the walk.
+    """Accept what the target itself draws: exact for any tree, the same tokens for the same seed.
 
-    The draw at a position depends on the target and the noise alone, so the tokens are those that
-    decoding without a tree emits (Gumbel coupling as in arXiv 2408.07978). Raises `UserError` where
-    scores on the way are not finite.
+    The walk goes down from the root along the tokens that the target draws, and the first one that
+    is not a child ends it. The draw at a position depends on the target and the noise alone, so the
+    tokens are those that decoding without a tree emits (Gumbel coupling as in arXiv 2408.07978).
+    Raises `UserError` where scores on the way are not finite.
     """
     nodes = [0]
     tokens = list[int]()
@@ -196,7 +159,7 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
 def _draw_chunk(
     tree: TokenTree, lo: int, logits_CV: Tensor, sampler: Sampler, root_position: int
 ) -> dict[int, int]:
-    """The target's draw after every node of a chunk, brought to the host at once."""
+    """Return the target's draw after every node of a chunk, brought to the host at once."""
     depth_C = tree.topology.depth_N[lo : lo + len(logits_CV)]
     position_C = torch.from_numpy(depth_C.copy()).long() + (root_position + 1)
     token_C = sampler.draw_rows(logits_CV, position_C)
@@ -204,17 +167,26 @@ def _draw_chunk(
 
 
 def ratio(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
-    """Verify by the ratio test; the position does not enter, since the coins are fresh."""
+    """Verify by the ratio test, child by child; fresh coins make the position irrelevant.
+
+    A child x that was drawn from D is accepted with chance min(1, R[x] / D[x]), where R is the
+    target's distribution at first; after a rejection R becomes what D could not deliver, norm(max(R
+    - D, 0)). A trial hands out min(R, D) and leaves the rest, so what is emitted has distribution R
+    for any D. Drawn without replacement D makes it Sequoia (2402.12374, Alg. 1), with replacement
+    SpecInfer (Alg. 3 there), and a point mass is the target's own sampling; any mix at one node is
+    exact. A token that was rejected is never accepted later: R has no mass there any more.
+    """
     return walk(tree, logits_NV, sampler, ratio_trials)
 
 
 def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
-    """One trial per child, in the order of the draws."""
+    """Yield one trial per child, in the order of the draws."""
     residual_V = target_V
     for offer in offers:
         left_V = _undelivered(residual_V, offer)
         mass = left_V.sum()
-        if not mass:  # the child's distribution delivers all there is
+        # the child's distribution delivers all there is
+        if not mass:
             yield Trial(offer.child, 1.0, left_V)
             return
         offered = 1.0 if offer.probs_V is None else offer.probs_V[offer.token]
@@ -231,20 +203,32 @@ def _undelivered(residual_V: Floats, offer: Offer) -> Floats:
     return left_V
 
 
-_NUM_HALVINGS = 24  # rho exceeds the least one by k * 2^-24 at most
+# bisection steps: rho exceeds the least one by k * 2^-24 at most
+_NUM_HALVINGS = 24
 
 
 def k_sequential(
     tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
 ) -> Acceptance:
-    """Verify by k-sequential selection; the position does not enter, since the coins are fresh."""
+    """Verify by SpecTr's k-sequential selection (K-SEQ; 2310.15141, Alg. 3).
+
+    Each of k independent draws x from Q is accepted with chance min(1, P[x] / (rho Q[x])), one
+    after the other. With M = min(Q, P / rho) and beta = sum of M over all tokens, the trials
+    deliver c M, where c = (1 - (1 - beta)^k) / beta, and P - c M, normalised, is drawn from when
+    all of them fail. This is exact if nothing in P - c M is negative, for which c <= rho suffices:
+    c M <= rho P / rho = P.
+
+    The least such rho accepts most. beta falls as rho grows while rho beta = sum of min(rho Q, P)
+    rises, so c <= rho, that is 1 - (1 - beta)^k <= rho beta, once true stays true; it is true at
+    rho = k, as c <= k. Bisection on [1, k] keeps its upper end on the true side. Unlike the ratio
+    test this needs k to be fixed before the first draw of the node. Fresh coins make the position
+    irrelevant.
+    """
     return walk(tree, logits_NV, sampler, k_sequential_trials)
 
 
 def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
-    """Consecutive children drawn with replacement are tried as one group, others by the ratio test
-    on what remains.
-    """
+    """Yield trials: consecutive draws with replacement as one group, others by the ratio test."""
     residual_V = target_V
     for is_group, members in groupby(offers, key=lambda offer: offer.draw is Draw.WITH_REPLACEMENT):
         for trial in (
@@ -257,7 +241,10 @@ def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[T
 
 
 def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
-    """All trials of k draws from one distribution carry what remains after the last of them."""
+    """Yield the trials of k draws from one distribution.
+
+    All of them carry what remains after the last.
+    """
     probs_V = group[0].probs_V
     assert probs_V is not None, "a draw with replacement has a distribution"
     rho = division_factor(target_V, probs_V, len(group))
@@ -273,8 +260,9 @@ def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
 
 
 def division_factor(target_V: Floats, probs_V: Floats, num_draws: int) -> float:
-    """rho: the least in [1, k] for which what remains after k failures is a distribution, see the
-    top of this file.
+    """Return rho, the least in [1, k] that leaves a distribution after k failures.
+
+    See `k_sequential`.
     """
     is_common_V = (target_V > 0) & (probs_V > 0)
     p_C = target_V[is_common_V]
@@ -289,8 +277,9 @@ def division_factor(target_V: Floats, probs_V: Floats, num_draws: int) -> float:
 
 
 def _num_deliveries(beta: float, num_draws: int) -> float:
-    """c = (1 - (1 - beta)^k) / beta, the sum of (1 - beta)^j for j < k, which is k where beta
-    vanishes.
+    """Return c = (1 - (1 - beta)^k) / beta, which is k where beta vanishes.
+
+    Computed as the sum of (1 - beta)^j for j < k.
     """
     return sum((1 - beta) ** j for j in range(num_draws))
 
@@ -298,8 +287,19 @@ def _num_deliveries(beta: float, num_draws: int) -> float:
 def lenient(
     trials: Trials | None, lenience: float
 ) -> Callable[[TokenTree, Rows, Sampler, int], Acceptance]:
-    """A `Verify` with this lenience, in (0, 1); without `trials` there is none but at temperature
-    0.
+    """Return a `Verify` with this lenience l in (0, 1), which accepts more than is exact.
+
+    Where tokens are drawn, q is multiplied by l before it is compared with p (Leviathan et al.,
+    2211.17192, section A.5), so a trial's chance min(1, p / q) becomes min(1, p / (l q)); what is
+    drawn after a rejection stays as it was. Then no token is emitted with more than p(x) / l: by
+    induction from a node's last child to its first, if what remains emits no more than R / l of the
+    remaining R, so does the trial before it, whose chance of failing has only become less. That
+    holds for all ratio rules. There is no bound from below: tokens that the draft never proposes
+    become rarer.
+
+    At temperature 0 a child x is accepted if p(x) >= l max(p), p being the distribution at
+    temperature 1, and of several such children the one that the target likes best; the token that
+    ends a walk is the target's argmax as ever. Without `trials` this is the only case.
     """
     assert 0 < lenience < 1, "a lenience of 1 is no lenience"
 
@@ -319,8 +319,9 @@ def lenient(
 def greedily_lenient(
     tree: TokenTree, logits_NV: Rows, sampler: Sampler, lenience: float
 ) -> Acceptance:
-    """Descend as long as a child is nearly the likeliest token. Raises `UserError` where scores are
-    not finite.
+    """Descend as long as a child is nearly the likeliest token.
+
+    Raises `UserError` where scores are not finite.
     """
     nodes = [0]
     guesses = list[float]()
@@ -337,10 +338,10 @@ def greedily_lenient(
         nodes.append(max(accepted, key=score.__getitem__))
 
 
-# tree, logits, sampler, position of the root
+# takes tree, logits, sampler and the position of the root
 Verify = Callable[[TokenTree, Rows, Sampler, int], Acceptance]
 
-# as `RULES` names them
+# the tests by the names that `RULES` has for them
 _TESTS: dict[str, Verify] = {"match": match, "ratio": ratio, "k_sequential": k_sequential}
 _TRIALS: dict[str, Trials | None] = {
     "match": None,
@@ -356,23 +357,22 @@ class Rule:
     name: str
     drafting: ChildSampling
     verify: Verify
-    lenience: float = 1.0  # less is not exact
+    # less than 1 is not exact
+    lenience: float = 1.0
 
     @property
     def is_exact(self) -> bool:
-        """Whether it keeps the target's distribution, or its very tokens."""
+        """Whether the rule keeps the target's distribution, or its very tokens."""
         return self.lenience == 1
 
     @property
     def repeats_draws(self) -> bool:
-        """Whether each token is the target's own draw for the seed, so that one seed gives one text
-        for any tree.
-        """
+        """Whether each token is the target's own draw: one seed gives one text for any tree."""
         return self.verify is match
 
 
 def not_exact_line(rule: Rule) -> str:
-    """For the user, at the start of whatever such a rule has a part in."""
+    """Return the warning shown before all that a lenient rule has a part in."""
     return (
         f"NOT EXACT: `lenience` {rule.lenience:g} accepts guesses that the target alone would not have written; "
         "leave it out for the target's own text"
@@ -380,7 +380,7 @@ def not_exact_line(rule: Rule) -> str:
 
 
 def find_rule(name: str, lenience: float = 1.0) -> Rule:
-    """The rule of that name. Raises `UserError`."""
+    """Return the rule of that name. Raises `UserError`."""
     drafting = drafting_of(name)
     lenience = check_lenience(lenience, name)
     test = RULES[name].test

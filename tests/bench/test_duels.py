@@ -11,7 +11,7 @@ from test_kernel_selection import comparison, refuses
 
 from offload.bench.gpu import duels
 from offload.bench.gpu import kernels as bench
-from offload.bench.gpu.duels import Duel, Timer, device_timer, fight, verdicts
+from offload.bench.gpu.duels import Duel, Timer, device_timer, time_duel, verdicts
 
 
 def clock(*seconds: float) -> Timer:
@@ -21,7 +21,7 @@ def clock(*seconds: float) -> Timer:
 
 
 def test_both_sides_are_timed_once_they_agree() -> None:
-    fast, slow = fight(comparison(), clock(1.0, 2.0)), fight(comparison(), clock(2.0, 1.0))
+    fast, slow = time_duel(comparison(), clock(1.0, 2.0)), time_duel(comparison(), clock(2.0, 1.0))
     assert (fast.kernel_s, fast.rival_s, fast.ratio, slow.ratio) == (1.0, 2.0, 2.0, 0.5)
     assert verdicts([fast, slow])["thing"] == (1.0, 0.5)
     assert fast.as_row() == {"kernel": "thing", "shape": "N 1", "reason": "", "kernel_s": 1.0, "rival_s": 2.0,
@@ -30,7 +30,7 @@ def test_both_sides_are_timed_once_they_agree() -> None:
 
 @pytest.mark.parametrize("agrees", [lambda: False, refuses])
 def test_no_time_is_told_of_a_wrong_kernel_or_one_that_does_not_run(agrees: Callable[[], bool]) -> None:
-    right, bad = fight(comparison(), clock(1.0, 9.0)), fight(comparison(agrees), clock(1.0, 9.0))
+    right, bad = time_duel(comparison(), clock(1.0, 9.0)), time_duel(comparison(agrees), clock(1.0, 9.0))
     assert bad == Duel(bad.outcome) and bad.outcome.reason and bad.ratio == 0
     assert verdicts([right, bad])["thing"] == (0.0, 0.0), "wrong once is wrong"
 
@@ -66,7 +66,7 @@ def test_a_timer_leaves_out_the_first_run_and_takes_the_median(monkeypatch: pyte
 
 
 def test_the_bench_shows_both_times_or_why_there_are_none() -> None:
-    ended = fight(comparison(), clock(1.0, 2.0)), fight(comparison(refuses, "broken"), clock(1.0))
+    ended = time_duel(comparison(), clock(1.0, 2.0)), time_duel(comparison(refuses, "broken"), clock(1.0))
     assert [bench.cells(one) for one in ended] == [
         ["thing", "N 1", "1000.0000", "2000.0000", "2.00"],
         ["broken", "N 1", "RuntimeError: out of shared memory", "", ""],

@@ -98,9 +98,9 @@ def test_what_is_missing_is_said_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_on_a_gpu_kernels_of_triton_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.device("cuda")
     monkeypatch.setattr(expansion_choice, "is_for_kernels", lambda place: True)
-    assert expansion_choice._rivals(place) is EXPANSION_KERNELS
+    assert expansion_choice._faster_expansion(place) is EXPANSION_KERNELS
     monkeypatch.setattr(expansion_choice, "is_for_kernels", lambda place: False)
-    assert expansion_choice._rivals(place) is None
+    assert expansion_choice._faster_expansion(place) is None
 
 
 @needs_numba

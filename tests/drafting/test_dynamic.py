@@ -264,7 +264,7 @@ def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Pa
         assert isinstance(drafter, ModelDrafter)
         for temperature, seed in ((0.0, 0), (0.9, 0), (0.9, 1)):
             decoder.generate(PROMPT, max_new_tokens=30, temperature=temperature, seed=seed)
-        assert sorted(sampling.temperature for sampling, _ in drafter._sharpness) == [0.0, 0.9]
+        assert sorted(sampling.temperature for sampling, _ in drafter._calibration) == [0.0, 0.9]
     # A token that was ruled out teaches nothing.
     sharpness = DraftCalibration()
     start = sharpness.exponent

@@ -72,7 +72,7 @@ class Again:
     def __init__(self, decoder: Decoder, texts: list[Text], sampling: Sampling, pace: GrowthSchedule) -> None:
         widths, run, bounds = list[int](), Draft.run, DynamicShape(NUM_NODES, DEPTH, pace)
         assert isinstance(decoder.drafter, ModelDrafter)
-        decoder.drafter._sharpness.clear()
+        decoder.drafter._calibration.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Draft, "run", lambda draft, *rows: widths.append(len(rows[0])) or run(draft, *rows))
             bursts = [one for text in texts for one in dynamic_again(decoder, *text, sampling, bounds)]

@@ -101,10 +101,10 @@ def test_what_was_not_guessed_teaches_nothing(draft: Path | None, wanted: Any) -
     """A run without a tree in between: later trees are as they would have been."""
     with load(PAIR / "target", draft, "1GiB", "dynamic:64x16", lookup=True) as decoder:
         texts = [ids(decoder), ids(decoder, tree="none")]
-        before = [repr(trust) for trust in decoder.drafter._trusts._known.values()]
+        before = [repr(weights) for weights in decoder.drafter._weights._known.values()]
         for tree in ("none", "none"):
             texts.append(ids(decoder, tree=tree))
-        assert [repr(trust) for trust in decoder.drafter._trusts._known.values()] == before
+        assert [repr(weights) for weights in decoder.drafter._weights._known.values()] == before
     assert texts == [wanted[0]] * 4
 
 
