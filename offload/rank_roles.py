@@ -1,5 +1,4 @@
-"""The roles of ranks (`ranks`), this process's place among them, and how pipelines run
-(`pipeline`).
+"""The roles of ranks (`ranks`), the place of this process, and pipelines (`pipeline`).
 
 `ranks`: with `shards` every rank streams its output rows of every layer. With `stages:0-2,draft:3`
 consecutive layers lie on ranks 0 to 2 in that order, and rank 3 only drafts. Rank 0 has the text in
