@@ -50,7 +50,6 @@ from offload.trees.topology import (
     path_chances,
 )
 
-
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 SOURCE = "arXiv 2402.12374"
