@@ -86,7 +86,7 @@ def _candidates(
     first_row: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Run one program per row and chunk: write the largest key and strike it out, again and again."""
+    """Run one program per row and chunk: write the largest key, strike it out, repeat."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)

@@ -83,7 +83,7 @@ def expand_codebook_kernel(
 def expand_nibbles(
     words_NB: Tensor, table: Tensor, scale_NG: Tensor, out_NK: Tensor, **kinds: bool
 ) -> None:
-    """Run the Triton kernel with a table of values, or of levels that scales index (`expand_e2m1`)."""
+    """Run the Triton kernel; the table holds values, or the levels of `expand_e2m1`."""
     num_rows, num_columns = out_NK.shape
     num_groups = scale_NG.shape[1]
     sizes = (num_groups, num_columns, num_columns // num_groups)

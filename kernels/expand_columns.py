@@ -42,7 +42,7 @@ def expand_columns_reference(
 def expand_columns_compiled(
     words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
 ) -> None:
-    """Do what the reference does, with numba on a CPU; two columns at once where groups are even."""
+    """Do what the reference does, with numba; two columns at once where groups are even."""
     is_even = group % 2 == out_NK.shape[1] % 2 == 0
     fill, view = (_pairs_of_rows, pairs) if is_even else (_rows, numbers)
 

@@ -91,7 +91,7 @@ def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: 
 
 @compiled
 def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """Fill tiles of a few columns of one block, so that writes stay in the cache and in few pages."""
+    """Fill tiles of a few columns of one block, so that writes stay in cache and few pages."""
     first, last = extent
     num_blocks, num_columns, half = word.shape
     group = num_columns // scale.shape[0]

@@ -44,7 +44,7 @@ def signed_seed_key(seed: int) -> int:
 
 
 def row_keys(seed: int, number_N: Tensor) -> Tensor:
-    """Return keys (int64) of rows with these numbers, positions for example; `uniform` takes them."""
+    """Return keys (int64) of rows with these numbers, for example positions."""
     return _mix(number_N.long() ^ signed_seed_key(seed))
 
 

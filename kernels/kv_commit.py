@@ -23,7 +23,7 @@ _TYPES = (
 
 
 def kv_commit_reference(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """Move rows `length + row_A` of each buffer (1, G, S, K) to rows `length ...`, in plain torch."""
+    """Move rows `length + row_A` of each buffer (1, G, S, K) to `length ...`, in plain torch."""
     for buffer in buffers:
         buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
 

@@ -48,7 +48,7 @@ def match_rows_reference(
 def match_rows_kernel(
     logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float
 ) -> Tensor:
-    """Do what the reference does, in Triton: the best of each chunk, then the best of the chunks."""
+    """Do what the reference does, in Triton: the best of each chunk, then of all chunks."""
     assert logits_NV.stride(1) == 1, "a row is one run of memory"
     num_rows, vocab_size = logits_NV.shape
     has_noise = temperature > 0

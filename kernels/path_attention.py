@@ -132,8 +132,8 @@ def _block_size(width: int, item_bytes: int) -> int:
     return max(16, min(BLOCK, _TILE_BYTES // (width * item_bytes * (2 if item_bytes == 4 else 1))))
 
 
-# Not specialised on alignment: a walk may begin anywhere among the inputs of a CUDA graph, and sinks
-# anywhere in their layer.
+# Not specialised on alignment: a walk may begin anywhere among the inputs of a CUDA graph, and
+# sinks anywhere in their layer.
 @jit(
     do_not_specialize=["window", "scaling", "cap"], do_not_specialize_on_alignment=["walk", "sink"]
 )

@@ -40,7 +40,7 @@ def rms_norm_reference(rows: Tensor, weight_D: Tensor | None, eps: float, form: 
 
 
 def rms_norm_kernel(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
-    """Do what the reference does, in Triton; wider rows than a program holds go to the reference."""
+    """Do what the reference does, in Triton; too wide rows go to the reference."""
     width = rows.shape[-1]
     if width > _MOST_COLUMNS or rows.numel() == 0:
         return rms_norm_reference(rows, weight_D, eps, form)

@@ -1,4 +1,4 @@
-"""The errors that a user can mend, each in one line: the rule, the value that broke it, the remedy."""
+"""The errors that a user can mend: one line with the rule, the value that broke it, the remedy."""
 
 import errno
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""What the user may choose, validated once, and the legend of the shape suffixes used in the whole
-project.
+"""Units, sampling settings and rules, checked once, and the legend of shape suffixes.
 
 A tensor's name ends in one letter per dimension: `logits_NV`, `parent_N`, `key_GSK`.
 
@@ -48,7 +47,7 @@ _UNITS = {
 class Sampling:
     """How the next token is drawn from the target's logits; temperature 0 is greedy.
 
-    Penalties and biases change logits before anything else does, and hold for greedy text as well.
+    Penalties and biases are applied to logits first, and hold for greedy text as well.
     """
 
     temperature: float = 0.0
@@ -115,17 +114,17 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no noise enters at all."""
+        """Return whether no noise enters at all."""
         return self.temperature == 0
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether there are penalties or biases."""
+        """Return whether there are penalties or biases."""
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
 
     def as_dict(self) -> dict[str, object]:
-        """Temperature, top-p and top-k, and what else is not off; the seed is left out."""
+        """Return temperature, top-p, top-k and all other settings in use, without the seed."""
         always = ("temperature", "top_p", "top_k")
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         used = [
@@ -150,7 +149,7 @@ class ChildSampling(Enum):
 
     @property
     def keeps_distributions(self) -> bool:
-        """Whether verification needs q itself and not just the tokens."""
+        """Return whether verification needs q itself and not just the tokens."""
         return self in (ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT)
 
 
@@ -172,7 +171,7 @@ RULES: dict[str, RuleTerms] = {
 
 
 def drafting_of(rule: str) -> ChildSampling:
-    """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
+    """Return the child sampling that goes with a rule. Raises `UserError` for an unknown rule."""
     if not isinstance(rule, str) or rule not in RULES:
         raise UserError(
             f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match"
@@ -181,7 +180,7 @@ def drafting_of(rule: str) -> ChildSampling:
 
 
 def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None) -> float:
-    """The same number, proved to be a lenience that a rule has a use for. Raises `UserError`.
+    """Return `lenience`, checked to be one that the rule can use. Raises `UserError`.
 
     Args:
         sampling: how tokens will be drawn; None is not known yet.
@@ -200,7 +199,7 @@ def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None)
 
 
 def parse_size(text: str | int, flag: str) -> int:
-    """Bytes from `512MiB`, `1.2GB`, `4G` (decimal) or a plain number of bytes. Raises `UserError`."""
+    """Return the bytes of `512MiB`, `1.2GB`, `4G` (decimal) or a number. Raises `UserError`."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
     if match is None:
         raise UserError(f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(text)!r}")
@@ -210,19 +209,20 @@ def parse_size(text: str | int, flag: str) -> int:
 
 
 def parse_rate(text: str | int | None, flag: str) -> int | None:
-    """Bytes per second from `400MB`, with or without `/s`; None stays None. Raises `UserError`."""
+    """Return the bytes per second of `400MB`, with or without `/s`; None stays None.
+
+    Raises `UserError`.
+    """
     return None if text is None else parse_size(str(text).removesuffix("/s"), flag)
 
 
 def is_decimal(size: str | int | None) -> bool:
-    """Whether a person who gives a size like this thinks in powers of ten: `8GB` or `8G`, not
-    `8GiB`.
-    """
+    """Return whether a size is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
     return re.search(r"[kmgt]b?\s*$", str(size).lower()) is not None
 
 
 def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
-    """`1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
+    """Return `1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
     base, infix = (1000, "") if is_decimal else (1024, "i")
     for unit, size in (
         (f"{prefix}{infix}B", base**power)
@@ -238,8 +238,9 @@ def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value` as an int of Python, whichever library's it is. Raises `UserError` where it is no
-    whole number.
+    """Return `value` as Python's int, whatever library it comes from.
+
+    Raises `UserError` where it is no whole number.
     """
     try:
         return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
@@ -248,8 +249,9 @@ def whole_number(value: object, what: str) -> int:
 
 
 def _number(value: object, what: str) -> float:
-    """`value` as a float of Python, whichever library's it is. Raises `UserError` where it is no
-    number.
+    """Return `value` as Python's float, whatever library it comes from.
+
+    Raises `UserError` where it is no number.
     """
     try:
         if not isinstance(value, str):
@@ -260,7 +262,7 @@ def _number(value: object, what: str) -> float:
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
-    """Tokens and what their logits gain, by token. Raises `UserError`."""
+    """Return (token, bias) pairs, sorted by token. Raises `UserError`."""
     try:
         pairs = [
             (token, number)
@@ -291,6 +293,6 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:
-    """Refuse a value that breaks a rule. Raises `UserError`."""
+    """Raise `UserError` unless a rule holds."""
     if not holds:
         raise UserError(f"{rule}, got {value!s:.80}: {remedy}")

@@ -70,7 +70,7 @@ class BlockSum:
         return hashlib.sha256(self._sums.astype("<u8").tobytes()).hexdigest()[:_DIGEST_CHARS]
 
     def _claim(self, shard: int, lo: int, hi: int) -> list[_Range]:
-        """Take the blocks within [lo, hi), or the end of the file, that no other thread has taken."""
+        """Take the blocks in [lo, hi), or the end of the file, that no thread has taken."""
         with self._lock:
             left = self._left[shard]
             claimed = list[_Range]()

@@ -37,7 +37,10 @@ def is_hub_id(model: str) -> bool:
 
 
 def download_small(repo: str) -> Path:
-    """Fetch everything but the weights into the hub's cache; return the folder. Raises `UserError`."""
+    """Fetch all but the weights into the hub's cache; return the folder.
+
+    Raises `UserError`.
+    """
     return _snapshot(repo, _SMALL)
 
 

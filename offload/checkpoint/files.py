@@ -111,7 +111,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """Return this program's folder in the user's cache. Raises `UserError` without a home folder."""
+    """Return this program's folder in the user's cache.
+
+    Raises `UserError` for a user without a home folder.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
     except RuntimeError:
@@ -219,7 +222,10 @@ def parts(lo: int, hi: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file and yield its descriptor; a new file can be read by all users. Raises `OSError`."""
+    """Open a file and yield its descriptor. Raises `OSError`.
+
+    A new file can be read by all users.
+    """
     fd = os.open(path, flags, 0o666)
     try:
         yield fd

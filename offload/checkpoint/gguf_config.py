@@ -202,7 +202,7 @@ class _ArchMetadata:
 
 
 def _shortest_decimal(value: float) -> float:
-    """Return the shortest decimal that rounds to a float32 value: 1e-05 for 9.999999747378752e-06."""
+    """Return the shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
     kept = struct.unpack("<f", struct.pack("<f", value))[0] if value < 3e38 else value
     return next(
         (

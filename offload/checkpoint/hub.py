@@ -137,7 +137,7 @@ def stored_dtype(config: dict[str, Any], path: Path) -> str:
 def imagined(
     config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> Checkpoint:
-    """Return headers of these (type, shape) by name, in one file beside `path` that is not there."""
+    """Return headers of these (type, shape) by name, in a file beside `path` that is not there."""
     entries = {}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -203,7 +203,7 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _on_the_hub(repo: str) -> Checkpoint:
-    """Return the hub's copy in the cache, else config and headers alone: kilobytes, not gigabytes."""
+    """Return the hub's copy in the cache, else config and headers alone: kilobytes."""
     from huggingface_hub import errors as hub
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 

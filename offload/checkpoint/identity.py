@@ -84,7 +84,7 @@ class ModelIdentity(NamedTuple):
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
     def has_weights_of(self, other: "ModelIdentity") -> bool | None:
-        """Return whether the weights are equal to the last byte; None where nothing proves either."""
+        """Return whether all bytes of the weights are equal; None where nothing proves either."""
         if self.parts["weights"] != other.parts["weights"]:
             return False
         return proved(self.proofs, other.proofs)
@@ -160,7 +160,7 @@ def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:
 
 
 def stored_entries(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of all tensors that a text needs, companions of coded weights included."""
+    """Yield name and entry of all tensors that a text needs, companions included."""
     for name, entry in checkpoint.tensors.items():
         yield name, entry
         if entry.coded is not None:

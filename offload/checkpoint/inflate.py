@@ -373,7 +373,7 @@ class _Padding:
 
 
 def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Iterator[int]:
-    """Write all shards, and an index if there are several; yield the bytes of each block written."""
+    """Write all shards, and an index for several; yield the bytes of each block written."""
     padding = _Padding(dtype)
     weight_map = dict[str, str]()
     total_bytes = 0

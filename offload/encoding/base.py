@@ -64,7 +64,7 @@ class Coding(Protocol):
         """Words must begin at multiples of this to be expanded."""
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes that the words of a weight of this shape take in the file and in a slab."""
+        """Return the bytes that the words of such a weight take in the file and in a slab."""
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the companions in memory, as `prepare` returns them."""
@@ -159,7 +159,7 @@ STORED: Mapping[str, Encoding] = {one.name: one for one in (*_PLAIN, *_PARTS)}
 
 
 def float_type(stored: Mapping[str, Header], suffix: str) -> str:
-    """Return the header's type of scales. Raises `ValueError` unless it is a floating-point type."""
+    """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
     if dtype not in ENCODINGS:
         raise ValueError(f"{suffix} must be of type {', '.join(ENCODINGS)}, is {dtype}: {AGAIN}")
@@ -256,7 +256,7 @@ def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor
 
 
 def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: int) -> "Tensor":
-    """Return which scale each column has, int32. Raises `ValueError` for a scale that is not there."""
+    """Return the index (int32) of each column's scale. Raises `ValueError` for a bad index."""
     import torch
 
     if order.numel() != num_columns:

@@ -79,7 +79,7 @@ def gains_by_rows(usual: MemoryPlan) -> bool:
 
 
 def row_s(shape: ModelShape, flops_per_s: float) -> float:
-    """Return the seconds per additional row in the layers; of a prompt only the last row is scored."""
+    """Return the seconds of each further row in the layers; of a prompt one row is scored."""
     num_weights = shape.layer_weights - (1 - shape.routed_share) * shape.routed_weights
     return 2 * max(1.0, num_weights) / flops_per_s
 

@@ -29,7 +29,7 @@ _PRIOR_GUESSES = 16  # observed guesses that count as much as the prior alpha
 
 
 def tokens_per_run(alpha: float, gamma: int) -> float:
-    """Return the tokens of one run of the target after `gamma` guesses, its own included (Eq. 1)."""
+    """Return the tokens of a run of the target after `gamma` guesses, its own included (Eq. 1)."""
     assert 0 <= alpha <= 1 and gamma >= 0, (
         f"alpha {alpha} is a chance and gamma {gamma} a number of guesses"
     )
@@ -73,7 +73,7 @@ class ChainPolicy:
 
     @classmethod
     def of(cls, alpha: float, costs: Costs, traffic: Traffic, max_length: int) -> "ChainPolicy":
-        """Return the policy for chains of up to `max_length` guesses, for which memory is planned."""
+        """Return the policy for chains of up to `max_length` guesses, as memory is planned."""
         return cls(
             alpha, tuple(step_time(costs, traffic, chain(gamma)) for gamma in range(max_length + 1))
         )

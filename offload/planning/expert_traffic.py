@@ -64,7 +64,7 @@ class ExpertRouting:
         return self.q_LE.size
 
     def distinct(self, num_rows: float) -> float:
-        """Return how many experts a pass of `num_rows` rows is expected to need, over all layers."""
+        """Return the number of experts, over all layers, that a pass of `num_rows` rows needs."""
         return self.misses(num_rows, 0)
 
     def misses(self, num_rows: float, num_kept: int) -> float:
@@ -151,7 +151,7 @@ class ExpertTraffic(NamedTuple):
         return self.slot_bytes * self.routing.misses(num_rows, self.num_kept)
 
     def bytes_at(self, num_rows: float) -> float:
-        """Return those bytes, or what the link could carry while the disk is read, if that is more."""
+        """Return those bytes, or more: what the link could carry while the disk is read."""
         misses, far = (
             self.routing.misses(num_rows, count) for count in (self.num_kept, self.num_in_memory)
         )

@@ -53,7 +53,7 @@ class MemoryBudget:
         )
 
     def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
-        """Plan memory for trees of `num_nodes` nodes. Raises `UserError` where there is too little."""
+        """Plan memory for trees of `num_nodes` nodes. Raises `UserError` for too little."""
         return _planned(files.target, files.draft, self, num_nodes)
 
     def experts_of(self, files: ModelFiles) -> ExpertShape | None:

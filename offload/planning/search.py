@@ -231,7 +231,7 @@ class TreeSearch:
 
     @cached_property
     def _folds(self) -> list[tuple[TreeOrder, Trace]]:
-        """Return orders made from all traces but one fold's, with that fold's traces as one text."""
+        """Return orders from all traces but one fold's, with that fold's traces as one text."""
         if len(self.traces) < NUM_FOLDS:
             return []
         folds: list[tuple[TreeOrder, Trace]] = []

@@ -127,7 +127,7 @@ class TreeSelector:
     seen: ObservedPasses = field(default_factory=ObservedPasses)
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
-        """Return the tree for this spec. Raises `UserError` for one that the rule does not allow."""
+        """Return the tree for this spec. Raises `UserError` if the rule does not allow it."""
         if not self.has_draft:
             return self._of_guesses(spec)
         spec.check_rule(self.rule)
