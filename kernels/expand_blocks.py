@@ -16,11 +16,14 @@ from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl
 from offload.kernels.rounding import F32, I32, U32, U64, numbers, rounded
 
-_CHUNK_NUMBERS = 1 << 15  # what is made of them in float32 stays in the cache
+# What is made of so many in float32 stays in the cache; a quarter of it would keep Python busier
+# than torch.
+_CHUNK_NUMBERS = 1 << 17
 _TILE = 1024  # numbers of one program
-_NOTHING = -0.0  # as an offset: 0.0 would make a zero of another sign
 _ZERO_OF = {"Q4_0": 8, "Q5_0": 16}  # what q is counted from
 I8 = np.int8
+# of each group the scale and the offset, if it has one; q
+Parts = tuple[Tensor, Tensor | None, Tensor]
 
 
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
@@ -29,10 +32,11 @@ def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None
     parts = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k}.get(kind, _q45)
     for lo in range(0, len(block_MB), step):
         scale_MG, offset_MG, q_MW = parts(kind, block_MB[lo : lo + step])
-        q_MGR = q_MW.float().unflatten(1, (scale_MG.shape[1], -1))
-        out_MW[lo : lo + step] = (
-            (scale_MG[..., None] * q_MGR + offset_MG[..., None]).flatten(1).to(out_MW.dtype)
-        )
+        value_MW = q_MW.float()
+        value_MGR = value_MW.unflatten(1, (scale_MG.shape[1], -1)).mul_(scale_MG[..., None])
+        if offset_MG is not None:
+            value_MGR.add_(offset_MG[..., None])
+        out_MW[lo : lo + step] = value_MW
 
 
 def _half(block_MB: Tensor, at: int) -> Tensor:
@@ -52,16 +56,12 @@ def _bits(byte_MB: Tensor, run: int, width: int) -> Tensor:
     return (byte_MB.unflatten(1, (-1, 1, run)) >> shift_S1 & (1 << width) - 1).flatten(1)
 
 
-def _q8_0(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q8_0(_: str, block_MB: Tensor) -> Parts:
     scale_M1 = _half(block_MB, 0)
-    return (
-        scale_M1,
-        torch.full_like(scale_M1, _NOTHING),
-        block_MB[:, 2:].contiguous().view(torch.int8),
-    )
+    return scale_M1, None, block_MB[:, 2:].view(torch.int8)
 
 
-def _q45(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q45(kind: str, block_MB: Tensor) -> Parts:
     """Take apart Q4_0, Q4_1, Q5_0 and Q5_1.
 
     They have a scale, maybe an offset, maybe fifth bits, and nibbles.
@@ -73,10 +73,10 @@ def _q45(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_MW = q_MW | (block_MB[:, -20:-16, None] >> shift_8 & 1).flatten(1) << 4
     if kind[-1] == "1":
         return scale_M1, _half(block_MB, 2), q_MW
-    return scale_M1, torch.full_like(scale_M1, _NOTHING), q_MW.to(torch.int8) - _ZERO_OF[kind]
+    return scale_M1, None, q_MW.view(torch.int8) - _ZERO_OF[kind]
 
 
-def _q45_k(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q45_k(kind: str, block_MB: Tensor) -> Parts:
     """Take apart Q4_K and Q5_K.
 
     They have two scales, eight 6-bit scales and offsets of groups, maybe fifth bits, and nibbles.
@@ -92,14 +92,14 @@ def _q45_k(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _q6_k(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q6_k(_: str, block_MB: Tensor) -> Parts:
     """Take apart Q6_K.
 
     It has nibbles, upper two bits, an 8-bit scale for each group of 16, and a scale for these.
     """
     q_MW = _nibbles(block_MB[:, :128], 64) | _bits(block_MB[:, 128:192], 32, 2) << 4
     scale_MG = block_MB[:, 192:208].contiguous().view(torch.int8) * _half(block_MB, 208)
-    return scale_MG, torch.full_like(scale_MG, _NOTHING), q_MW.to(torch.int8) - 32
+    return scale_MG, None, q_MW.view(torch.int8) - 32
 
 
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:

@@ -16,7 +16,7 @@ from offload.drafting.static import draw_children
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import Draw, Floats, Offer, Proposals, TokenTree, children_of
 from offload.trees.topology import Topology, best_first, chain, k_ary, sequences
-from offload.trees.verification import Acceptance, Rule, Trials
+from offload.trees.verification import Acceptance, Rule, Trials, k_sequential_trials, ratio_trials
 from offload.units import Sampling
 
 VOCAB_SIZE = 6
@@ -28,6 +28,13 @@ SHAPES: dict[str, Topology] = {
     "sequoia": best_first((0.6, 0.2, 0.1, 0.05), 9, 3),
     "star": k_ary(4, 5),
 }
+KINDS: dict[str, tuple[Draw, Trials]] = {
+    "sequoia": (Draw.WITHOUT_REPLACEMENT, ratio_trials),
+    "specinfer": (Draw.WITH_REPLACEMENT, ratio_trials),
+    "spectr": (Draw.WITH_REPLACEMENT, k_sequential_trials),
+}
+LEAST_P = 1e-3  # seeds are fixed: what passes once passes always
+WRONG_P = 1e-6
 Verify = Callable[[TokenTree, Tensor, Sampler, int], Acceptance]
 
 

@@ -1,6 +1,6 @@
 """Whether a row has the same bits on this machine whatever stands beside it.
 
-Nobody promises that. Row sizes of products are found by trial (`model/row_sizes.py`); here one
+Nobody promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
 layer is run with its real weights, once with all rows and in parts, and its activation functions
 are computed again for fewer rows.
 """

@@ -61,7 +61,10 @@ def form_of(dtype: str, name: str = "") -> Form | None:
 
 
 def top_bits(stored: np.ndarray, form: Form) -> int:
-    """Return the largest bits without sign among whole items (uint8); 0 if all are zero."""
+    """Return the largest bits without sign among whole items (uint8); 0 if all are zero.
+
+    Rows of bytes may lie apart, each of them whole items in one piece.
+    """
     if form.places is not None:
         stored = np.ascontiguousarray(
             stored.reshape(-1, form.item_bytes)[:, slice(*form.places)]

@@ -35,7 +35,7 @@ from offload.planning.options import LoadOptions
 from offload.sampling.grammar import Grammars
 from offload.streaming.device import CudaDevice, Device
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource
-from offload.streaming.scan import WeightScan
+from offload.streaming.scan import TURNS, WeightScan
 
 _HOST = torch.device("cpu")
 
@@ -163,17 +163,18 @@ def send_beside_layers(
 
 
 def telling(pair: ModelPair, hooks: Hooks) -> Callable[[], None]:
-    """`on_layer` for a target that notes, once, what weights show, after its first sweep; experts
-    come later.
+    """`on_layer` for a target that notes, once, what weights show: of the first sweeps behind each,
+    of experts as they come.
     """
-    num_left = pair.target.num_layers
+    num_layers = pair.target.num_layers
+    num_done = 0
 
     def on_layer() -> None:
-        nonlocal num_left
-        num_left -= 1
-        if not num_left:
-            tell(line for sight in pair.sights for line in sight.notes)
-        if num_left <= 0:
+        nonlocal num_done
+        num_done += 1
+        if num_done <= TURNS * num_layers and num_done % num_layers == 0:
+            tell(line for sight in pair.sights for line in sight.news())
+        if num_done >= num_layers:
             tell(pair.damage)
         hooks.on_layer()
 

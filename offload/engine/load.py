@@ -571,6 +571,7 @@ def _start_stream(
     staying_bytes += (
         sum(layout.slab_bytes for layout in model.encoder_layouts) if plan.encoder_bytes else 0
     )
+    pair.sights[0].expect(model.layer_layouts, plan.tier_L)
     layers = open_layers(
         pair.store, [*model.layer_layouts, *model.encoder_layouts], plan, pair.device, resources
     )

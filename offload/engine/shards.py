@@ -219,6 +219,7 @@ def _follow(shards: Shards, given: LoadContext, resources: ExitStack) -> None:
     resources.callback(model.close)
     limit = options.limit_bytes_per_s
     sight = WeightScan(own, given.hooks.on_note)
+    sight.expect(model.layer_layouts, plan.tier_L)
     store = given.open_source(
         own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight
     )

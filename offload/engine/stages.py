@@ -467,12 +467,11 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
         target, section, given.options.dtype, place, has_host_table=given.device is not None
     )
     resources.callback(model.close)
+    sight = WeightScan(target, given.hooks.on_note)
+    sight.expect(model.layer_layouts, plan.tier_L)
     limit = given.options.limit_bytes_per_s
     store = given.open_source(
-        target.shards,
-        stamps=target.stamps,
-        rate_limit_bytes_per_s=limit,
-        sight=WeightScan(target, given.hooks.on_note),
+        target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=sight
     )
     resources.callback(store.close)
     for note in send_beside_layers(given.device, plan, resources, model):

@@ -138,7 +138,7 @@ class Estimate(NamedTuple):
     def sweep_bytes(self) -> int:
         """What one sweep moves; of experts on demand what one token is expected to need."""
         experts = self.traffic.experts
-        return self.plan.streamed_bytes + (round(experts.near_bytes_at(1)) if experts else 0)
+        return self.plan.streamed_bytes + (round(experts.link_bytes_at(1)) if experts else 0)
 
     @property
     def sweep_s(self) -> float | None:

@@ -1,21 +1,24 @@
 """The first sight of a model's weights: numbers that are not finite, or odd, are told of by the
 names of their tensors.
 
-Readers look at what they have just read, which is still in the processor's cache, and at every part
-once: a reader waits for the disk most of its time, so that nobody waits for it. Invariant: nothing
-    is refused here. Whether such a
-number matters shows in the scores, and a draft's changes no text.
+Readers look at what they have just read. What is read once is looked at whole, while there is
+nothing to compute. Of
+what passes in every sweep, each sweep looks at a part, of `TURNS`: at the speed of a disk that
+keeps up with the processor, a look at all of it would cost the first sweep a seventh of its time.
+Invariants: after `TURNS` sweeps all numbers have been looked at, and nothing is refused here.
+Whether such a number matters shows in the scores, and a draft's changes no text.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.numbers import (
     NOT_FINITE,
     Form,
@@ -27,7 +30,13 @@ from offload.checkpoint.numbers import (
     top_bits,
 )
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
+from offload.memory.plan import LayerTier
 
+TURNS = 16  # sweeps until all of what passes has been looked at
+# of a read, which has its turn in every second sweep: asking alone takes time as well
+_NUM_STRIPES = TURNS // 2
+_STRIPE_BYTES = 16 << 10  # so damage of 3 MiB in a row shows in the first sweep
+_LEAST_BYTES = 128 << 10  # of a tensor in one read; less is looked at whole, which costs nothing
 _ASK = "offload verify says how much is damaged"
 _Range = tuple[int, int]
 _MOST_TOLD = 5  # of tensors that are not finite; where all are, nobody reads hundreds of lines
@@ -67,11 +76,20 @@ class WeightScan:
             shard: sorted(own, key=lambda one: one.lo) for shard, own in watched.items()
         }
         self._starts = {shard: [one.lo for one in own] for shard, own in self._watched.items()}
-        self._seen, self._tops, self._lock = (
-            set[int](),
-            dict[tuple[int, int], tuple[int, list[_Range]]](),
-            Lock(),
-        )
+        self._tops, self._lock = dict[tuple[int, int], tuple[int, list[_Range]]](), Lock()
+        self._turns = dict[int, int]()  # of every part that was read
+        self._told = set[tuple[int, int]]()
+        self._passing = dict[int, list[_Range]]()
+
+    def expect(self, layouts: Sequence[SlabLayout], tier_L: Sequence[LayerTier]) -> None:
+        """Layers that stay on the disk are read in every sweep; what else there is, is looked at
+        whole.
+        """
+        passing: dict[int, list[_Range]] = defaultdict(list)
+        for layout, tier in zip(layouts, tier_L, strict=True):
+            for piece in layout.pieces if tier is LayerTier.DISK else ():
+                passing[piece.shard].append((piece.lo, piece.hi))
+        self._passing = {shard: sorted(ranges) for shard, ranges in passing.items()}
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
         """At bytes (uint8) of a file from byte `lo` on; a number, or block of them, that ends
@@ -79,39 +97,69 @@ class WeightScan:
         """
         # one number: of a large model there are many parts
         part = (shard << 48 | lo) << 32 | len(stored)
-        if part in self._seen:
+        turn = self._turns.get(part, 0)
+        if turn >= TURNS:
             return
         own = self._watched.get(shard, [])
         hi = lo + len(stored)
+        is_passing = self._passes(shard, lo + len(stored) // 2)
+        self._turns[part] = turn + 1 if is_passing else TURNS
+        if is_passing and turn and _stripe_at(lo, turn) is None:
+            return
         for index in range(max(0, bisect_right(self._starts.get(shard, []), lo) - 1), len(own)):
             if own[index].lo >= hi:
                 break
-            self._look_at(shard, index, lo, stored)
-        self._seen.add(part)
+            self._look_at(shard, index, lo, stored, turn if is_passing else None)
 
-    @property
-    def notes(self) -> list[str]:
-        """What is odd about finite tensors of which all has been seen, for the user."""
+    def news(self) -> list[str]:
+        """What is odd about finite tensors of which all has been seen since this was asked before,
+        for the user.
+        """
         with self._lock:
-            tops = {key: seen for key, seen in self._tops.items() if key not in self._damaged}
-            found = [
-                (self._watched[shard][index], shard, *seen) for (shard, index), seen in tops.items()
-            ]
-        whole = [
-            TensorMaximum(one.name, self._files[shard], one.is_matrix, one.form, bits)
-            for one, shard, bits, seen in found
-            if seen == [(one.lo, one.hi)]
-        ]
-        return [f"{line}: {_ASK}" for line in remarks(whole, has_zeros=self._has_zeros)]
+            tops = list[TensorMaximum]()
+            for (shard, index), (bits, seen) in self._tops.items():
+                key = (shard, index)
+                one = self._watched[shard][index]
+                if (
+                    seen == [(one.lo, one.hi)]
+                    and key not in self._damaged
+                    and key not in self._told
+                ):
+                    self._told.add(key)
+                    tops.append(
+                        TensorMaximum(one.name, self._files[shard], one.is_matrix, one.form, bits)
+                    )
+        return [f"{line}: {_ASK}" for line in remarks(tops, has_zeros=self._has_zeros)]
 
-    def _look_at(self, shard: int, index: int, lo: int, stored: np.ndarray) -> None:
+    def _passes(self, shard: int, at: int) -> bool:
+        """Whether this byte of a file is read in every sweep."""
+        ranges = self._passing.get(shard, [])
+        index = bisect_right(ranges, (at, 1 << 62)) - 1
+        return index >= 0 and at < ranges[index][1]
+
+    def _look_at(
+        self, shard: int, index: int, lo: int, stored: np.ndarray, turn: int | None
+    ) -> None:
+        """At what there is of one tensor; where it is not its only turn at a stripe, or first of
+        all if it is small.
+        """
         one = self._watched[shard][index]
         item_bytes = self._watched[shard][index].form.item_bytes
         first = max(0, -(-(lo - one.lo) // item_bytes)) * item_bytes
         last = max(
             first, min(lo + len(stored) - one.lo, one.hi - one.lo) // item_bytes * item_bytes
         )
-        bits = top_bits(stored[one.lo + first - lo : one.lo + last - lo], one.form)
+        looked_at = [stored[one.lo + first - lo : one.lo + last - lo]]
+        is_last = True
+        if turn is not None and last - first >= _LEAST_BYTES:
+            stripe = _stripe_at(lo, turn)
+            if stripe is None:
+                return
+            looked_at = _stripes(looked_at[0], item_bytes, stripe)
+            is_last = stripe == _NUM_STRIPES - 1
+        elif turn:
+            return
+        bits = max(top_bits(some, one.form) for some in looked_at)
         with self._lock:
             is_news = not is_finite(bits, one.form) and (shard, index) not in self._damaged
             if is_news:
@@ -120,10 +168,30 @@ class WeightScan:
             known, seen = self._tops.get((shard, index), (0, []))
             # A block that lies over the ends of two reads is looked at in neither; it counts as
             # seen.
-            seen = _united(seen, max(lo, one.lo), min(lo + len(stored), one.hi))
+            if is_last:
+                seen = _united(seen, max(lo, one.lo), min(lo + len(stored), one.hi))
             self._tops[shard, index] = max(known, bits), seen
         if is_news:
             self._found(f"{self._files[shard]}: {one.name:.200} {NOT_FINITE}: {_ASK}")
+
+
+def _stripe_at(lo: int, turn: int) -> int | None:
+    """Which stripe of a read from byte `lo` on has this turn; None where the reads before and
+    behind it have one.
+    """
+    return turn // 2 if turn % 2 == (lo >> 21) % 2 else None
+
+
+def _stripes(stored: np.ndarray, item_bytes: int, stripe: int) -> list[np.ndarray]:
+    """Bytes (uint8) of every `_NUM_STRIPES`-th run of whole items from that on, with the last also
+    what is left.
+
+    Views: a copy of a stripe takes as long as a look at it.
+    """
+    step = max(1, _STRIPE_BYTES // item_bytes) * item_bytes
+    end = len(stored) // (step * _NUM_STRIPES) * (step * _NUM_STRIPES)
+    rows = stored[:end].reshape(-1, _NUM_STRIPES, step)[:, stripe]
+    return [rows, stored[end:]] if stripe == _NUM_STRIPES - 1 else [rows]
 
 
 def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:

@@ -110,7 +110,7 @@ def walk(
     """Descend into the first child that wins its toss, until none does; then draw from the
     remaining distribution.
 
-    `lenience` below 1 is not exact, see `verification/lenience.py`: every chance is divided by it.
+    `lenience` below 1 is not exact, see `trees/verification.py`: every chance is divided by it.
     """
     coin_N = sampler.uniform(tree.num_nodes)
     nodes = [0]

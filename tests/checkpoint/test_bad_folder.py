@@ -53,9 +53,9 @@ def only_gguf(directory: Path) -> None:
     (directory / "model-Q4_K_M.gguf").touch()
 
 
-def only_gguf_without_config(directory: Path) -> None:
+def gguf_alone(directory: Path) -> None:
     only_gguf(directory)
-    (directory / "config.json").unlink()
+    drop("config.json")(directory)
 
 
 def edited(name: str, **changes: object) -> Break:
@@ -82,6 +82,9 @@ def charsmap(encoded: object) -> Break:
 
 # Rust's way to fail, which Python sees as no `Exception`.
 panicking_tokenizer = edited("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"})
+GENERATION, WORDY_END = "generation_config.json", b'{"eos_token_id": "</s>"}'
+SEEING = config(model_type="clip", vision_config={}, text_config=...)
+NOT_TEXT = "model_type in config.json must be text"
 GPTQ = {"quant_method": "gptq", "bits": 4}
 FOLDERS = [
     case("missing directory", shutil.rmtree, "no model directory", "check the path"),
@@ -105,10 +108,8 @@ FOLDERS = [
     case("a window in a list", config(model_type="mistral", sliding_window=[1]), "sliding_window", by_plan=False),
     case("an endless window", config(model_type="mistral", sliding_window=2**64), "sliding_window", by_plan=False),
     case("negative heads", config(num_key_value_heads=-2), "num_key_value_heads"),
-    case(
-        "a kind of model in a list", config(model_type=["llama"]), "model_type in config.json must be text", "['llama']"
-    ),
-    case("a kind of text in a list", inside(model_type=["llama"]), "model_type in config.json must be text"),
+    case("a kind of model in a list", config(model_type=["llama"]), NOT_TEXT, "['llama']"),
+    case("a kind of text in a list", inside(model_type=["llama"]), NOT_TEXT),
     case("endless layers of text", inside(num_hidden_layers=10**12), "num_hidden_layers", "at most 10000"),
     case("endless layers of sight", inside({"num_hidden_layers": 10**12}), "num_hidden_layers", "at most 10000"),
     case("labels without end", config(num_labels=10**12), "num_labels", "at most 100000", by_plan=False),
@@ -120,28 +121,15 @@ FOLDERS = [
     case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
     case("an adapter", only_adapter, "holds an adapter, such as LoRA", "merge it into the model"),
     case("GGUF", only_gguf, "model-Q4_K_M.gguf: its header needs 4 bytes at byte 0, of 0", "again"),
-    case("GGUF alone", only_gguf_without_config, "model-Q4_K_M.gguf: its header needs 4 bytes", "again"),
+    case("GGUF alone", gguf_alone, "model-Q4_K_M.gguf: its header needs 4 bytes", "again"),
     case("nothing of its text", config(model_type="llava", text_config={}), "describe a language model", "llava", "{}"),
     case("text in words", config(model_type="llava", text_config="llama"), "must describe a language model", "llama"),
     case("text of no model", config(model_type="llava", text_config={"model_type": "no"}), "describe a language model"),
     case("around what nobody knows", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
-    case(
-        "no text inside",
-        config(model_type="clip", vision_config={}, text_config=...),
-        "does not write text",
-        by_plan=False,
-    ),
+    case("no text inside", SEEING, "does not write text", by_plan=False),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
-    case(
-        "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False
-    ),
-    case(
-        "end token in words",
-        overwrite("generation_config.json", b'{"eos_token_id": "</s>"}'),
-        "eos_token_id",
-        "'</s>'",
-        by_plan=False,
-    ),
+    case("generation config broken", overwrite(GENERATION, b"{"), GENERATION, by_plan=False),
+    case("end token in words", overwrite(GENERATION, WORDY_END), "eos_token_id", "'</s>'", by_plan=False),
     case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),
     case("tokenizer config cut", overwrite("tokenizer_config.json", b"{"), "tokenizer", "again", by_plan=False),
     case("tokenizer's longest text in words", tokenizer(model_max_length="long"), "tokenizer failed", by_plan=False),
@@ -155,18 +143,10 @@ FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize(("breaks", "words", "by_plan"), FOLDERS)
-def test_folder_is_refused(breaks: Break, words: tuple[str, ...], by_plan: bool, broken: Path) -> None:
-    refuse_folder(broken, breaks, words, by_plan=by_plan)
-
-
 def test_what_the_cases_break_works(sound: Path, sound_file: Path) -> None:
     for directory in (sound, sound_file):
         assert generate(directory, "-p", "Count:").code == 0
         assert shell("plan", "-m", directory, "--ram", "1GiB").code == 0
-
-
-# Shards and their index
 
 
 def index(change: Callable[[dict[str, Any]], object]) -> Break:
@@ -224,12 +204,9 @@ INDEXES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("breaks", "words", "by_plan"), INDEXES)
-def test_index_is_refused(breaks: Break, words: tuple[str, ...], by_plan: bool, broken: Path) -> None:
+@pytest.mark.parametrize(("breaks", "words", "by_plan"), [*FOLDERS, *INDEXES])
+def test_folder_is_refused(breaks: Break, words: tuple[str, ...], by_plan: bool, broken: Path) -> None:
     refuse_folder(broken, breaks, words, by_plan=by_plan)
-
-
-# Random damage: only ever a refusal, or a load that is consistent
 
 
 def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:

@@ -5,26 +5,17 @@ Invariant: random damage leads to a refusal or to a load that is consistent, nev
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import (
-    Break,
-    assert_refused,
-    case,
-    cut_file,
-    damaged,
-    header,
-    join,
-    refuse_folder,
-    split,
-)
+from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder, split
 from shell import process
 
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.memory.planner import model_shape
 
 pytestmark = pytest.mark.usefixtures("_instant_link")
 
@@ -44,20 +35,24 @@ def moved(name: str, *, lo: int = 0, hi: int = 0) -> Break:
     return header(move)
 
 
+def rewritten(change: Callable[[bytes], bytes]) -> Break:
+    def write(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return write
+
+
 def whole_file(content: bytes) -> Break:
-    return lambda directory: (directory / "model.safetensors").write_bytes(content)
+    return rewritten(lambda _: content)
 
 
 def raw_header(text: bytes) -> Break:
-    return lambda directory: (directory / "model.safetensors").write_bytes(join(text, b"\0" * 256))
+    return whole_file(join(text, b"\0" * 256))
 
 
 def header_length(num_bytes: int) -> Break:
-    def lie(directory: Path) -> None:
-        path = directory / "model.safetensors"
-        path.write_bytes(num_bytes.to_bytes(8, "little") + path.read_bytes()[8:])
-
-    return lie
+    return rewritten(lambda raw: num_bytes.to_bytes(8, "little") + raw[8:])
 
 
 def renamed(name: str, other: str) -> Break:
@@ -71,34 +66,32 @@ def overlapping(content: dict[str, Any]) -> None:
 def recoded(encoding: str) -> Break:
     """The header in another encoding than UTF-8, which Python's JSON would read all the same."""
 
-    def change(directory: Path) -> None:
-        path = directory / "model.safetensors"
-        content, data = split(path.read_bytes())
-        path.write_bytes(join(json.dumps(content).encode(encoding), data))
+    def change(raw: bytes) -> bytes:
+        content, data = split(raw)
+        return join(json.dumps(content).encode(encoding), data)
 
-    return change
+    return rewritten(change)
 
 
 def with_room(*, before: int = 0, between: int = 0, behind: int = 0) -> Break:
     """Bytes that are no tensor's: where another file could be hidden."""
 
-    def make(directory: Path) -> None:
-        path = directory / "model.safetensors"
-        content, data = split(path.read_bytes())
+    def make(raw: bytes) -> bytes:
+        content, data = split(raw)
         tensors = [own for name, own in content.items() if name != "__metadata__"]
         last = max(tensors, key=lambda own: own["data_offsets"])
         cut = last["data_offsets"][0]
         for own in tensors:
             own["data_offsets"] = [at + before + (between if own is last else 0) for at in own["data_offsets"]]
         whole = bytes(before) + data[:cut] + bytes(between) + data[cut:] + bytes(behind)
-        path.write_bytes(join(json.dumps(content).encode(), whole))
+        return join(json.dumps(content).encode(), whole)
 
-    return make
+    return rewritten(make)
 
 
 def many_tensors(count: int) -> Break:
     text = ",".join(f'"x{index}":{{}}' for index in range(count))
-    return lambda directory: (directory / "model.safetensors").write_bytes(join(f"{{{text}}}".encode(), b""))
+    return whole_file(join(f"{{{text}}}".encode(), b""))
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

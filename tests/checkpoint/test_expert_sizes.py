@@ -1,6 +1,6 @@
-"""Sizes of routed experts from headers alone: by expert or in stacks, plain or coded, and headers that contradict."""
+"""Sizes of routed experts from headers alone, by expert or in stacks, plain or coded; and stacks taken apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +8,11 @@ import pytest
 from mixture_headers import CONFIG, coded_stacks, mixture
 from tiny import FAMILIES, build, save
 
-from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.layout import BLOCK_BYTES, TensorPart, split_experts
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.encoding.floats import Mxfp4
 from offload.errors import UserError
 
 EXPERT_BYTES = 3 * 2048 * 768 * 2
@@ -34,14 +36,6 @@ def test_a_layer_is_its_dense_part_and_its_experts(is_stacked: bool) -> None:
     assert wide is not None and wide.cast_bytes == 2 * (dense_bytes + bias_bytes + EXPERT_BYTES)
 
 
-def test_first_layers_may_be_dense_and_layers_behind_the_last_do_not_count() -> None:
-    more = mixture(num_dense=2, num_hidden_layers=7)  # one that a model for several tokens would have
-    checkpoint = replace(more, config={**more.config, "num_hidden_layers": 6})
-    experts = model_shape(checkpoint).experts
-    assert experts is not None and experts.num_layers == 4 and len(experts.dense_bytes) == 6
-    assert experts == model_shape(mixture(num_dense=2)).experts
-
-
 def test_stacks_of_words_come_apart_and_one_expert_is_expanded_at_a_time() -> None:
     plain, coded = (model_shape(one) for one in (mixture(is_stacked=True), coded_stacks(mixture(is_stacked=True))))
     assert plain.experts is not None and coded.experts is not None
@@ -49,50 +43,41 @@ def test_stacks_of_words_come_apart_and_one_expert_is_expanded_at_a_time() -> No
     assert coded.experts.scratch_bytes == EXPERT_BYTES + 2 * 256
     assert coded.scratch_bytes > 31 * coded.experts.scratch_bytes, "a layer's experts are expanded together"
     assert coded.companion_bytes > 6 * 32 * EXPERT_BYTES / 64
-
-
-def test_a_stack_that_cannot_be_taken_apart_comes_with_its_layer() -> None:
-    """Packed without loss, all mantissas of a stack lie before all exponents."""
+    # Packed without loss, all mantissas of a stack lie before all exponents: it comes with its layer.
     checkpoint = mixture(is_stacked=True)
     name = "model.layers.0.mlp.experts.down_proj"
     entry = coded_stacks(checkpoint).tensors[name]
     assert entry.coded is not None
     odd = entry.coded._replace(companions=(("_scales", entry.coded.companions[0][1]._replace(shape=(7,))),))
-    assert model_shape(_with(checkpoint, name, entry._replace(coded=odd))).experts is None
+    mixed = {**checkpoint.tensors, name: entry._replace(coded=odd)}
+    assert model_shape(replace(checkpoint, tensors=mixed)).experts is None
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "dbrx"}, {"num_experts_per_tok": None}, {"model_type": "llama4"}])
-def test_families_that_multiply_all_experts_have_none_on_demand(changes: dict[str, object]) -> None:
-    assert model_shape(mixture(**changes)).experts is None
+def test_what_has_no_experts_on_demand() -> None:
+    for changes in ({"model_type": "dbrx"}, {"num_experts_per_tok": None}, {"model_type": "llama4"}):
+        assert model_shape(mixture(**changes)).experts is None
+    alone, without = {"num_experts": 1, "num_experts_per_tok": 1}, {**CONFIG}
+    del without["num_experts"]
+    for is_stacked in (False, True):
+        assert model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=1, **alone)).experts is None
+        two = model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=2, **alone)).experts
+        assert two is not None and two.num_records == 2
+        counted = model_shape(replace(mixture(is_stacked=is_stacked), config=without)).experts
+        assert counted is not None and counted.num_experts == 32, "a config without a count leaves it to the tensors"
+    # First layers may be dense and layers behind the last do not count.
+    more = mixture(num_dense=2, num_hidden_layers=7)  # one that a model for several tokens would have
+    checkpoint = replace(more, config={**more.config, "num_hidden_layers": 6})
+    experts = model_shape(checkpoint).experts
+    assert experts is not None and experts.num_layers == 4 and len(experts.dense_bytes) == 6
+    assert experts == model_shape(mixture(num_dense=2)).experts
 
 
-@pytest.mark.parametrize("is_stacked", [False, True])
-def test_one_expert_alone_is_no_choice(is_stacked: bool) -> None:
-    """A pool has two slots or more."""
-    changes = {"num_experts": 1, "num_experts_per_tok": 1}
-    assert model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=1, **changes)).experts is None
-    two = model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=2, **changes)).experts
-    assert two is not None and two.num_records == 2
-
-
-def _with(checkpoint: Checkpoint, name: str, entry: object) -> Checkpoint:
-    tensors = {**checkpoint.tensors, name: entry}
-    return replace(checkpoint, tensors={key: value for key, value in tensors.items() if value is not None})
-
-
-def _without(*parts: str) -> Callable[[Checkpoint], Checkpoint]:
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        kept = {name: one for name, one in checkpoint.tensors.items() if not any(part in name for part in parts)}
-        return replace(checkpoint, tensors=kept)
-
-    return change
+def _without(part: str) -> Callable[[Checkpoint], Checkpoint]:
+    return lambda one: replace(one, tensors={n: entry for n, entry in one.tensors.items() if part not in n})
 
 
 def _moved(part: str, other: str) -> Callable[[Checkpoint], Checkpoint]:
-    def change(checkpoint: Checkpoint) -> Checkpoint:
-        return replace(checkpoint, tensors={n.replace(part, other): one for n, one in checkpoint.tensors.items()})
-
-    return change
+    return lambda one: replace(one, tensors={n.replace(part, other): entry for n, entry in one.tensors.items()})
 
 
 def _sized(num_experts: int, width: int) -> Callable[[Checkpoint], Checkpoint]:
@@ -112,37 +97,30 @@ def _claims(**changes: int) -> Callable[[Checkpoint], Checkpoint]:
     return lambda checkpoint: replace(checkpoint, config={**checkpoint.config, **changes})
 
 
-@pytest.mark.parametrize(
-    ("is_stacked", "spoil", "words"),
-    [
-        (False, _claims(num_experts=64), "it has 64 and layer 0 has tensors of 32"),
-        (False, _claims(num_experts=16), "it has 16 and layer 0 has tensors of 32"),
-        (True, _claims(num_experts=16), "it has 16 and model.layers.0.mlp.experts.gate_up_proj has shape [32, 2048"),
-        (False, _claims(num_experts_per_tok=33), "it has 32 and 33 of them are to be chosen"),
-        (False, _without("layers.3.mlp.experts.7."), "it has 32 and layer 3 has tensors of 31"),
-        (False, _moved("experts.5.", "experts.40."), "layer 0 has tensors of 32, not of expert 5"),
-        (False, _moved("experts.31.", "experts.32."), "layer 0 has tensors of 32, not of expert 31"),
-        (False, _moved("layers.3.mlp.experts.0.", "layers.3.mlp.experts.32."), "layer 3 has tensors of 32, not of"),
-        (True, _sized(32, 0), "gate_up_proj must not be empty, it has shape [32, 0]"),
-        (True, _sized(70_000, 1), "a layer must have at most 65536 experts, it has 70000"),
-        (False, _without("layers.3.mlp.experts.7.up"), "expert 7 of layer 3 differs from expert 0 in whether it"),
-    ],
-)  # fmt: skip
+CONTRADICTIONS: list[tuple[bool, Callable[[Checkpoint], Checkpoint], str]] = [
+    (False, _claims(num_experts=64), "it has 64 and layer 0 has tensors of 32"),
+    (False, _claims(num_experts=16), "it has 16 and layer 0 has tensors of 32"),
+    (True, _claims(num_experts=16), "it has 16 and model.layers.0.mlp.experts.gate_up_proj has shape [32, 2048"),
+    (False, _claims(num_experts_per_tok=33), "it has 32 and 33 of them are to be chosen"),
+    (False, _without("layers.3.mlp.experts.7."), "it has 32 and layer 3 has tensors of 31"),
+    (False, _moved("experts.5.", "experts.40."), "layer 0 has tensors of 32, not of expert 5"),
+    (False, _moved("experts.31.", "experts.32."), "layer 0 has tensors of 32, not of expert 31"),
+    (False, _moved("layers.3.mlp.experts.0.", "layers.3.mlp.experts.32."), "layer 3 has tensors of 32, not of"),
+    (True, _sized(32, 0), "gate_up_proj must not be empty, it has shape [32, 0]"),
+    (True, _sized(70_000, 1), "a layer must have at most 65536 experts, it has 70000"),
+    (False, _without("layers.3.mlp.experts.7.up"), "expert 7 of layer 3 differs from expert 0 in whether it"),
+]
+
+
+@pytest.mark.parametrize(("is_stacked", "spoil", "words"), CONTRADICTIONS)
 def test_headers_that_contradict_are_refused(
     is_stacked: bool, spoil: Callable[[Checkpoint], Checkpoint], words: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         model_shape(spoil(mixture(is_stacked=is_stacked)))
-    assert words in str(caught.value) and str(caught.value).startswith("mixture: ")
-    assert "download the checkpoint again" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_config_that_does_not_count_them_leaves_it_to_the_tensors() -> None:
-    for is_stacked in (False, True):
-        checkpoint = mixture(is_stacked=is_stacked)
-        config = {key: value for key, value in CONFIG.items() if key != "num_experts"}
-        experts = model_shape(replace(checkpoint, config=config)).experts
-        assert experts is not None and experts.num_experts == 32
+    line = str(caught.value)
+    assert line.startswith("mixture: ") and words in line
+    assert "download the checkpoint again" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(("family", "num_experts", "num_chosen"), [("mixtral", 4, 2), ("qwen3-moe", 12, 2)])
@@ -156,3 +134,49 @@ def test_saved_models_have_the_experts_that_their_parameters_are(
     assert experts is not None and (experts.num_experts, experts.num_chosen) == (num_experts, num_chosen)
     record_bytes = sum(weight[0].nbytes for weight in stacks) / experts.num_layers
     assert record_bytes <= experts.slot_bytes <= record_bytes + 6 * BLOCK_BYTES
+
+
+class Counted(list[TensorPart]):
+    """Parts, and how many of them were looked at."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[TensorPart]:
+        for part in super().__iter__():
+            self.num_seen += 1
+            yield part
+
+
+def apart(num_experts: int) -> Counted:
+    """Gate and up of each, 3 rows of 8 numbers each, one behind the other in the file and in the stack."""
+    entries = (TensorEntry(0, "F32", (3, 8), 96 * index, 96 * index + 96) for index in range(2 * num_experts))
+    return Counted(TensorPart(entry, 24 * index) for index, entry in enumerate(entries))
+
+
+def test_parts_are_looked_at_once_however_many_experts_there_are() -> None:
+    parts = apart(500)
+    records = split_experts({"gate_up_proj": ((500, 6, 8), parts)}, 500)
+    assert parts.num_seen <= 2 * len(parts)
+    assert [record.pieces[0].lo for record in records] == [192 * expert for expert in range(500)]
+    assert all(record.parameters["gate_up_proj"].shape == (6, 8) for record in records)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (1, 6, 8)])
+def test_a_single_expert_may_be_a_stack_or_a_part_of_one(shape: tuple[int, ...]) -> None:
+    (record,) = split_experts({"down_proj": ((1, 6, 8), [TensorPart(TensorEntry(0, "F32", shape, 0, 192))])}, 1)
+    assert record.parameters["down_proj"].shape == (6, 8) and [(one.lo, one.hi) for one in record.pieces] == [(0, 192)]
+
+
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_coded_stacks_the_other_way_round_come_apart(num_experts: int) -> None:
+    """The model has (E, 64, 6), the file (E, 6, 64)."""
+    words_bytes = 32 * 6
+    scales = TensorEntry(0, "U8", (num_experts, 6, 2), 4096, 4096 + num_experts * 12)
+    coded = Coded(Mxfp4(), (("_scales", scales),))
+    entry = TensorEntry(0, "U8", (num_experts, 6, 64), 0, num_experts * words_bytes, coded)
+    records = split_experts({"down_proj": ((num_experts, 64, 6), [TensorPart(entry)])}, num_experts)
+    own = [record.coded["down_proj"][0].part.entry for record in records]
+    assert [(one.shape, one.lo, one.num_bytes) for one in own] == [
+        ((6, 64), words_bytes * expert, words_bytes) for expert in range(num_experts)
+    ]
+    assert [one.coded.companions[0][1].lo for one in own if one.coded] == [4096 + 12 * e for e in range(num_experts)]

@@ -106,6 +106,8 @@ def test_a_plan_says_how_much_is_left_out(tmp_path: Path) -> None:
     }
 
 
+# Python turns no number of more than 4,300 digits into one.
+ENDLESS = f"model.layers.{'9' * 5000}.mlp.experts.{'9' * 5000}.up_proj.weight"
 IGNORED = {  # names of released checkpoints, and the class of transformers that passes over them
     "model.layers.92.eh_proj.weight": ("glm4_moe", "Glm4MoePreTrainedModel", 92),
     "model.layers.46.mlp.experts.3.up_proj.weight": ("glm4_moe", "Glm4MoePreTrainedModel", 46),
@@ -127,20 +129,16 @@ def test_what_transformers_passes_over_is_passed_over(name: str) -> None:
     assert found.tensors.keys() == {"model.layers.1.x"} and found.left_out == {"extra layers": 16}
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.mtpx.weight", "lm_head.weight", "model.layers.1.smtp.weight"])
+@pytest.mark.parametrize("name", [
+    "model.layers.1.mlp.mtpx.weight", "lm_head.weight", "model.layers.1.smtp.weight", ENDLESS,
+])  # fmt: skip
 def test_other_names_stay(name: str) -> None:
     assert text_part("here", {"num_hidden_layers": 2}, {name: ENTRY}).tensors == {name: ENTRY}
 
 
-@pytest.mark.parametrize("number", ["4", None, -1, 0, True, 1.5])
-def test_a_number_of_layers_that_is_none_leaves_nothing_out(number: object) -> None:
-    assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out
-
-
-def test_layers_of_endless_numbers_are_no_layers() -> None:
-    """Python turns no number of more than 4,300 digits into one."""
-    name = f"model.layers.{'9' * 5000}.mlp.experts.{'9' * 5000}.up_proj.weight"
-    assert text_part("here", {"num_hidden_layers": 2}, {name: ENTRY}).tensors == {name: ENTRY}
+def test_numbers_that_are_none_leave_nothing_out() -> None:
+    for number in ("4", None, -1, 0, True, 1.5):
+        assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out, number
     plain = mixture()
-    more = replace(plain, tensors={**plain.tensors, name: ENTRY, name.replace("9", "1", 1): ENTRY})
+    more = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
     assert model_shape(more).experts == model_shape(plain).experts

@@ -1,19 +1,139 @@
-"""GGUF files as checkpoints: names, configs from the file and from beside it, parts, folders, and what is refused."""
+"""GGUF files as checkpoints: headers, names, configs, parts; what is wrong is refused in a line, in bounded time."""
 
 import json
+import random
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
+import torch
 from gguf_files import ARCH, LLAMA3, MODELS, write_gguf
+from refusals import damaged
 from tiny import build
 
-from offload.checkpoint.gguf import open_gguf
+from offload.checkpoint.gguf import _ARCHITECTURES, _OUTER, open_gguf
+from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import open_headers
 from offload.errors import UserError
 from offload.model.meta import build_meta_model
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def tensor(name: str = "a", dims: tuple[int, ...] = (32, 2), kind: int = 0, at: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, at)
+
+
+def note(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def file(*tensors: bytes, notes: tuple[bytes, ...] = (), version: int = 3, counts: tuple[int, int] | None = None,
+         magic: bytes = b"GGUF", data: int = 4096) -> bytes:  # fmt: skip
+    """A whole file of these parts."""
+    head = magic + struct.pack("<IQQ", version, *(counts or (len(tensors), len(notes)))) + b"".join((*notes, *tensors))
+    return head + bytes(-len(head) % 32 + data)
+
+
+SOUND = file(tensor(), tensor("b", at=256), notes=(note("general.alignment", 4, struct.pack("<I", 64)),))
+MANY = 2**63 - 1
+ALIGNED = "general.alignment must be a power of two of 8 or more"
+BAD: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "empty": (b"", ("needs 4 bytes at byte 0, of 0", "again")),
+    "another magic": (b"GGML" + SOUND[4:], ("does not begin as a GGUF file does",)),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", ("pointer of Git LFS",)),
+    "version 1": (file(tensor(), version=1), ("GGUF version 1 is not read", "version 2 or 3")),
+    "version 4": (file(tensor(), version=4), ("GGUF version 4 is not read",)),
+    "big-endian": (file(tensor(), version=3 << 24), ("big-endian GGUF files are not read",)),
+    "endless tensors": (file(counts=(MANY, 0)), ("its header needs", "again")),
+    "endless notes": (file(counts=(0, MANY)), ("its header needs", "again")),
+    "endless text": (file(notes=(struct.pack("<Q", MANY),)), ("its header needs", "again")),
+    "endless list": (file(notes=(note("a", 9, struct.pack("<IQ", 4, MANY)),)), ("its header needs", "again")),
+    "endless texts": (file(notes=(note("a", 9, struct.pack("<IQ", 8, MANY)),)), ("its header needs", "again")),
+    "list of lists": (file(notes=(note("a", 9, struct.pack("<IQ", 9, 1)),)), ("list of type 9",)),
+    "unknown value": (file(notes=(note("a", 99, b""),)), ("value of type 99",)),
+    "key twice": (file(notes=(note("a", 0, b"1"), note("a", 0, b"2"))), ("says a twice",)),
+    "not UTF-8": (file(tensor("\x00"), notes=(note("a", 8, text(b"\xff\xfe")),)), ("not UTF-8",)),
+    "alignment 0": (file(notes=(note("general.alignment", 4, bytes(4)),)), (ALIGNED, "got 0")),
+    "alignment 3": (file(notes=(note("general.alignment", 4, b"\3\0\0\0"),)), (ALIGNED, "got 3")),
+    "alignment a fraction": (file(notes=(note("general.alignment", 6, struct.pack("<f", 32)),)), (ALIGNED, "got 32.0")),
+    "alignment a text": (file(notes=(note("general.alignment", 8, text("32")),)), (ALIGNED,)),
+    "tensor twice": (file(tensor(), tensor(at=256)), ("has a twice",)),
+    "long name": (file(tensor("n" * 2000)), ("with a name of 2000 characters",)),
+    "no dimensions": (file(tensor(dims=())), ("has 0 dimensions",)),
+    "nine dimensions": (file(tensor(dims=(1,) * 9)), ("has 9 dimensions",)),
+    "size 0": (file(tensor(dims=(32, 0))), ("has shape [0, 32]",)),
+    "huge": (file(tensor(dims=(2**40, 2**40))), ("has shape",)),
+    "rows of half blocks": (file(tensor(dims=(48, 2), kind=8)), ("rows of 48", "no whole blocks of Q8_0")),
+    "offset between": (file(tensor(at=16)), ("begins at 16, no multiple of 32",)),
+    "offset beyond": (file(tensor(at=1 << 40)), ("ends at byte", "truncated")),
+    "overlap": (file(tensor(), tensor("b", at=128)), ("b and a overlap",)),
+    "far too long": (file(tensor()) + bytes((1 << 20) + 64), ("belong to no tensor",)),
+    "cut short": (file(tensor(dims=(4096, 4))), ("truncated",)),
+    "cut in the header": (SOUND[:40], ("its header needs", "again")),
+    **{f"type {name}": (file(tensor(kind=number)), (f"is {name}, which is not read", "Q4_K_M"))
+       for name, number in (("Q2_K", 10), ("Q3_K", 11), ("IQ4_XS", 23), ("IQ2_XXS", 16), ("MXFP4", 39), ("I32", 26))},
+    "type 77": (file(tensor(kind=77)), ("is of type 77, which is not read",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_header_is_refused(name: str, tmp_path: Path) -> None:
+    content, words = BAD[name]
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_gguf_header(tmp_path / "m.gguf")
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 600 and "m.gguf" in line
+    assert all(word in line for word in words), line
+
+
+def test_sound_header_is_read_and_a_folder_is_none(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(SOUND)
+    found = read_gguf_header(tmp_path / "m.gguf")
+    spans = {name: (entry.shape, entry.lo % 64, entry.num_bytes) for name, entry in found.tensors.items()}
+    assert spans == {"a": ((2, 32), 0, 256), "b": ((2, 32), 0, 256)} and found.metadata == {"general.alignment": 64}
+    for path in (tmp_path, tmp_path / "none.gguf"):
+        with pytest.raises(UserError, match="cannot read"):
+            read_gguf_header(path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "BF16"])
+def test_headers_are_read_as_gguf_reads_them(kind: str, tmp_path: Path) -> None:
+    written = write_gguf(MODELS["gemma3"](), tmp_path / "m.gguf", kind)
+    found, wanted = read_gguf_header(written.path), gguf.GGUFReader(written.path)
+    told = {name: (e.dtype, e.shape, e.lo, e.num_bytes) for name, e in found.tensors.items()}
+    assert told == {
+        one.name: (one.tensor_type.name, tuple(reversed(one.shape.tolist())), one.data_offset, one.n_bytes)
+        for one in wanted.tensors
+    }
+    fields = wanted.fields.items()
+    values: dict[str, Any] = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
+    assert found.metadata == values
+
+
+def test_random_damage_never_surprises(tmp_path: Path) -> None:
+    path = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q8_0").path
+    whole = path.read_bytes()
+    first = min(entry.lo for entry in read_gguf_header(path).tensors.values())
+    rng, num_refused = random.Random(1), 0
+    for _ in range(300):
+        path.write_bytes(damaged(whole[:first], rng) + whole[first:])
+        try:
+            found = read_gguf_header(path)
+        except UserError:
+            num_refused += 1
+        else:
+            size = path.stat().st_size
+            assert all(0 < entry.lo < entry.hi <= size for entry in found.tensors.values())
+    assert num_refused > 100
 
 
 def of_model(config: Any) -> dict[str, tuple[int, ...]]:
@@ -25,20 +145,16 @@ def of_model(config: Any) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_config_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     """The config is derived from the file alone."""
-    import torch
-
     config = MODELS[name]()
     found = open_headers(write_gguf(config, tmp_path / "m.gguf", "Q4_0").path)
     assert {own: entry.shape for own, entry in found.tensors.items()} == of_model(config)
     told, wanted = (c.to_dict() for c in (build_meta_model(found, torch.float32).config, build(config).config))
-    differing = {key for key in wanted if told[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
-    assert not differing
+    assert not {key for key in wanted if told[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
 
 
 def test_every_name_of_gguf_is_known() -> None:
-    """All that its own table has for these architectures, but for what only other models have."""
-    from offload.checkpoint.gguf import _ARCHITECTURES, _OUTER
-
+    """All that its own table has for these architectures, but for what only other models have; all are tried here."""
+    assert set(ARCH.values()) == set(_ARCHITECTURES)
     for arch, own in _ARCHITECTURES.items():
         key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
         names = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[key]}
@@ -47,11 +163,15 @@ def test_every_name_of_gguf_is_known() -> None:
         assert known == names - others, arch
 
 
-def test_heads_of_llama_alone_are_interleaved(tmp_path: Path) -> None:
+def test_heads_ends_and_scaling_come_from_the_file(tmp_path: Path) -> None:
+    # Heads of Llama alone are interleaved.
     for name, wanted in (("mistral", {"q": 4, "k": 2}), ("qwen3", {"q": None, "k": None})):
         tensors = open_gguf(write_gguf(MODELS[name](), tmp_path / f"{name}.gguf").path).tensors
         coded = {part: tensors[f"model.layers.0.self_attn.{part}_proj.weight"].coded for part in "qk"}
         assert {part: one and one.coding.num_heads for part, one in coded.items()} == wanted
+    # Ends of texts and of turns.
+    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says={"tokenizer.ggml.eot_token_id": 7}).path
+    assert open_gguf(path).config["eos_token_id"] == [2, 7]
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -62,16 +182,11 @@ def test_scaling_of_llama_3_comes_from_its_factors(factor: float, tmp_path: Path
     assert rope == {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
 
 
-def test_ends_of_texts_and_of_turns(tmp_path: Path) -> None:
-    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says={"tokenizer.ggml.eot_token_id": 7}).path
-    assert open_gguf(path).config["eos_token_id"] == [2, 7]
-
-
-SAYS: dict[str, tuple[str, dict[str, Any], str]] = {
+SAID: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": (
         "llama",
         {"general.architecture": "qwen2moe"},
-        "a GGUF model of architecture qwen2moe is not read; those of Llama,",
+        "architecture qwen2moe is not read; those of Llama,",
     ),
     "adapter": ("llama", {"general.type": "adapter"}, "a GGUF adapter of architecture llama is not read"),
     "experts": ("llama", {"llama.expert_count": 8}, "experts in GGUF files are not read"),
@@ -89,33 +204,35 @@ SAYS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", SAID)
 def test_what_a_file_says_is_refused(name: str, tmp_path: Path) -> None:
-    model, says, words = SAYS[name]
+    model, says, words = SAID[name]
     path = write_gguf(MODELS[model](), tmp_path / "m.gguf", says=says).path
     with pytest.raises(UserError, match=words):
         open_headers(path)
 
 
-def test_unknown_and_useless_tensors_are_refused(tmp_path: Path) -> None:
-    import numpy as np
+EXTRA = {
+    "blk.0.ssm_in.weight": "blk.0.ssm_in.weight is not known of architecture qwen3",
+    "blk.0.attn_q.bias": "has biases of q_proj, which its config has not",
+    "rope_freqs.weight": "rope",
+}
 
-    for extra, words in (
-        ("blk.0.ssm_in.weight", "blk.0.ssm_in.weight is not known of architecture qwen3"),
-        ("blk.0.attn_q.bias", "has biases of q_proj, which its config has not"),
-        ("rope_freqs.weight", "rope"),
-    ):
-        path = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", extra={extra: np.ones(16, np.float32)}).path
-        with pytest.raises(UserError, match=words):
-            open_headers(path)
+
+@pytest.mark.parametrize("extra", EXTRA)
+def test_unknown_and_useless_tensors_are_refused(extra: str, tmp_path: Path) -> None:
+    path = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", extra={extra: np.ones(16, np.float32)}).path
+    with pytest.raises(UserError, match=EXTRA[extra]):
+        open_headers(path)
 
 
 def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(
-        MODELS["llama"](), tmp_path / "m.gguf", changed=lambda own, raw: raw * 1.5 if "rope" in own else raw
-    )
+    def changed(own: str, raw: Any) -> Any:
+        return raw * 1.5 if "rope" in own else raw
+
+    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", changed=changed).path
     with pytest.raises(UserError, match=r"its rope scaling .rope_freqs.weight. is not known from the file alone"):
-        open_headers(path.path)
+        open_headers(path)
 
 
 def config_folder(config: Any, folder: Path, **changes: Any) -> Path:
@@ -137,18 +254,20 @@ def test_a_config_of_the_original_goes_before_the_file(name: str, tmp_path: Path
     assert beside.config["mark"] == 1 and beside.small_files == tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("llama", {"model_type": "qwen2"}, "is of architecture llama, .* of qwen2"),
-        ("llama", {"hidden_size": 512}, "hidden_size is 256 there and 512 in"),
-        ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-05 there and 1e-06"),
-        ("llama", {"rope_parameters": {**LLAMA3, "factor": 32.0}}, "not that of rope_freqs.weight"),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "not that of rope_freqs.weight"),
-        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 10000.0 there"),
-        ("gemma3", {"sliding_window": 512}, "sliding_window is 24 there and 512"),
-    ],
-)
+SCALED = {"rope_parameters": {**LLAMA3, "factor": 32.0}}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "qwen2"}, "is of architecture llama, .* of qwen2"),
+    ("llama", {"hidden_size": 512}, "hidden_size is 256 there and 512 in"),
+    ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-05 there and 1e-06"),
+    ("llama", SCALED, "not that of rope_freqs.weight"),
+    ("llama", PLAIN, "not that of rope_freqs.weight"),
+    ("qwen3", PLAIN, "rope_theta is 10000.0 there"),
+    ("gemma3", {"sliding_window": 512}, "sliding_window is 24 there and 512"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), OTHERS)
 def test_a_config_of_another_model_is_refused(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = write_gguf(MODELS[name](), tmp_path / "m.gguf").path
     with pytest.raises(UserError, match=words):
@@ -182,21 +301,12 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         open_headers(tmp_path / "alone.gguf")
 
 
-def test_several_models_in_a_folder_are_refused_by_name(tmp_path: Path) -> None:
+def test_several_models_in_a_folder_are_refused_by_name(sound: Path, tmp_path: Path) -> None:
     for kind in ("Q4_0", "Q8_0"):
         write_gguf(MODELS["qwen3"](), tmp_path / f"m-{kind}.gguf", kind)
     with pytest.raises(UserError, match=r"several GGUF models \(m-Q4_0.gguf, m-Q8_0.gguf\): give the path of one"):
         open_headers(tmp_path)
     (tmp_path / "m-Q4_0.gguf").rename(tmp_path / "mmproj-m.gguf")
     assert open_headers(tmp_path).directory.name == "m-Q8_0.gguf"
-
-
-def test_a_config_for_a_folder_of_safetensors_is_refused(sound: Path) -> None:
     with pytest.raises(UserError, match="`config` goes with a model in a GGUF file"):
         open_headers(sound, sound)
-
-
-def test_all_architectures_are_tried_here() -> None:
-    from offload.checkpoint.gguf import _ARCHITECTURES
-
-    assert set(ARCH.values()) == set(_ARCHITECTURES)

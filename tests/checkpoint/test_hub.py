@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import filter_repo_objects
 from shell import ROOT
 from tiny import FAMILIES, save_pair
 
@@ -25,8 +27,8 @@ from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.reports import tune
 from offload.reports.estimate import estimate
-from offload.reports.tune import tune
 from offload.units import Sampling
 
 
@@ -66,13 +68,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return served
 
 
-def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
+def test_a_hub_id_costs_headers_and_no_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     got, wanted = (estimate(name, None, LoadOptions(ram="1GiB")) for name in ("org/model", str(hub.folder)))
     assert hub.asked == ["config.json", "headers"]
     assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
         assert abs(ours - theirs) <= 4096, "where a header ends decides about one block"
     assert got.link_bytes_per_s is None and got.predictions == ()
+    hub.asked.clear()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
+    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == [], "a snapshot in the cache is used"
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +87,13 @@ def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest
     with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
         headers.open_headers("org/model")
 
+    # A hub out of reach is said so.
+    def fail(repo: str) -> str:
+        raise HfHubHTTPError.__bases__[0]("no route")
 
-def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
-    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
+    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
+        headers.open_headers("org/model")
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -160,23 +168,28 @@ REPOSITORY = [
 NEEDED = set(REPOSITORY[:9]) | {"requirements.txt"}
 
 
+def served(patch: pytest.MonkeyPatch, folder: Path, offered: list[str]) -> list[str]:
+    """Let the hub offer these files; return those that are fetched by what its library makes of patterns."""
+    fetched = list[str]()
+
+    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
+        assert revision in (None, folder.name), "one commit"
+        fetched.extend(filter_repo_objects(offered, **patterns))
+        return str(folder)
+
+    patch.setattr("huggingface_hub.snapshot_download", serve)
+    return fetched
+
+
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the hub's own library makes of the patterns: no pickle, no code, no second form of the weights."""
-    from huggingface_hub.utils import filter_repo_objects
-
-    fetched, folder = list[str](), tmp_path / "c0ffee"
+    """No pickle, no code, no second form of the weights."""
+    folder = tmp_path / "c0ffee"
     folder.mkdir()
     if is_indexed:
         index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
-        assert revision in (None, "c0ffee"), "one commit"
-        fetched.extend(filter_repo_objects(REPOSITORY, **patterns))
-        return str(folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    fetched = served(monkeypatch, folder, REPOSITORY)
     tokenizer_folder("org/model")
     assert set(fetched) == NEEDED
     fetched.clear()
@@ -189,20 +202,12 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
 def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub.utils import filter_repo_objects
-
-    offered, fetched = [*NEEDED, "model.safetensors", "model.fp16.safetensors"], list[str]()
     (hub.folder / "model.safetensors.index.json").unlink()
     (hub.folder / "model.safetensors").touch()
-
-    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
-        fetched.extend(name for name in filter_repo_objects(offered, **patterns) if name.endswith(".safetensors"))
-        return str(hub.folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    fetched = served(monkeypatch, hub.folder, [*NEEDED, "model.safetensors", "model.fp16.safetensors"])
     with pytest.raises(UserError, match="header of 0 bytes"):
         open_checkpoint("org/model")
-    assert fetched == ["model.safetensors"]
+    assert [name for name in fetched if name.endswith(".safetensors")] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["../b.safetensors", "/b.safetensors", "x/b.safetensors", "b.bin", "..", "*.py"])
@@ -222,22 +227,17 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
     assert len(asked) == 1, "small files alone"
 
 
-def test_only_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
     told = list[str]()
     headers.fetch([hub.folder, "org/model"], lambda *_: told.append("checked"), told.append)
     assert told == ["checked", "downloading org/model"]
 
 
-def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    def fail(repo: str) -> str:
-        raise HfHubHTTPError.__bases__[0]("no route")
-
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
-    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
-        headers.open_headers("org/model")
+def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:
+    (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
+    assert hub.asked == ["generation_config.json"]
 
 
 OFFLINE = """
@@ -268,24 +268,19 @@ def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: P
     assert float(seconds) < 15
 
 
-def tune_it() -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(ram="1MiB"))
+def tuned(**how: Any) -> object:
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(**how))
 
 
-def tune_with_a_large_tree() -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(ram="180MiB", tree="65536x9"))
+TOO_LARGE: dict[str, Callable[[], object]] = {
+    "load": lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
+    "tune": lambda: tuned(ram="1MiB"),
+    "tune with a tree": lambda: tuned(ram="180MiB", tree="65536x9"),
+    "bench": lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(is_quiet=True)),
+}
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
-        tune_it,
-        tune_with_a_large_tree,
-        lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(is_quiet=True)),
-    ],
-    ids=["load", "tune", "tune with a tree", "bench"],
-)
+@pytest.mark.parametrize("ask", TOO_LARGE.values(), ids=TOO_LARGE)
 def test_what_does_not_fit_is_not_fetched(
     ask: Callable[[], object], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,9 +288,3 @@ def test_what_does_not_fit_is_not_fetched(
     with pytest.raises(UserError, match="raise `ram` to"):
         ask()
     assert hub.asked == ["config.json", "headers"] * 2
-
-
-def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:
-    (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
-    assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
-    assert hub.asked == ["generation_config.json"]

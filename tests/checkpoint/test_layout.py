@@ -1,32 +1,19 @@
 """Layouts against safetensors' own reading: every parameter's bytes, whatever the order of the file."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from random_files import (
-    Planned,
-    assert_same_bytes,
-    parameter_bytes,
-    random_checkpoint,
-    stored_bytes,
-    write_file,
-)
+from matrix import matrix
+from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
 
-from offload.checkpoint.layout import (
-    BLOCK_BYTES,
-    SlabLayout,
-    TensorPart,
-    group_by_layer,
-    slab_bytes_bound,
-    slab_layout,
-)
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, TensorPart, group_by_layer, slab_bytes_bound, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.tensors import TensorEntry
 
-MIB = 1 << 20
 SEEDS = range(25)
 
 
@@ -37,6 +24,10 @@ def fill(layout: SlabLayout, checkpoint: Checkpoint) -> np.ndarray:
         data = checkpoint.shards[piece.shard].read_bytes()[piece.lo : piece.hi]
         slab[piece.slab_lo : piece.slab_lo + len(data)] = np.frombuffer(data, np.uint8)
     return slab
+
+
+def laid(entries: Mapping[str, TensorEntry]) -> SlabLayout:
+    return slab_layout({name: single(entry) for name, entry in entries.items()})
 
 
 def single(entry: TensorEntry) -> tuple[tuple[int, ...], list[TensorPart]]:
@@ -55,19 +46,23 @@ def stands_well(entry: TensorEntry) -> bool:
 
 
 @pytest.mark.parametrize("remainder", [0, 1])
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=range(4), daily=1)
 def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, tmp_path: Path) -> None:
+    """On the host, and in what a device gets, where it stands at a place of its type."""
     checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
-    wanted = stored_bytes(checkpoint)
+    stored = stored_bytes(checkpoint)
     for layer in range(3):
         parameters = layer_parameters(checkpoint, layer)
-        layout = slab_layout(parameters)
+        layout, wanted = slab_layout(parameters), {name: stored[name] for name in parameters}
         assert layout.is_direct == all(stands_well(entry) for _, [(entry, _)] in parameters.values())
         assert not remainder or not layout.is_direct
-        assert_same_bytes(
-            parameter_bytes(layout, fill(layout, checkpoint)), {name: wanted[name] for name in parameters}
-        )
+        slab = fill(layout, checkpoint)
+        assert_same_bytes(parameter_bytes(layout, slab), wanted)
         assert_pieces_fit(layout)
+        for name, placed in layout.parameters.items():
+            lo = placed.slab_lo - layout.lead_bytes
+            assert stands_well(checkpoint.tensors[name]._replace(lo=lo))
+            assert slab[layout.sent][lo : lo + placed.num_bytes].tobytes() == wanted[name]
 
 
 def test_a_parameter_that_lies_one_byte_off_is_noticed(tmp_path: Path) -> None:
@@ -90,7 +85,7 @@ def assert_pieces_fit(layout: SlabLayout) -> None:
         assert all(piece.slab_lo % BLOCK_BYTES == piece.lo % BLOCK_BYTES for piece in layout.pieces)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=range(4), daily=1)
 def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
     """As experts are: several tensors, from several shards, make up one parameter."""
     checkpoint = random_checkpoint(tmp_path, seed)
@@ -112,7 +107,7 @@ def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
     assert layout.slab_bytes <= slab_bytes_bound(part.entry for _, parts in parameters.values() for part in parts)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@matrix("seed", SEEDS, always=range(4), daily=1)
 def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) -> None:
     """A plan knows the tensors of a layer by name alone; what the model then wants may be fewer, directly or not."""
     rng = np.random.default_rng(seed)
@@ -126,91 +121,60 @@ def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) ->
     assert bound <= checkpoint.num_bytes + (2 * len(checkpoint.shards) + 1) * BLOCK_BYTES + 256 * len(entries), "loose"
 
 
-def test_the_bound_covers_many_small_tensors_that_must_be_moved_apart() -> None:
-    """A hundred numbers at odd offsets fit into one block of the file, and take 256 bytes each in a scattered slab."""
+def test_small_gaps_odd_numbers_and_many_small_tensors(tmp_path: Path) -> None:
+    # A small gap is read over, and a large one is not.
+    small, first = 64 << 10, TensorEntry(0, "F32", (1024,), 8192, 12288)
+    over, apart = (laid({"first": first, "second": TensorEntry(0, "F32", (10,), 12288 + gap, 12328 + gap)})
+                   for gap in (small, small + 4))  # fmt: skip
+    assert len(over.pieces) == 1 and len(apart.pieces) == 2 and over.slab_bytes > small > apart.slab_bytes
+    # A hundred numbers at odd offsets fit into one block, and take 256 bytes each in a scattered
+    # slab.
     entries = [TensorEntry(0, "F32", (1,), 4097 + 4 * index, 4101 + 4 * index) for index in range(100)]
-    layout = slab_layout({str(index): single(entry) for index, entry in enumerate(entries)})
+    layout = laid({str(entry.lo): entry for entry in entries})
     assert not layout.is_direct and layout.slab_bytes == 7 * BLOCK_BYTES == slab_bytes_bound(entries)
-
-
-def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
-    def layout(gap_bytes: int) -> SlabLayout:
-        first = TensorEntry(0, "F32", (1024,), 8192, 12288)
-        second = TensorEntry(0, "F32", (10,), 12288 + gap_bytes, 12328 + gap_bytes)
-        return slab_layout({"first": single(first), "second": single(second)})
-
-    small = 64 << 10
-    assert len(layout(small).pieces) == 1
-    assert len(layout(small + 4).pieces) == 2
-    assert layout(small).slab_bytes > small > layout(small + 4).slab_bytes
+    # A view of a wider type needs an aligned address.
+    rows = [Planned("a", "BF16", (3,)), Planned("b", "F32", (5,)), Planned("c", "BF16", (3,))]
+    write_file(tmp_path / "model.safetensors", rows, np.random.default_rng(0))
+    entries, _ = read_header(tmp_path / "model.safetensors")
+    layout = laid(entries)
+    assert not layout.is_direct and laid({name: entries[name] for name in ("a", "c")}).is_direct
+    assert all(placed.slab_lo % 256 == 0 for placed in layout.parameters.values())
 
 
 @pytest.mark.parametrize("lo", [0, 8, 24, 4096, 5000, 8168])
 def test_a_device_gets_a_slab_from_its_first_weight_on(lo: int) -> None:
     """Most weights are as long as a multiple of 256 bytes; then all of them begin at one."""
-    sizes = np.cumsum([lo, 256, 8192, 512, 256])
-    entries = [TensorEntry(0, "BF16", ((hi - lo) // 2,), int(lo), int(hi)) for lo, hi in pairwise(sizes)]
-    layout = slab_layout({str(entry.lo): single(entry) for entry in entries})
+    ends = np.cumsum([lo, 256, 8192, 512, 256]).tolist()
+    layout = laid({str(lo): TensorEntry(0, "BF16", ((hi - lo) // 2,), lo, hi) for lo, hi in pairwise(ends)})
     assert layout.is_direct and layout.lead_bytes == lo % BLOCK_BYTES
     assert layout.sent == slice(lo % BLOCK_BYTES, layout.slab_bytes)
     assert all((placed.slab_lo - layout.lead_bytes) % 256 == 0 for placed in layout.parameters.values())
 
 
-def test_of_several_runs_the_largest_begins_where_a_device_does() -> None:
-    """Runs of two files have nothing in common."""
+def test_what_a_device_gets_begins_with_its_largest_run() -> None:
+    # Runs of two files have nothing in common.
     small, large = TensorEntry(0, "BF16", (128,), 4104, 4360), TensorEntry(1, "BF16", (4096,), 24, 8216)
-    layout = slab_layout({"small": single(small), "large": single(large)})
+    layout = laid({"small": small, "large": large})
     assert layout.parameters["large"].slab_lo == layout.lead_bytes == 24 and layout.parameters["small"].slab_lo > 8192
     assert_pieces_fit(layout)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_a_device_gets_holds_every_parameter_at_a_place_of_its_type(seed: int, tmp_path: Path) -> None:
-    checkpoint = random_checkpoint(tmp_path, seed, remainder=seed % 2)
-    wanted = stored_bytes(checkpoint)
-    for layer in range(3):
-        layout = slab_layout(layer_parameters(checkpoint, layer))
-        sent = fill(layout, checkpoint)[layout.sent]
-        for name, placed in layout.parameters.items():
-            lo = placed.slab_lo - layout.lead_bytes
-            assert stands_well(checkpoint.tensors[name]._replace(lo=lo))
-            assert sent[lo : lo + placed.num_bytes].tobytes() == wanted[name]
-
-
-def test_a_wide_type_behind_a_narrow_one_keeps_its_alignment() -> None:
+    # A wide type behind a narrow one keeps its alignment.
     narrow, wide = TensorEntry(0, "BF16", (1,), 4098, 4100), TensorEntry(0, "F32", (64,), 4100, 4356)
-    layout = slab_layout({"narrow": single(narrow), "wide": single(wide)})
+    layout = laid({"narrow": narrow, "wide": wide})
     assert layout.is_direct and layout.lead_bytes == 0, "2 would be the first weight's own"
     assert (layout.parameters["wide"].slab_lo - layout.lead_bytes) % 4 == 0
-
-
-def test_a_piece_never_spans_two_files() -> None:
-    entries = [TensorEntry(shard, "F32", (4,), 128, 144) for shard in range(3)]
-    layout = slab_layout({str(entry.shard): single(entry) for entry in entries})
+    # A piece never spans two files.
+    layout = laid({str(shard): TensorEntry(shard, "F32", (4,), 128, 144) for shard in range(3)})
     assert [piece.shard for piece in layout.pieces] == [0, 1, 2]
     assert_pieces_fit(layout)
 
 
 @pytest.mark.parametrize("lo", [4096, 4100])
 def test_an_empty_tensor_may_end_a_run_or_stand_alone(lo: int) -> None:
-    empty = TensorEntry(0, "BF16", (0, 8), lo + 16, lo + 16)
-    alone = slab_layout({"empty": single(empty)})
-    after = slab_layout({"full": single(TensorEntry(0, "F32", (4,), lo, lo + 16)), "empty": single(empty)})
-    for layout in (alone, after):
+    empty = {"empty": TensorEntry(0, "BF16", (0, 8), lo + 16, lo + 16)}
+    for layout in (laid(empty), laid({"full": TensorEntry(0, "F32", (4,), lo, lo + 16), **empty})):
         assert layout.is_direct and layout.parameters["empty"].num_bytes == 0
         assert layout.parameters["empty"].slab_lo <= layout.slab_bytes
         assert_pieces_fit(layout)
-
-
-def test_one_odd_offset_makes_the_layer_scattered(tmp_path: Path) -> None:
-    """A view of a wider type needs an aligned address."""
-    rows = [Planned("a", "BF16", (3,)), Planned("b", "F32", (5,)), Planned("c", "BF16", (3,))]
-    write_file(tmp_path / "model.safetensors", rows, np.random.default_rng(0))
-    entries, _ = read_header(tmp_path / "model.safetensors")
-    assert not slab_layout({name: single(entry) for name, entry in entries.items()}).is_direct
-    assert slab_layout({name: single(entries[name]) for name in ("a", "c")}).is_direct
-    layout = slab_layout({name: single(entry) for name, entry in entries.items()})
-    assert all(placed.slab_lo % 256 == 0 for placed in layout.parameters.values())
 
 
 def test_layers_are_told_by_name(tmp_path: Path) -> None:

@@ -1,20 +1,14 @@
-"""What bits say of numbers, against torch's own idea of them."""
+"""What bits say of numbers, against torch's own idea of them; and a CRC-32 that is zlib's, only faster."""
+
+import zlib
 
 import numpy as np
 import pytest
 import torch
 from gguf_files import random_blocks
 
-from offload.checkpoint.numbers import (
-    Form,
-    TensorMaximum,
-    form_of,
-    is_finite,
-    is_matrix,
-    magnitude,
-    remarks,
-    top_bits,
-)
+from offload.checkpoint.numbers import Form, TensorMaximum, form_of, is_finite, is_matrix, magnitude, remarks, top_bits
+from offload.checkpoint.whole import crc32_of_scratch
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
           "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}  # fmt: skip
@@ -71,6 +65,7 @@ def test_whole_numbers_are_always_finite() -> None:
         form = the_form(dtype)
         assert is_finite(top_bits(np.full(64, 0xFF, np.uint8), form), form) and not form.is_sized
     assert form_of("I13") is None
+    assert is_matrix((4, 4)) and is_matrix((2, 3, 4)) and not is_matrix((4,)) and not is_matrix((1, 4))
 
 
 def top(name: str, number: float, *, matrix: bool = True) -> TensorMaximum:
@@ -78,24 +73,48 @@ def top(name: str, number: float, *, matrix: bool = True) -> TensorMaximum:
     return TensorMaximum(name, "a.safetensors", matrix, the_form("F32"), bits)
 
 
-def test_what_is_odd_is_told_in_a_line_for_each_kind() -> None:
-    sound = [top("model.layers.0.up.weight", 0.3), top("model.layers.0.input_layernorm.weight", 2.0, matrix=False)]
-    assert not remarks(sound, has_zeros=False)
-    zero = [top(f"model.layers.{n}.up.weight", 0.0) for n in range(3)]
-    assert remarks(sound + zero, has_zeros=False) == ["all zero: model.layers.0.up.weight in a.safetensors and 2 more"]
-    assert not remarks(sound + zero, has_zeros=True)
-    biases = [top("model.layers.0.o_proj.bias", 0.0, matrix=False)]
-    assert not remarks(sound + biases, has_zeros=False), "biases that were never trained are zero"
-    biases = [top("model.layers.0.input_layernorm.bias", 0.0, matrix=False)]
-    assert not remarks(sound + biases, has_zeros=False), "nor those of norms"
-    norm = [top("model.norm.weight", 0.0, matrix=False)]
-    assert remarks(sound + norm, has_zeros=False) == ["all zero: model.norm.weight in a.safetensors"]
-    assert not remarks(sound[:1] + norm, has_zeros=False), "norms to which 1 is added may all be zero"
-    (large,) = remarks([*sound, top("x", 3e30)], has_zeros=False)
-    assert large == "numbers as large as 3.0e+30, as no model has: x in a.safetensors"
-    (small,) = remarks([*sound, top("x", 1e-30), top("bias", 1e-30, matrix=False)], has_zeros=False)
-    assert small == "no number above 1.0e-30, as in no model: x in a.safetensors"
+SOUND = [top("model.layers.0.up.weight", 0.3), top("model.layers.0.input_layernorm.weight", 2.0, matrix=False)]
+NORM = top("model.norm.weight", 0.0, matrix=False)
+UPS = [top(f"model.layers.{n}.up.weight", 0.0) for n in range(3)]
+REMARKS: dict[str, tuple[list[TensorMaximum], bool, list[str]]] = {
+    "sound": (SOUND, False, []),
+    "zeros": (SOUND + UPS, False, ["all zero: model.layers.0.up.weight in a.safetensors and 2 more"]),
+    "zeros that others have, too": (SOUND + UPS, True, []),
+    "biases that were never trained": ([*SOUND, top("model.layers.0.o_proj.bias", 0.0, matrix=False)], False, []),
+    "and those of norms": ([*SOUND, top("model.layers.0.input_layernorm.bias", 0.0, matrix=False)], False, []),
+    "a norm": ([*SOUND, NORM], False, ["all zero: model.norm.weight in a.safetensors"]),
+    "norms to which 1 is added may all be zero": ([SOUND[0], NORM], False, []),
+    "large": ([*SOUND, top("x", 3e30)], False,
+              ["numbers as large as 3.0e+30, as no model has: x in a.safetensors"]),
+    "small": ([*SOUND, top("x", 1e-30), top("bias", 1e-30, matrix=False)], False,
+              ["no number above 1.0e-30, as in no model: x in a.safetensors"]),
+}  # fmt: skip
 
 
-def test_what_a_matrix_is() -> None:
-    assert is_matrix((4, 4)) and is_matrix((2, 3, 4)) and not is_matrix((4,)) and not is_matrix((1, 4))
+@pytest.mark.parametrize(("tops", "has_zeros", "told"), REMARKS.values(), ids=REMARKS)
+def test_what_is_odd_is_told_in_a_line_for_each_kind(
+    tops: list[TensorMaximum], has_zeros: bool, told: list[str]
+) -> None:
+    assert remarks(tops, has_zeros=has_zeros) == told
+
+
+FAR = 91_639 * 4
+LENGTHS = [0, 1, 5, FAR - 1, FAR, FAR + 1, FAR + 3, FAR + 4, 2 * FAR, 1_000_003, (8 << 20) - 7, 8 << 20]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_it_is_the_number_of_zlib(length: int) -> None:
+    raw = np.random.default_rng(length).integers(0, 256, length + 3, dtype=np.uint8)
+    for at in (0, 3):
+        own = raw[at : at + length].copy()
+        assert crc32_of_scratch(own) == zlib.crc32(raw[at : at + length].data)
+    for byte in (0, 255):
+        same = np.full(length, byte, np.uint8)
+        assert crc32_of_scratch(same.copy()) == zlib.crc32(same.data)
+
+
+def test_wherever_in_memory_it_lies_its_neighbours_stay() -> None:
+    raw = np.random.default_rng(0).integers(0, 256, 2_000_000, dtype=np.uint8)
+    before, found = raw.copy(), crc32_of_scratch(raw[1001:-999])
+    assert found == zlib.crc32(before[1001:-999].data)
+    assert (raw[:1001] == before[:1001]).all() and (raw[-999:] == before[-999:]).all()

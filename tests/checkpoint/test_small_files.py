@@ -1,16 +1,19 @@
-"""Files that are none: pipes that nobody writes to, devices without an end, and more than anybody would read."""
+"""Files that are none, pipes that nobody writes to, devices without an end; and two that write to one folder."""
 
+import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from refusals import assert_refused, generate
 from tiny import save_tokenizer
 
 from offload.checkpoint import files as small_files
-from offload.checkpoint.files import read_given, read_small
+from offload.checkpoint.files import locked, locked_anew, read_given, read_small, replacing
 from offload.checkpoint.hub import check_tokenizer_files
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
@@ -51,7 +54,13 @@ def test_other_files_too(make: Callable[[Path], None], read: Callable[[Path], ob
         read(tmp_path / "some.json")
 
 
-def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_large_or_no_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="neither a file nor a pipe"):
+        read_given(Path("/dev/zero"))
+    hole(tmp_path / "hole")
+    for read in (read_given, read_small):
+        with pytest.raises(OSError, match="it has more than 64 MiB"):
+            read(tmp_path / "hole")
     monkeypatch.setattr(small_files, "_MAX_BYTES", 1 << 20)
     path = tmp_path / "some.json"
     path.write_bytes(b" " * (1 << 20))
@@ -61,11 +70,13 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         read_small(path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer.json", "tokenizer.4.0.json", "tokenizer_config.json", "tokenizer.model.v3", "chat_template.jinja",
-     "merges.txt", "entity_vocab.json", "vocab-src.json", "vocab.txt", "source.spm", "special_tokens_map.json"],
-)  # fmt: skip
+READ_WHOLE = ["tokenizer.json", "tokenizer.4.0.json", "tokenizer_config.json", "tokenizer.model.v3", "merges.txt",
+              "chat_template.jinja", "entity_vocab.json", "vocab-src.json", "vocab.txt", "source.spm",
+              "special_tokens_map.json"]  # fmt: skip
+UNREAD = ["corpus.txt", "trainer_state.json", "llama-newvocab.safetensors", "tokenizer_corpus.txt", "tokenizer.bin"]
+
+
+@pytest.mark.parametrize("name", READ_WHOLE)
 def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, broken_file: Path) -> None:
     """A hole takes no room on the disk, and all memory where it is read."""
     with open(broken_file / name, "ab") as file:
@@ -77,9 +88,7 @@ def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, brok
 def test_what_no_library_reads_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text to tune with, a log of training; and a tokenizer of half a million words written with indents."""
     tokenizer = save_tokenizer(tmp_path)
-    for name in (
-        "corpus.txt", "trainer_state.json", "llama-newvocab.safetensors", "tokenizer_corpus.txt", "tokenizer.bin",
-    ):  # fmt: skip
+    for name in UNREAD:
         hole(tmp_path / name)
     found = load_tokenizer(tmp_path)
     assert found is not None and found("Hi")["input_ids"] == tokenizer("Hi")["input_ids"]
@@ -99,16 +108,6 @@ def test_what_the_user_names_may_be_a_pipe(tmp_path: Path) -> None:
     assert read_given(Path(f"/proc/self/fd/{ours}")) == b"Say:", "it is waited for whoever writes"
     os.close(ours)
     timer.join()
-
-
-def test_devices_and_holes_are_not_read(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="neither a file nor a pipe"):
-        read_given(Path("/dev/zero"))
-    (tmp_path / "hole").touch()
-    os.truncate(tmp_path / "hole", 1 << 40)
-    for read in (read_given, read_small):
-        with pytest.raises(OSError, match="it has more than 64 MiB"):
-            read(tmp_path / "hole")
 
 
 FLAGS = {"prompt": "-f", "schema": "--json-schema", "grammar": "--grammar"}
@@ -132,15 +131,66 @@ def test_prompts_and_texts_to_tune_with_that_never_end_are_refused(sound_file: P
         read_text(tmp_path / "some.jsonl")
 
 
-@pytest.mark.parametrize("place", ["/dev/null", "/dev/zero"])
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/zero", "out.jsonl"])
 def test_results_go_into_files_alone(place: str, sound_file: Path, tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('{"prompt": "Count:"}')
-    outcome = generate(sound_file, "-f", tmp_path / "some.jsonl", "--out", place)
-    assert_refused(outcome, f"results must be kept in a file, {place} is none", "leave --out out")
-
-
-def test_a_hole_is_no_file_of_results(sound_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "some.jsonl").write_text('{"prompt": "Count:"}')
     hole(tmp_path / "out.jsonl")
-    outcome = generate(sound_file, "-f", tmp_path / "some.jsonl", "--out", tmp_path / "out.jsonl")
-    assert_refused(outcome, "out.jsonl, line 1 is no result of offload", "another file")
+    words = (f"results must be kept in a file, {place} is none", "leave --out out")
+    if place == "out.jsonl":
+        words = ("out.jsonl, line 1 is no result of offload", "another file")
+    outcome = generate(sound_file, "-f", tmp_path / "some.jsonl", "--out", tmp_path / place)
+    assert_refused(outcome, *words)
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    told = pytest.raises(UserError, match=r"another process is writing to .*: wait for it")
+    with locked(tmp_path), told, locked(tmp_path):
+        raise AssertionError("it is locked")
+    with locked(tmp_path):
+        assert tmp_path.is_dir()
+
+
+def test_a_folder_that_another_finishes_meanwhile_is_not_ours(tmp_path: Path) -> None:
+    """Opened before it was renamed and locked after: the lock is that of the finished one."""
+    folder, flock = tmp_path / "work", fcntl.flock
+
+    def finish_first(descriptor: int, how: int) -> None:
+        folder.rename(tmp_path / "finished")
+        folder.mkdir()
+        (folder / "of a third").touch()
+        flock(descriptor, how)
+
+    told = pytest.raises(UserError, match="another process")
+    with patch.object(fcntl, "flock", finish_first), told, locked_anew(folder):
+        raise AssertionError("what lies there is a third one's")
+    assert (folder / "of a third").exists() and (tmp_path / "finished").is_dir()
+
+
+def test_a_folder_just_made_does_not_stay_where_its_lock_is_refused(tmp_path: Path) -> None:
+    error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    told = pytest.raises(OSError, match="No locks available")
+    with patch.object(fcntl, "flock", side_effect=error), told, locked_anew(tmp_path / "work"):
+        raise AssertionError("there is no lock")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_anothers", [False, True])
+def test_a_folder_in_which_nothing_could_be_written_does_not_stay(is_anothers: bool, tmp_path: Path) -> None:
+    """But for one that another has made since, under the same name."""
+    folder = tmp_path / "work"
+    with pytest.raises(OSError, match="full"), locked_anew(folder):
+        if is_anothers:
+            folder.rename(tmp_path / "moved")
+            folder.mkdir()
+        raise OSError(errno.ENOSPC, "full")
+    assert folder.exists() == is_anothers
+
+
+def test_two_that_replace_one_file_do_not_share_what_they_write(tmp_path: Path) -> None:
+    """As threads of one process do, and programs that are process 1, each in a container of its own."""
+    path = tmp_path / "profile.json"
+    with replacing(path) as one, replacing(path) as other:
+        assert one != other
+        one.write_text("one")
+        other.write_text("other")
+    assert path.read_text() == "one" and [*tmp_path.iterdir()] == [path]

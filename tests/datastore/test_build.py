@@ -19,9 +19,11 @@ from refusals import contents
 from shell import ROOT
 
 from offload.datastore import build as building
+from offload.datastore.build import Coder
 from offload.datastore.index import SuffixIndex
-from offload.datastore.store import open_datastore, read_store, verify
+from offload.datastore.store import open_datastore, read_store
 from offload.errors import UserError
+from offload.integrity import verify
 
 
 def assert_same(index: SuffixIndex, texts: list[str]) -> None:
@@ -57,15 +59,13 @@ def test_a_document_larger_than_a_chunk_is_cut(tmp_path: Path, monkeypatch: pyte
     assert index.longest(b"ij").count == 0, "what follows stands in another chunk"
 
 
-def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_batches_and_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(building, "_BATCH_CHARS", 30)
     batches: list[list[str]] = []
     coder = CODER._replace(encode=lambda texts: batches.append(texts) or CODER.encode(texts))
     build(tmp_path / "store", coder=coder)
     assert batches == [TEXTS[:2], TEXTS[2:]]
-
-
-def test_memory_decides_how_large_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Memory decides how large chunks are.
     monkeypatch.setattr(building, "rss_bytes", lambda: 100 << 20)
     taken_bytes = (100 << 20) + building._RESERVE_BYTES
     wide = CODER._replace(vocabulary={"last": 2**17})
@@ -81,7 +81,7 @@ def test_sorting_takes_the_memory_that_is_stated() -> None:
     program = """
 import sys
 import numpy as np
-from offload.datastore.index import ReversedText, sorted_positions
+from offload.datastore.chunk import ReversedText, sorted_positions
 from offload.datastore.store import sorting_bytes
 from offload.machine import peak_rss_bytes, rss_bytes
 import pydivsufsort
@@ -98,13 +98,14 @@ print((peak_rss_bytes() - before) / sorting_bytes(1_500_000 * text.width.num_byt
         assert 0.8 < share < 1.3, "with what the library takes for texts of any size"
 
 
-# What ends a build
-
-
-def full_disk(patch: pytest.MonkeyPatch, number: int) -> None:
+def no_room(patch: pytest.MonkeyPatch, number: int) -> None:
     """Where writing late finds no room: the so-many-th file cannot be brought to disk."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     patch.setattr(building.os, "fsync", failing(os.fsync, number, error=error))
+
+
+def no_lock(patch: pytest.MonkeyPatch, number: int) -> None:
+    patch.setattr(building.os, "open", failing(os.open, number, error=OSError(errno.EIO, os.strerror(errno.EIO))))
 
 
 @pytest.fixture
@@ -116,15 +117,27 @@ def _small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
-def test_a_full_disk_leaves_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FAULTS = [*((no_room, number, "No space left on device") for number in (1, 2, 3, 4, 5, 6)),
+          (no_lock, 1, "Input/output error")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fail", "number", "words"), FAULTS)
+def test_a_disk_that_fails_leaves_nothing_or_the_old_store(
+    fail: Callable[..., None], number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of_small_chunks(monkeypatch, 60)
     with monkeypatch.context() as patch:
-        full_disk(patch, number)
-        with pytest.raises(UserError, match=r"cannot write .*store .No space left on device.: nothing of it was kept"):
+        fail(patch, number)
+        with pytest.raises(UserError, match=rf"cannot write .*store .{words}.: nothing of it was kept"):
             build(tmp_path / "store")
     assert not any(tmp_path.iterdir())
     build(tmp_path / "store")
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write "):
+        fail(patch, number)
+        append(tmp_path / "store", TEXTS)
+    assert contents(tmp_path) == before
+    assert len(append(tmp_path / "store", TEXTS).chunks) == 4
 
 
 @pytest.mark.usefixtures("_small_files")
@@ -134,27 +147,13 @@ def test_a_write_cut_short_leaves_nothing(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
-def test_a_full_disk_leaves_the_old_store(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_small_chunks(monkeypatch, 60)
-    build(tmp_path / "store")
-    before = contents(tmp_path)
-    with monkeypatch.context() as patch:
-        full_disk(patch, number)
-        with pytest.raises(UserError, match="cannot write "):
-            append(tmp_path / "store", TEXTS)
-    assert contents(tmp_path) == before
-    assert len(append(tmp_path / "store", TEXTS).chunks) == 4
-
-
 def test_what_fails_once_the_new_store_stands_takes_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path / "store")
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(building, "_sync_folder", failing(building._sync_folder, 2, error=KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            append(tmp_path / "store", TEXTS[:1])
+        append(tmp_path / "store", TEXTS[:1])
     verify(read_store(tmp_path / "store"), byte_coder.ignored)
     assert_same(open_datastore(tmp_path / "store", VOCABULARY), [*TEXTS, TEXTS[0]])
 
@@ -193,15 +192,6 @@ def test_an_interruption_is_heard_while_a_library_sorts(tmp_path: Path, monkeypa
     release.set()
 
 
-def test_a_lock_that_the_disk_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
-    with monkeypatch.context() as patch:
-        patch.setattr(building.os, "open", failing(os.open, 1, error=error))
-        with pytest.raises(UserError, match=r"cannot write .*store .Input/output error.: nothing of it was kept"):
-            build(tmp_path / "store")
-    assert not any(tmp_path.iterdir())
-
-
 def test_what_a_killed_build_left_is_in_nobodys_way(tmp_path: Path) -> None:
     leftover = tmp_path / ".store.building"
     leftover.mkdir()
@@ -209,9 +199,6 @@ def test_what_a_killed_build_left_is_in_nobodys_way(tmp_path: Path) -> None:
     build(tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     assert not (tmp_path / "store" / "chunk-00007.tokens").exists()
-
-
-# Others that read or write
 
 
 def while_building(act: Callable[[], object]) -> Iterator[str]:
@@ -272,9 +259,6 @@ def test_who_has_a_store_open_goes_on_while_it_grows(tmp_path: Path) -> None:
     assert (found.length, found.count) == (7, 3)
 
 
-# What cannot be built
-
-
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "folder" / "file"):
         path.parent.mkdir(exist_ok=True)
@@ -288,28 +272,25 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     build(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_an_empty_corpus_is_refused(texts: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a corpus must hold some text, got none: name other files"):
-        build(tmp_path / "store", texts)
-    assert not any(tmp_path.iterdir())
-    build(tmp_path / "store")
+EMPTY, STRANGER = "must hold some text, got none: name other files", {**VOCABULARY, "<0>": 1, "<1>": 0}
+BROKEN = CODER._replace(encode=lambda texts: [[1, 256, 2]])
+REFUSED: list[tuple[bool, list[str], Coder, str]] = [
+    (False, [], CODER, f"a corpus {EMPTY}"),
+    (False, ["", ""], CODER, f"a corpus {EMPTY}"),
+    (True, [], CODER, f"what is added {EMPTY}"),
+    (True, ["", ""], CODER, f"what is added {EMPTY}"),
+    (False, TEXTS, BROKEN, r"tokens must lie in \[0, 256\), got 256: "),
+    (True, TEXTS, CODER._replace(vocabulary=STRANGER), r"must have the model's tokenizer, .* built with that of bytes"),
+]
+
+
+@pytest.mark.parametrize(("appends", "texts", "coder", "words"), REFUSED)
+def test_what_cannot_be_stored_changes_nothing(
+    appends: bool, texts: list[str], coder: Coder, words: str, tmp_path: Path
+) -> None:
+    if appends:
+        build(tmp_path / "store")
     before = contents(tmp_path)
-    with pytest.raises(UserError, match="what is added must hold some text, got none: name other files"):
-        append(tmp_path / "store", texts)
-    assert contents(tmp_path) == before
-
-
-def test_a_tokenizer_that_breaks_its_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokens must lie in \[0, 256\), got 256: "):
-        build(tmp_path / "store", coder=CODER._replace(encode=lambda texts: [[1, 256, 2]]))
-    assert not any(tmp_path.iterdir())
-
-
-def test_only_the_same_tokenizer_adds_to_a_store(tmp_path: Path) -> None:
-    build(tmp_path / "store")
-    before = contents(tmp_path)
-    other = CODER._replace(vocabulary={**VOCABULARY, "<0>": 1, "<1>": 0})
-    with pytest.raises(UserError, match=r"must have the model's tokenizer, .* was built with that of bytes"):
-        append(tmp_path / "store", TEXTS, coder=other)
-    assert contents(tmp_path) == before
+    with pytest.raises(UserError, match=words):
+        (append if appends else build)(tmp_path / "store", texts, coder=coder)
+    assert contents(tmp_path) == before and len([*tmp_path.iterdir()]) == appends

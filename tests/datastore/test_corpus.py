@@ -27,17 +27,20 @@ def tagged(messages: Messages) -> str:
 
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-LAYOUTS = [
+
+
+def said(*pairs: tuple[str, object]) -> dict[str, object]:
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+PARTS = [{"type": "text", "text": "A"}, {"type": "image"}]
+LAYOUTS: list[tuple[object, str, str]] = [
     ({"text": "one\ntwo", "meta": {"url": "x"}}, "one\ntwo", "one\ntwo"),
     ({"text": "wins", "messages": ASKED}, "wins", "wins"),
     ({"messages": ASKED}, "Hi\nHello", "<user>Hi<assistant>Hello"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image"}]}]}, "A", "<user>A"),
-    (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        "Hi\nHello",
-        "<user>Hi<assistant>Hello",
-    ),
-    ({"conversations": [{"from": "system", "value": "Be kind"}]}, "Be kind", "<system>Be kind"),
+    ({"messages": [{"role": "user", "content": PARTS}]}, "A", "<user>A"),
+    (said(("human", "Hi"), ("gpt", "Hello")), "Hi\nHello", "<user>Hi<assistant>Hello"),
+    (said(("system", "Be kind")), "Be kind", "<system>Be kind"),
     ({"prompt": "2 + 2 =", "completion": " 4"}, "2 + 2 = 4", "2 + 2 = 4"),
 ]
 
@@ -49,10 +52,10 @@ def test_layouts_of_lines(record: object, plain: str, in_template: str, tmp_path
     assert list(Corpus([path]).documents(tagged)) == [in_template]
 
 
-def test_empty_lines_and_texts_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('\n{"text": ""}\n  \n{"text": "x"}')
-    assert documents(path) == ["x"]
+def test_marks_and_empty_lines_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": ""}\n  \n{"text": "x"}')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftext")  # some editors begin with such a mark
+    assert documents(tmp_path / "a.jsonl", tmp_path / "b.txt") == ["x", "text"]
 
 
 BAD_LINES: list[tuple[bytes, str]] = [
@@ -84,62 +87,45 @@ def test_a_bad_line_is_named_or_skipped(line: bytes, words: str, tmp_path: Path)
     assert skipped.startswith(f"{path}:2 ") and corpus.done_bytes == corpus.num_bytes
 
 
-def test_a_conversation_that_no_template_takes_is_a_bad_line(tmp_path: Path) -> None:
+def test_what_no_template_takes_and_endless_lines_are_bad_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(messages: Messages) -> str:
         raise UserError("does not fit into the chat template (roles must alternate)")
 
     path = lines(tmp_path / "a.jsonl", {"messages": ASKED})
     with pytest.raises(UserError, match=r"a.jsonl:1 does not fit into the chat template"):
         list(Corpus([path]).documents(refuse))
-
-
-def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "_MAX_LINE_BYTES", 1 << 20)
-    path = lines(tmp_path / "a.jsonl", {"text": "x" * (1 << 20)}, {"text": "y"})
+    lines(path, {"text": "x" * (1 << 20)}, {"text": "y"})
     with pytest.raises(UserError, match=r"a.jsonl:1 must have less than 1 MiB"):
         documents(path)
 
 
-# Files and folders
+FILES = {"z.py": b"last = 1\n", "a.txt": "zuerst äöü".encode(), "c.jsonl": b'{"text": "a line"}\n', "empty.txt": b"",
+         "data.bin": b"PK\x03\x04\x00\x00", ".hidden": b"secret", "b/.git/config": b"secret",
+         "b/inner.c": b"int main;\r\n"}  # fmt: skip
 
 
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "b" / ".git").mkdir(parents=True)
-    for name, content in {
-        "z.py": b"last = 1\n",
-        "a.txt": "zuerst äöü".encode(),
-        "c.jsonl": b'{"text": "a line"}\n',
-        "empty.txt": b"",
-        "data.bin": b"PK\x03\x04\x00\x00",
-        ".hidden": b"secret",
-        "b/.git/config": b"secret",
-        "b/inner.c": b"int main;\r\n",
-    }.items():
+    for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
 
 def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
-    corpus = Corpus([folder(tmp_path)])
-    assert list(corpus.documents()) == ["zuerst äöü", "a line", "last = 1\n", "int main;\r\n"]
-    assert (corpus.num_files, corpus.num_binary, corpus.num_hidden, corpus.bad) == (6, 1, 2, [])
-    assert corpus.done_bytes == corpus.num_bytes
-
-
-def test_what_is_named_is_read_in_the_order_given(tmp_path: Path) -> None:
     inside = folder(tmp_path)
-    assert documents(inside / "z.py", inside / ".hidden", inside / "b") == ["last = 1\n", "secret", "int main;\r\n"]
-
-
-def test_progress_never_goes_back(tmp_path: Path) -> None:
-    corpus = Corpus([folder(tmp_path)])
-    done = [corpus.done_bytes for _ in corpus.documents()]
-    assert done == sorted(done) and 0 < done[0] <= done[-1] <= corpus.num_bytes
-
-
-def test_the_mark_that_some_editors_begin_with_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
-    assert documents(tmp_path / "a.txt") == ["text"]
+    corpus, done, found = Corpus([inside]), list[int](), list[str]()
+    for document in corpus.documents():
+        found.append(document)
+        done.append(corpus.done_bytes)
+    assert found == ["zuerst äöü", "a line", "last = 1\n", "int main;\r\n"]
+    assert (corpus.num_files, corpus.num_binary, corpus.num_hidden, corpus.bad) == (6, 1, 2, [])
+    assert done == sorted(done) and 0 < done[0] <= done[-1] <= corpus.num_bytes, "progress never goes back"
+    assert corpus.done_bytes == corpus.num_bytes
+    named = documents(inside / "z.py", inside / ".hidden", inside / "b")
+    assert named == ["last = 1\n", "secret", "int main;\r\n"], "what is named is read in the order given"
 
 
 def test_a_long_text_is_cut_at_the_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,55 +136,41 @@ def test_a_long_text_is_cut_at_the_end_of_a_line(tmp_path: Path, monkeypatch: py
     assert documents(tmp_path / "a.txt", tmp_path / "b.jsonl") == [*wanted, "0123456789 one\n", "two"]
 
 
-def latin(path: Path) -> None:
-    path.write_bytes(b"fine\n" * 300_000 + b"gr\xfc\xdfe\n")
-
-
-def cut_in_a_character(path: Path) -> None:
-    path.write_bytes(b"fine " + "日".encode()[:2])
-
-
-def zero_bytes(path: Path) -> None:
-    path.write_bytes(b"MZ\0\0")
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to(path.parent / "nowhere")
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-BAD_FILES = [
-    (latin, "must be UTF-8, it is not at byte 1500002: convert it", True),
-    (cut_in_a_character, "must be UTF-8, it is not at byte 5: convert it", True),
-    (zero_bytes, "is no text, it has zero bytes: take it out", False),
-    (dangling, "(No such file or directory): check ", True),
-    (pipe, "(it is no regular file): check ", False),
+BAD_FILES: list[tuple[Callable[[Path], object], str, bool]] = [
+    (
+        lambda path: path.write_bytes(b"fine\n" * 300_000 + b"gr\xfc\xdfe\n"),
+        "must be UTF-8, it is not at byte 1500002",
+        True,
+    ),
+    (
+        lambda path: path.write_bytes(b"fine " + "日".encode()[:2]),
+        "must be UTF-8, it is not at byte 5: convert it",
+        True,
+    ),
+    (lambda path: path.write_bytes(b"MZ\0\0"), "is no text, it has zero bytes: take it out", False),
+    (lambda path: path.symlink_to(path.parent / "nowhere"), "(No such file or directory): check ", True),
+    (os.mkfifo, "(it is no regular file): check ", False),
 ]
 
 
 @pytest.mark.parametrize(("make", "words", "also_in_folder"), BAD_FILES)
 def test_a_bad_file_is_named_or_skipped(
-    make: Callable[[Path], None], words: str, also_in_folder: bool, tmp_path: Path
+    make: Callable[[Path], object], words: str, also_in_folder: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "good.txt").write_text("good")
     bad = tmp_path / "a.txt"
     make(bad)
-    for paths in ([bad, tmp_path / "good.txt"], [tmp_path]):
-        if paths == [tmp_path] and not also_in_folder:
-            assert documents(tmp_path) == ["good"] and Corpus([tmp_path]).bad == []
-            continue
+    if not also_in_folder:
+        assert documents(tmp_path) == ["good"] and Corpus([tmp_path]).bad == []
+    for paths in ([bad, tmp_path / "good.txt"], *([[tmp_path]] if also_in_folder else [])):
         with pytest.raises(UserError) as caught:
             documents(*paths)
-        message = str(caught.value)
-        assert str(bad) in message and words in message
+        assert str(bad) in str(caught.value) and words in str(caught.value)
         corpus = Corpus(paths, skips_bad=True)
         assert list(corpus.documents()) == ["good"] and len(corpus.bad) == 1 and str(bad) in corpus.bad[0]
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_read_or_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(path: Path) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
@@ -206,8 +178,5 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=r"cannot read .*a.txt \(Permission denied\): check its permissions$"):
         documents(tmp_path)
-
-
-def test_what_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*nowhere \(No such file or directory\): check the path"):
-        Corpus([tmp_path, tmp_path / "nowhere"])
+        Corpus([tmp_path, tmp_path / "nowhere"])  # before anything is read

@@ -14,14 +14,9 @@ import pytest
 from byte_coder import VOCABULARY, build, of_small_chunks
 from refusals import damaged
 
-from offload.datastore.store import (
-    open_datastore,
-    read_store,
-    verify,
-    vocabulary_sha256,
-    vocabulary_size,
-)
+from offload.datastore.store import open_datastore, read_store, vocabulary_sha256, vocabulary_size
 from offload.errors import ReadError, UserError
+from offload.integrity import verify
 
 Edit = Callable[[np.ndarray], object]
 
@@ -47,18 +42,18 @@ def refused(store: Path, *, by_verify: bool = False) -> str:
     return str(caught.value)
 
 
-def test_the_vocabulary_tells_tokenizers_apart() -> None:
+ALTERED = "is not as offload datastore writes it"
+
+
+def test_the_vocabulary_tells_tokenizers_apart(store: Path) -> None:
     known = vocabulary_sha256({"a": 0, "b": 1})
     assert known == vocabulary_sha256({"b": 1, "a": 0}) == hashlib.sha256(b'[["a",0],["b",1]]').hexdigest()
     assert known not in map(vocabulary_sha256, ({"a": 1, "b": 0}, {"a": 0, "c": 1}, {"a": 0}, {"a": 0, "b": 1, "c": 2}))
     assert vocabulary_size({"a": 0, "b": 7}) == 8
-
-
-def test_a_store_of_another_tokenizer_is_refused(store: Path) -> None:
     open_datastore(store, dict(reversed(VOCABULARY.items())))
     with pytest.raises(UserError) as caught:
         open_datastore(store, {"a": 0, "b": 1})
-    own, other = vocabulary_sha256(VOCABULARY)[:12], vocabulary_sha256({"a": 0, "b": 1})[:12]
+    own, other = vocabulary_sha256(VOCABULARY)[:12], known[:12]
     assert str(caught.value) == (
         f"a store must have the model's tokenizer, {store} was built with that of bytes (256 ids, sha256 {own}) "
         f"against 2 ids, {other}: build one with offload datastore build --tokenizer MODEL"
@@ -90,25 +85,25 @@ def test_a_missing_file_is_refused(store: Path) -> None:
     assert "chunk-00001.tokens (it is no regular file): build it again" in refused(store)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda c: c.update(version=2), "must have version 1, got 2: take the offload that wrote it"),
-        (lambda c: c.update(format="x"), "must say offload datastore, got x: "),
-        (lambda c: c.update(vocab_size=0), "is not as offload datastore writes it"),
-        (lambda c: c.update(vocab_size=2**40), "is not as offload datastore writes it"),
-        (lambda c: c.update(vocab_size=2**20), "is not as offload datastore writes it"),
-        (lambda c: c.update(token_bytes=4), "is not as offload datastore writes it"),
-        (lambda c: c.update(chunks=[]), "is not as offload datastore writes it"),
-        (lambda c: c.update(chunks=[7]), "is not as offload datastore writes it"),
-        (lambda c: c.pop("tokenizer"), "is not as offload datastore writes it"),
-        (lambda c: c["chunks"][0].update(num_tokens=-1), "is not as offload datastore writes it"),
-        (lambda c: c["chunks"][0].update(num_documents=10**30), "is not as offload datastore writes it"),
-        (lambda c: c["chunks"][0]["tokens"].update(num_bytes=8), "is not as offload datastore writes it"),
-        (lambda c: c["chunks"].reverse(), "must have"),
-        (lambda c: c["chunks"].append(c["chunks"][0]), "chunk-00002.tokens (No such file"),
-    ],
-)
+MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda c: c.update(version=2), "must have version 1, got 2: take the offload that wrote it"),
+    (lambda c: c.update(format="x"), "must say offload datastore, got x: "),
+    (lambda c: c.update(vocab_size=0), ALTERED),
+    (lambda c: c.update(vocab_size=2**40), ALTERED),
+    (lambda c: c.update(vocab_size=2**20), ALTERED),
+    (lambda c: c.update(token_bytes=4), ALTERED),
+    (lambda c: c.update(chunks=[]), ALTERED),
+    (lambda c: c.update(chunks=[7]), ALTERED),
+    (lambda c: c.pop("tokenizer"), ALTERED),
+    (lambda c: c["chunks"][0].update(num_tokens=-1), ALTERED),
+    (lambda c: c["chunks"][0].update(num_documents=10**30), ALTERED),
+    (lambda c: c["chunks"][0]["tokens"].update(num_bytes=8), ALTERED),
+    (lambda c: c["chunks"].reverse(), "must have"),
+    (lambda c: c["chunks"].append(c["chunks"][0]), "chunk-00002.tokens (No such file"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), MANIFESTS)
 def test_an_edited_manifest_is_refused(change: Callable[[dict[str, Any]], object], words: str, store: Path) -> None:
     edited(store, change)
     assert words in refused(store)
@@ -125,12 +120,12 @@ def test_damaged_manifests_are_refused_in_a_line_or_harmless(store: Path) -> Non
         assert index.longest(b"the cat").length == 7
 
 
-@pytest.mark.parametrize("name", ["nowhere", "file", "folder"])
-def test_what_is_no_store_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "folder").mkdir()
-    wanted = f"a store must be a folder with store.json, {tmp_path / name} is none: check the path"
-    assert refused(tmp_path / name).startswith(wanted)
+    for name in ("nowhere", "file", "folder"):
+        wanted = f"a store must be a folder with store.json, {tmp_path / name} is none: check the path"
+        assert refused(tmp_path / name).startswith(wanted)
 
 
 def test_where_one_stands_is_a_path_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,18 +138,11 @@ def test_where_one_stands_is_a_path_too(store: Path, monkeypatch: pytest.MonkeyP
             build(Path(path))
 
 
-# What sizes do not tell
-
-
-def test_verify_reads_every_byte(store: Path) -> None:
-    heard: list[tuple[int, int]] = []
-    found = read_store(store)
+@pytest.mark.parametrize("name", ["chunk-00000.tokens", "chunk-00001.positions"])
+def test_verify_reads_every_byte_and_finds_a_flipped_bit(name: str, store: Path) -> None:
+    found, heard = read_store(store), list[tuple[int, int]]()
     verify(found, lambda *pair: heard.append(pair))
     assert heard[-1] == (found.num_bytes, found.num_bytes) and heard == sorted(heard)
-
-
-@pytest.mark.parametrize("name", ["chunk-00000.tokens", "chunk-00001.positions"])
-def test_verify_finds_a_flipped_bit(name: str, store: Path) -> None:
     raw = bytearray((store / name).read_bytes())
     raw[len(raw) // 2] ^= 1
     (store / name).write_bytes(raw)

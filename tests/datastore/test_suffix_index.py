@@ -1,22 +1,24 @@
-"""The suffix index finds what looking everywhere finds, draws without bias, and reads nothing outside of its chunks."""
+"""The suffix index finds what looking everywhere finds, and draws without bias; tries count prefixes."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import brute_force
 import numpy as np
 import pytest
-from brute_force import Documents, random_documents, rows_of
+from brute_force import Documents, paths_of, random_documents, rows_of
 from scipy.stats import chisquare
 
 from offload.datastore import index as chunks
 from offload.datastore import index as suffix_index
-from offload.datastore.index import CorpusChunk, SuffixIndex
+from offload.datastore.index import CorpusChunk, SuffixIndex, heaviest
 from offload.errors import UserError
 
 WIDE = 1 << 17  # such a vocabulary takes four bytes a token
 SIZES = (5, WIDE, 2**16 - 1, 2**16)  # the third is the largest that two bytes hold beside the separator
+Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
 def index_of(documents: Documents, vocab_size: int, cuts: list[int]) -> SuffixIndex:
@@ -52,32 +54,9 @@ def test_finds_what_looking_everywhere_finds(vocab_size: int) -> None:
         compare(seed, vocab_size)
 
 
-def off_by_one(order: np.ndarray) -> np.ndarray:
-    return np.maximum(order - 1, 0).astype(order.dtype)
-
-
-def unsorted(order: np.ndarray) -> np.ndarray:
-    return np.sort(order)
-
-
-def one_missing(order: np.ndarray) -> np.ndarray:
-    return order[1:]
-
-
-@pytest.mark.parametrize("mistake", [off_by_one, unsorted, one_missing])
-def test_a_wrong_suffix_array_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def sorting(mistake: Callable[[np.ndarray], np.ndarray]) -> Mistake:
     right = chunks.sorted_positions
-    monkeypatch.setattr(chunks, "sorted_positions", lambda tokens_B: mistake(right(tokens_B)))
-    with pytest.raises(AssertionError):
-        test_finds_what_looking_everywhere_finds(5)
-
-
-def test_a_match_across_documents_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        CorpusChunk, "of", classmethod(lambda cls, documents, vocab_size: joined(documents, vocab_size))
-    )
-    with pytest.raises(AssertionError):
-        test_finds_what_looking_everywhere_finds(5)
+    return lambda patch: patch.setattr(chunks, "sorted_positions", lambda tokens_B: mistake(right(tokens_B)))
 
 
 def joined(documents: Documents, vocab_size: int, made: Any = CorpusChunk.of) -> CorpusChunk:
@@ -85,23 +64,30 @@ def joined(documents: Documents, vocab_size: int, made: Any = CorpusChunk.of) ->
     return made([[token for one in documents for token in one]], vocab_size)
 
 
-def test_every_match_has_a_token_that_follows() -> None:
-    """The end of a text is always found in the text itself, and nothing follows there: an earlier place counts."""
-    text = [1, 2, 3, 1, 2, 9, 3, 1, 2]
-    index = SuffixIndex.in_memory([text], 10)
-    found = index.longest(text)
-    assert found.length == 3 and rows_of(index.continuations(found)) == [(9, 3, 1, 2)]
-    assert index.longest([4, 5]).count == 0 and index.longest([4, 2], least=1).count == 2, "and once it is the end"
+MISTAKES: dict[str, Mistake] = {
+    "off by one": sorting(lambda order: np.maximum(order - 1, 0).astype(order.dtype)),
+    "unsorted": sorting(np.sort),
+    "one missing": sorting(lambda order: order[1:]),
+    "across documents": lambda patch: patch.setattr(CorpusChunk, "of", classmethod(lambda _, *given: joined(*given))),
+}
 
 
-def test_unigrams_count_every_token_once() -> None:
-    documents = [[1, 2, 2], [3], [2]]
-    index = SuffixIndex.in_memory(documents, 10)
-    for found in (index.longest([], least=0), index.longest([7], least=0), index.longest([1, 2, 3], most=0, least=0)):
-        assert Counter(index.continuations(found, 1)[:, 0].tolist()) == Counter([1, 2, 2, 3, 2])
+@pytest.mark.parametrize("plant", MISTAKES.values(), ids=MISTAKES)
+def test_planted_mistakes_are_noticed(plant: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_finds_what_looking_everywhere_finds(5)
 
 
 def test_edges() -> None:
+    index = SuffixIndex.in_memory([[1, 2, 3, 1, 2, 9, 3, 1, 2]], 10)
+    found = index.longest([1, 2, 3, 1, 2, 9, 3, 1, 2])
+    # The end of a text is always found in the text itself, and nothing follows there: an earlier place counts.
+    assert found.length == 3 and rows_of(index.continuations(found)) == [(9, 3, 1, 2)]
+    assert index.longest([4, 5]).count == 0 and index.longest([4, 2], least=1).count == 2, "and once it is the end"
+    index = SuffixIndex.in_memory([[1, 2, 2], [3], [2]], 10)
+    for found in (index.longest([], least=0), index.longest([7], least=0), index.longest([1, 2, 3], most=0, least=0)):
+        assert Counter(index.continuations(found, 1)[:, 0].tolist()) == Counter([1, 2, 2, 3, 2]), "every token once"
     index = SuffixIndex.in_memory([[1, 2, 3, 1, 2, 4]], 5)
     assert index.longest([2]) == index.longest([]) == (0, ()), "shorter than the least"
     assert index.longest([1, 2, 99]) == index.longest([1, 2, -1]) == index.longest([2**40]) == (0, ())
@@ -112,19 +98,13 @@ def test_edges() -> None:
         assert empty.continuations(empty.longest([1, 2])).shape == (0, 10)
 
 
-@pytest.mark.parametrize("token", [-1, 5, 65535, 2**40])
-def test_tokens_outside_of_the_vocabulary_are_refused(token: int) -> None:
-    with pytest.raises(UserError, match=rf"tokens must lie in \[0, 5\), got {token}: "):
-        SuffixIndex.in_memory([[1, 2], [3, token]], 5)
-
-
-@pytest.mark.parametrize("vocab_size", [0, -1, 2**32])
-def test_impossible_vocabularies_are_refused(vocab_size: int) -> None:
-    with pytest.raises(UserError, match="`vocab_size` must lie in"):
-        SuffixIndex.in_memory([[0]], vocab_size)
-
-
-# Drawing
+@pytest.mark.parametrize(("tokens", "vocab_size", "words"), [
+    *(([3, token], 5, rf"tokens must lie in \[0, 5\), got {token}: ") for token in (-1, 5, 65535, 2**40)),
+    *(([0], vocab_size, "`vocab_size` must lie in") for vocab_size in (0, -1, 2**32)),
+])  # fmt: skip
+def test_impossible_tokens_and_vocabularies_are_refused(tokens: list[int], vocab_size: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        SuffixIndex.in_memory([[0], tokens], vocab_size)
 
 
 def spread() -> SuffixIndex:
@@ -143,8 +123,13 @@ def p_value(index: SuffixIndex) -> float:
     return float(chisquare([drawn[2 + number] for number in range(40)]).pvalue)
 
 
-def test_matches_are_drawn_without_bias() -> None:
+def test_matches_are_drawn_without_bias_and_the_same_seed_draws_the_same() -> None:
     assert p_value(spread()) > 1e-3
+    index = spread()
+    found = index.longest([0, 1])
+    draws = [index.continuations(found, 2, most=7, seed=seed) for seed in (3, 3, 4)]
+    assert np.array_equal(draws[0], draws[1]) and not np.array_equal(draws[0], draws[2])
+    assert len(index.continuations(found, 2, most=40)) == 40
 
 
 def first_ones(matches: suffix_index.Matches, most: int, seed: int) -> np.ndarray:
@@ -163,14 +148,6 @@ def test_a_biased_draw_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch)
     assert p_value(spread()) < 1e-6
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    index = spread()
-    found = index.longest([0, 1])
-    draws = [index.continuations(found, 2, most=7, seed=seed) for seed in (3, 3, 4)]
-    assert np.array_equal(draws[0], draws[1]) and not np.array_equal(draws[0], draws[2])
-    assert len(index.continuations(found, 2, most=40)) == 40
-
-
 def test_files_of_strangers_are_read_within_their_bounds() -> None:
     """Any positions, any tokens: what is found may be nonsense, but is made of tokens of the vocabulary."""
     rng = np.random.default_rng(5)
@@ -183,3 +160,35 @@ def test_files_of_strangers_are_read_within_their_bounds() -> None:
         found = index.longest(rng.integers(3, size=5).tolist(), least=int(rng.integers(3)))
         rows_MC = index.continuations(found)
         assert len(rows_MC) == found.count and rows_MC.min(initial=0) >= -1 and rows_MC.max(initial=0) < 3
+
+
+def random_rows(rng: np.random.Generator) -> np.ndarray:
+    """Continuations that share prefixes, each ending anywhere; what stands behind an end means nothing."""
+    rows_MC = rng.integers(4, size=(rng.integers(30), rng.integers(1, 6)))
+    rows_MC = np.array([0, 1, 255, 2**32 - 3])[rows_MC]
+    ends_M = rng.integers(rows_MC.shape[1] + 2, size=len(rows_MC))
+    for row, end in zip(rows_MC, ends_M, strict=True):
+        row[end : end + 1] = -1
+    return rows_MC
+
+
+def cut(rows_MC: np.ndarray) -> list[list[int]]:
+    return [row[: next((at for at, token in enumerate(row) if token < 0), None)] for row in rows_MC.tolist()]
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 5, 1000])
+def test_nodes_are_those_that_counting_gives(num_nodes: int) -> None:
+    rng = np.random.default_rng(num_nodes)
+    for _ in range(100):
+        rows_MC = random_rows(rng)
+        trie = heaviest(rows_MC, num_nodes)
+        assert paths_of(trie) == brute_force.heaviest(cut(rows_MC), num_nodes)
+        assert trie.num_continuations == len(rows_MC)
+        shuffled = heaviest(rng.permutation(rows_MC), num_nodes)
+        assert all(np.array_equal(one, other) for one, other in zip(trie, shuffled, strict=True))
+
+
+def test_an_example() -> None:
+    trie = heaviest(np.array([[7, 8, 9], [7, 8, -1], [7, 5, 5], [3, -1, -1]]), 5)
+    assert paths_of(trie) == [(3, (7,)), (2, (7, 8)), (1, (3,)), (1, (7, 5)), (1, (7, 5, 5))]
+    assert trie.parent_R.tolist() == [-1, 0, -1, 0, 3] and trie.num_continuations == 4

@@ -10,12 +10,12 @@ import torch
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 
-from offload import load
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting.base import Drafted
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftPassPolicy, grow_best
 from offload.drafting.model import ModelDrafter
+from offload.engine import load
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
@@ -53,9 +53,21 @@ class BigramModel:
         return self.logits_VV[token_T][-num_logits:]
 
 
+def draft_of_bigrams(model: BigramModel) -> Draft:
+    return Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
+
+
 def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
-    draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-    return grow_best(draft, bounds, [4, 0], sampler, CandidateRanking(exponent))
+    return grow_best(draft_of_bigrams(model), bounds, [4, 0], sampler, CandidateRanking(exponent))
+
+
+def grown(worth: DraftPassPolicy) -> tuple[TokenTree, int]:
+    """A large tree of as many passes and nodes as are worth their time; its passes."""
+    model, shape = BigramModel(), DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0))
+    drafted = grow_best(
+        draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), CandidateRanking(1.25), worth
+    )
+    return drafted.tree, len(model.num_rows)
 
 
 def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -81,9 +93,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize(
-    "bounds", [DynamicShape(2, 1), DynamicShape(12, 5), DynamicShape(40, 4), DynamicShape(40, 2)], ids=str
-)
+@pytest.mark.parametrize("bounds", [DynamicShape(*one) for one in ((2, 1), (12, 5), (40, 4), (40, 2))], ids=str)
 @pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
 def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: ChildSampling) -> None:
     model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
@@ -104,10 +114,14 @@ def test_another_exponent_is_told_apart() -> None:
     assert {path_of(tree, node) for node in range(1, 40)} != paths
 
 
-def test_few_passes() -> None:
+def test_a_grown_tree_of_few_passes() -> None:
     model = BigramModel()
     tree = grow_bigrams(model, DynamicShape(64, 6), Sampler(WARM, NUM_TOKENS), 1.25).tree
     assert tree.num_nodes == 64 and len(model.num_rows) <= 8
+    # The root alone asks nothing.
+    model = BigramModel()
+    assert grow_bigrams(model, DynamicShape(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
+    assert model.num_rows == []
 
 
 def test_passes_end_where_they_are_not_worth_their_time() -> None:
@@ -116,54 +130,27 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
     def passes(tokens_per_step: int, pass_s: float, num_hidden: int) -> int:
         worth = DraftPassPolicy(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
         worth.learn(tokens_per_step)
-        model, sampler = BigramModel(), Sampler(WARM, NUM_TOKENS)
-        draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-        grow_best(
-            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
-        )
-        return len(model.num_rows)
+        return grown(worth)[1]
 
     all_of_them = passes(0, 1.0, 0)
     assert passes(4, 0.0, 0) == passes(4, 1.0, 64) == all_of_them, "free"
     counts = [passes(4, pass_s, 0) for pass_s in (0.001, 0.02, 0.1, 1.0)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-2] > counts[-1] == 1
     assert passes(4, 1.0, 5) == 5 and passes(1, 0.1, 0) > passes(8, 0.1, 0)
+    # Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would.
+    worth = DraftPassPolicy(lambda num_rows, widths: max(1.0 + num_rows, 2.0 * len(widths)))
+    worth.learn(4)
+    assert grown(worth)[1] == 1, "63 rows would have hidden it, and they are not sent"
 
 
 def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
     """Where every row costs, as the experts that it asks for do, far nodes are left out, and the rest is the same."""
-
-    def grown(row_s: float) -> TokenTree:
-        worth = DraftPassPolicy(lambda num_rows, _: 1.0 + row_s * num_rows)
-        draft = Draft(BigramModel(), NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-        sampler = Sampler(WARM, NUM_TOKENS)
-        return grow_best(
-            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
-        ).tree
-
-    trees = [grown(row_s) for row_s in (0.0, 1e-6, 0.02, 0.1, 0.5, 100.0)]
+    prices = (0.0, 1e-6, 0.02, 0.1, 0.5, 100.0)
+    trees = [grown(DraftPassPolicy(lambda num_rows, _, row_s=row_s: 1.0 + row_s * num_rows))[0] for row_s in prices]
     sizes = [tree.num_nodes for tree in trees]
     assert sizes[:2] == [64, 64] and sizes == sorted(sizes, reverse=True) and sizes[2] > sizes[4] > 1 == sizes[5]
     paths = [{path_of(tree, node) for node in range(tree.num_nodes)} for tree in trees]
     assert all(less <= more for more, less in pairwise(paths)), "each has the best of a larger one, with their parents"
-
-
-def test_passes_are_priced_beside_the_rows_that_are_sent() -> None:
-    """Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would."""
-
-    def passes(row_s: float) -> int:
-        worth, model = (
-            DraftPassPolicy(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))),
-            BigramModel(),
-        )
-        worth.learn(4)
-        draft, sampler = Draft(model, NUM_TOKENS, KVCache(1, 512)), Sampler(WARM, NUM_TOKENS)  # type: ignore[arg-type]
-        grow_best(
-            draft, DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0)), [4, 0], sampler, CandidateRanking(1.25), worth
-        )
-        return len(model.num_rows)
-
-    assert passes(1.0) == 1, "63 rows would have hidden it, and they are not sent"
 
 
 def test_rows_are_weighed_by_what_they_bring_for_their_time() -> None:
@@ -185,12 +172,6 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
     tree = grow_bigrams(BigramModel(), DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
     assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
     assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
-
-
-def test_the_root_alone_asks_nothing() -> None:
-    model = BigramModel()
-    assert grow_bigrams(model, DynamicShape(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
-    assert model.num_rows == []
 
 
 @pytest.fixture(scope="module")
@@ -222,18 +203,18 @@ def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_every_row_sees_its_path_alone(model: StreamedModel, sampling: Sampling) -> None:
+def test_every_row_sees_its_path_alone(
+    model: StreamedModel, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rows that do not see it are caught."""
     assert worst_gap(model, Sampler(sampling, VOCAB_SIZE)) < 1e-4
-
-
-def test_rows_that_do_not_see_their_path_are_caught(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Draft.run
 
     def run_blind(draft: Draft, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
         return run(draft, token_W, position_U, torch.eye(ancestor_WU.shape[1], dtype=torch.bool)[-len(token_W) :])
 
     monkeypatch.setattr(Draft, "run", run_blind)
-    assert worst_gap(model, Sampler(GREEDY, VOCAB_SIZE)) > 1e-2
+    assert worst_gap(model, Sampler(sampling, VOCAB_SIZE)) > 1e-2
 
 
 def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
@@ -253,11 +234,8 @@ def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
     return float((draft_of(model, cache).catch_up(text) - draft_of(model).catch_up(text)).abs().max())
 
 
-def test_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
+def test_commit_keeps_the_accepted_path_and_wrong_rows_are_caught(model: StreamedModel) -> None:
     assert gap_after_commit(model, takes_another=False) < 1e-4
-
-
-def test_wrong_rows_are_caught(model: StreamedModel) -> None:
     assert gap_after_commit(model, takes_another=True) > 1e-2
 
 
@@ -272,21 +250,12 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5, 8.0])
 def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
-    """Tokens drawn from softmax(exponent * score): the log-loss is least at that very exponent."""
     generator, sharpness = torch.Generator().manual_seed(1), DraftCalibration()
     for _ in range(500):
         score_TV = torch.randn(3, 20, generator=generator)
         token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
         sharpness.learn(score_TV, token_T1[:, 0])
     assert sharpness.exponent == exponent
-
-
-def test_a_token_that_was_ruled_out_teaches_nothing() -> None:
-    sharpness = DraftCalibration()
-    start = sharpness.exponent
-    for _ in range(50):
-        sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), torch.tensor([1]))
-    assert sharpness.exponent == start
 
 
 def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Path]) -> None:
@@ -296,6 +265,12 @@ def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Pa
         for temperature, seed in ((0.0, 0), (0.9, 0), (0.9, 1)):
             decoder.generate(PROMPT, max_new_tokens=30, temperature=temperature, seed=seed)
         assert sorted(sampling.temperature for sampling, _ in drafter._sharpness) == [0.0, 0.9]
+    # A token that was ruled out teaches nothing.
+    sharpness = DraftCalibration()
+    start = sharpness.exponent
+    for _ in range(50):
+        sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), torch.tensor([1]))
+    assert sharpness.exponent == start
 
 
 @pytest.mark.parametrize("rule", ["match", "topk"])
@@ -310,25 +285,21 @@ def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], ru
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
 def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str) -> None:
-    wanted = rf"`tree` dynamic:32x8 looks at .* and rule {rule} .*: use `tree` 32x8 or `rule` match$"
-    with pytest.raises(UserError, match=wanted):
+    refused = pytest.raises(
+        UserError, match=rf"`tree` dynamic:32x8 looks at .* and rule {rule} .*: use `tree` 32x8 or `rule` match$"
+    )
+    with refused:
         load(*models, ram="1GiB", tree="grown:32x8", rule=rule)
-    with (
-        load(*models, ram="1GiB", tree="32x8", rule=rule, threads=1) as decoder,
-        pytest.raises(UserError, match=wanted),
-    ):
+    with load(*models, ram="1GiB", tree="32x8", rule=rule, threads=1) as decoder, refused:
         decoder.generate(PROMPT, tree="grown:32x8")
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24), DynamicShape(128, 20), DynamicShape(300, 16)],
-)
+@pytest.mark.parametrize(("num_nodes", "depth"), [(16, 8), (64, 8), (64, 24), (128, 20), (300, 16)])
 def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
-    bounds: DynamicShape, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, depth: int, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    widths: list[int] = []
-    with load(*models, "1GiB", f"grown:{bounds.num_nodes}x{bounds.depth}", context=64, threads=1) as decoder:
+    widths, bounds = list[int](), DynamicShape(num_nodes, depth)
+    with load(*models, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:
         text, run = decoder.begin(PROMPT, Sampling()), Draft.run
         monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
         decoder.drafter.grow(bounds, text.tokens, text.sampler, text.caches.draft)

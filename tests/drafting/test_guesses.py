@@ -1,12 +1,28 @@
-"""Mixed opinions are chances, the best paths are the best, and trust follows what comes true."""
+"""Guesses: matches in a text and in a corpus are all there are, opinions are chances, trust follows what comes true."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
-from offload.datastore.index import heaviest
-from offload.drafting.lookup import Guess, Guesses, SourceWeights, TrieCursor, TrieGuesses
+from offload.datastore.index import SuffixIndex, heaviest
+from offload.drafting.base import MOST_KINDS, ByKind
+from offload.drafting.lookup import (
+    Copying,
+    GrowingText,
+    Guess,
+    Guesses,
+    GuessRequest,
+    SourceWeights,
+    SourceWeightsByKind,
+    TrieCursor,
+    TrieGuesses,
+)
+from offload.drafting.retrieval import Ngrams, Retrieval
+from offload.sampling.sampler import Sampler
+from offload.trees.spec import MatchLength
+from offload.units import Sampling
 
 VOCAB_SIZE, DEPTH = 4, 3
 
@@ -43,6 +59,10 @@ def test_chances_and_what_is_left_sum_to_one() -> None:
             chances, rest = guesses.children(place)
             assert sum(chances.values()) + rest == pytest.approx(1) and rest > 0
             place = guesses.follow(place, token)
+    # Bounds are kept.
+    found = opinions().best(1000, 2, least=0.02)
+    assert found and max(guess.depth for guess in found) == 2 and min(guess.chance for guess in found) > 0.02
+    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], SourceWeights()).best(9, 9) == []
 
 
 def test_the_longest_match_is_asked_first() -> None:
@@ -72,12 +92,6 @@ def test_best_paths_are_the_best_of_all(count: int) -> None:
     assert len(set(paths_of(found))) == len(found)
 
 
-def test_bounds_are_kept() -> None:
-    found = opinions().best(1000, 2, least=0.02)
-    assert found and max(guess.depth for guess in found) == 2 and min(guess.chance for guess in found) > 0.02
-    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], SourceWeights()).best(9, 9) == []
-
-
 @pytest.mark.parametrize(("is_right", "bound"), [(0.95, (0.85, 1)), (0.3, (0.15, 0.45)), (0.0, (0, 0.05))])
 def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple[float, float]) -> None:
     trust, chance = SourceWeights(), np.random.default_rng(0)
@@ -89,20 +103,123 @@ def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple
     ) == SourceWeights().of("datastore", 5)
 
 
-def test_a_source_that_only_repeats_a_good_draft_is_not_trusted_against_it() -> None:
-    """Right as often as not, but never where the draft is wrong: only where they disagree is something to learn."""
+def test_trust_follows_what_comes_true_beside_the_draft() -> None:
+    # Right as often as not, but never where the draft is wrong: only where they disagree is something
+    # to learn.
     trust = SourceWeights()
     for _ in range(50):
         trust.learn("lookup", 5, 1.0, 0.9)  # both right
         trust.learn("lookup", 5, 0.0, 0.9)  # only the draft
     assert trust.of("lookup", 5) < 0.2
-
-
-def test_learning_walks_along_what_was_emitted() -> None:
-    """A chain that came true to its second token: shorter matches on its way gain, the one behind it loses."""
+    # A chain that came true to its second token: shorter matches on its way gain, the one behind it
+    # loses.
     trie, trust = heaviest(np.array([[1, 2, 3]]), 8), SourceWeights()
     before = [trust.of("lookup", length) for length in (2, 3, 4)]
     for _ in range(30):
         Guesses([TrieGuesses("lookup", 2, trie)], trust).learn([1, 2, 0], [None] * 3)
     after = [trust.of("lookup", length) for length in (2, 3, 4)]
     assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2]
+
+
+ASKED = GuessRequest(64, 6)
+
+ANY_LENGTH, USUAL = MatchLength(1, 8), MatchLength(2, 16)
+
+
+def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: GrowingText | None = None) -> dict[int, set]:
+    """By the length of the match all the first tokens that are guessed, with their shares."""
+    source = Copying(match)
+    tiers = source.tiers(tokens, ASKED, state or source.new_state())
+    return {tier.length: {(token, round(share, 6)) for token, share in tier.shares(0).items()} for tier in tiers}
+
+
+def found_slowly(tokens: list[int], length: int) -> list[int]:
+    """What followed on each earlier place where the last `length` tokens stand."""
+    ends = range(length, len(tokens))
+    return [tokens[end] for end in ends if tokens[end - length : end] == tokens[len(tokens) - length :]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("vocab_size", [2, 5])
+def test_matches_are_all_there_are(seed: int, vocab_size: int) -> None:
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, 60).tolist()
+    got, most = said(tokens), max((n for n in range(1, 9) if found_slowly(tokens, n)), default=0)
+    assert max(got, default=0) == most
+    for length, shares in got.items():
+        after = found_slowly(tokens, length)
+        assert shares == {(token, round(after.count(token) / len(after), 6)) for token in set(after)}
+
+
+def test_matches_by_hand() -> None:
+    tokens = [9, 1, 2, 3, 4, 5, 6, 7, 8, 0] * 3
+    assert list(said(tokens, USUAL)) == [16, 8, 4, 2], "shorter matches follow by halves"
+    for little in ([7], [1, 2, 3, 4], [1, 1]):
+        assert said(little, USUAL) == {} and bool(said(little)) == (little == [1, 1])
+    source, loop = Copying(USUAL), [5, 1, 2, 3, 1, 2, 3, 1, 2]
+    tier = next(iter(source.tiers(loop, GuessRequest(64, 9), source.new_state())))
+    place, path = tier.start(), []
+    while tier.shares(place):
+        (token,) = tier.shares(place)
+        path.append(token)
+        place = tier.follow(place, token)
+    assert path == [3, 1, 2] * 3, "a loop goes on"
+    state = source.new_state()
+    assert said([1, 2, 3, 1, 2], USUAL, state)[2] == {(3, 1.0)}
+    state.clear(2)
+    assert said([1, 2, 4, 1, 2], state=state)[2] == {(4, 1.0)}, "what was cut is forgotten"
+    assert said([*range(3000), 7, 8], state=GrowingText())[2] == {(9, 1.0)}, "longer than its array was"
+
+
+NUM_WORDS = 32
+DOCUMENTS = [[1, 2, 3, 4, 5, 6, 7], [9, 3, 4, 8], [9, 3, 4, 8], [3, 4, 10]]
+
+
+def index() -> SuffixIndex:
+    return SuffixIndex.in_memory(DOCUMENTS, NUM_WORDS)
+
+
+def retrieved(context: list[int], length: MatchLength = USUAL) -> list[Any]:
+    source = Retrieval(index(), length)
+    return list(source.tiers(context, GuessRequest(16, 3), source.new_state()))
+
+
+def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
+    tiers = retrieved([0, 1, 2, 3, 4])
+    assert [tier.length for tier in tiers] == [4, 3] and tiers[0].shares(0) == {5: 1.0}
+    (short,) = retrieved([3, 4], MatchLength(2, 2))
+    assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
+    found = Guesses([*tiers, short], SourceWeights()).best(16, 3)
+    assert {guess.token for guess in found if guess.depth == 1} == {5, 8, 10} and found[0].token == 5
+    assert all(retrieved(context) == [] for context in ([20, 21], [7], [4, 10], [])), (
+        "nothing follows what is not there"
+    )
+    for length, wanted in ((USUAL, [4, 3]), (MatchLength(4, 16), [4]), (MatchLength(2, 3), [3])):
+        assert [tier.length for tier in retrieved([1, 2, 3, 4], length)] == wanted, "no shorter than allowed"
+
+
+def test_bigrams_then_unigrams() -> None:
+    tokens = [token for document in DOCUMENTS for token in document]
+    bigram, unigram = Ngrams(index()).tiers([0, 3], GuessRequest(16, 3), Ngrams(index()).new_state())
+    assert bigram.shares(bigram.start()) == {4: 1.0}
+    assert bigram.shares(bigram.follow(3, 4)) == {8: 0.5, 5: 0.25, 10: 0.25}
+    assert not bigram.shares(30)
+    shares = unigram.shares(30)
+    assert list(shares)[:2] == [3, 4] and shares == unigram.shares(3)
+    assert all(np.isclose(share, tokens.count(token) / len(tokens), atol=0.08) for token, share in shares.items())
+    guesses = Guesses(Ngrams(index()).tiers([1], GuessRequest(16, 3), Ngrams(index()).new_state()), SourceWeights())
+    chance = guesses.children(guesses.root)[0][2]
+    assert chance == guesses.children(guesses.follow(guesses.root, 2))[0][3], "a count is not worth more further down"
+    assert max(guess.chance for guess in guesses.best(16, 2) if guess.depth == 2) >= chance**2
+
+
+def test_few_kinds_of_sampling_are_kept_and_those_that_nobody_asks_for_go_first() -> None:
+    known = ByKind[int, list[int]](list)
+    known[-1].append(7)
+    for kind in range(3 * MOST_KINDS):
+        known[kind].append(kind)
+        assert known[-1] == [7], "what is asked for all the time stays"
+    assert len(known) == MOST_KINDS and known[0] == []
+    trusts = SourceWeightsByKind()
+    for index in range(2 * MOST_KINDS):
+        trusts.of(Sampler(Sampling(temperature=0.5 + index / 1000), 10))
+    assert len(trusts._known) == MOST_KINDS

@@ -49,6 +49,10 @@ def text(said: str) -> Change:
     return lambda _: torch.tensor(list(said.encode()), dtype=torch.uint8)
 
 
+def nested(more: str) -> Change:
+    return text('{"shape": [96, 160], "blocksize": 64, ' + more + "}")
+
+
 BAD: list[tuple[str, str, Change, str]] = [
     ("fp8-block", ".weight_scale_inv", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-channel", ".weight_scale", missing, "needs a .weight_scale_inv or .weight_scale"),
@@ -100,14 +104,10 @@ BAD: list[tuple[str, str, Change, str]] = [
     ("nf4", _EXP, text('{"shape": [96, 161], "blocksize": 64}'), "must tell of shape"),
     ("nf4", _EXP, text('{"shape": [96, 160], "blocksize": 128}'), "must tell of shape"),
     ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64}'), "nested"),
-    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 0, "nested_offset": 1.0}'),
-     "nested"),
-    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 256, "nested_offset": NaN}'),
-     "nested"),
-    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": true, "nested_offset": 1.0}'),
-     "nested"),
-    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 9, "nested_offset": 1.0}'),
-     "27 numbers"),
+    ("nf4-nested", _EXP, nested('"nested_blocksize": 0, "nested_offset": 1.0'), "nested"),
+    ("nf4-nested", _EXP, nested('"nested_blocksize": 256, "nested_offset": NaN'), "nested"),
+    ("nf4-nested", _EXP, nested('"nested_blocksize": true, "nested_offset": 1.0'), "nested"),
+    ("nf4-nested", _EXP, nested('"nested_blocksize": 9, "nested_offset": 1.0'), "27 numbers"),
     ("nf4", _EXP, lambda one: one.float(), "of type U8"),
     ("nf4-nested", ".weight.nested_absmax", missing, "needs a .weight.nested_absmax"),
     ("nf4-nested", ".weight.nested_absmax", holding(float("nan")), "finite"),
@@ -141,15 +141,11 @@ def test_contradictions_are_refused(name: str, suffix: str, change: Change, said
 def test_a_nested_block_that_claims_to_be_huge_takes_no_memory() -> None:
     stored = RECIPES["nf4-nested"].store(random_weight(*SHAPE))
     said = json.loads(bytes(stored.tensors[_EXP].tolist())) | {"nested_blocksize": 10**400}
-    assert torch.equal(
-        expanded(stored.tensors | {_EXP: text(json.dumps(said))(stored.weight)}, {}, SHAPE), stored.weight
-    ), "240 scales are less than one block of 256"
-
-
-def test_an_odd_number_of_weights_is_refused() -> None:
-    stored = RECIPES["nf4"].store(random_weight(5, 13))
+    found = expanded(stored.tensors | {_EXP: text(json.dumps(said))(stored.weight)}, {}, SHAPE)
+    assert torch.equal(found, stored.weight), "240 scales are less than one block of 256"
+    odd = RECIPES["nf4"].store(random_weight(5, 13))
     with pytest.raises(ValueError, match=r"even in number, two to a byte, have shape \[5, 13\]: take another"):
-        expanded(stored.tensors, {}, (5, 13))
+        expanded(odd.tensors, {}, (5, 13))
 
 
 @pytest.mark.parametrize(("name", "settings", "said"), [
@@ -169,26 +165,20 @@ def test_configs_that_do_not_fit_are_refused(name: str, settings: dict[str, Any]
         expanded(RECIPES[name].store(random_weight(*SHAPE)).tensors, settings, SHAPE)
 
 
-def test_of_several_config_groups_the_one_that_fits_is_taken() -> None:
-    """Attention of 8 bits and experts of 4, say: words and scales tell, names are not needed."""
+def test_what_the_config_leaves_open_the_tensors_tell() -> None:
+    """Attention of 8 bits and experts of 4, say: words and scales tell which group fits, names are not needed."""
     both = {name: RECIPES[name].config["config_groups"]["group_0"] for name in ("ct-w4", "ct-w8")}
     for name in both:
         stored = RECIPES[name].store(random_weight(*SHAPE))
         assert torch.equal(expanded(stored.tensors, {"config_groups": both}, SHAPE), stored.weight)
-
-
-def test_an_order_that_was_never_set_is_none() -> None:
     stored = RECIPES["ct-w4"].store(random_weight(*SHAPE))
     tensors = {**stored.tensors, ".weight_g_idx": torch.full((SHAPE[1],), -1, dtype=torch.int32)}
-    assert torch.equal(expanded(tensors, RECIPES["ct-w4"].config, SHAPE), stored.weight)
-
-
-@pytest.mark.parametrize("name", ["gptq", "gptq-8", "awq"])
-def test_shapes_decide_where_the_config_says_otherwise(name: str) -> None:
-    """As overrides of single modules do."""
-    stored = RECIPES[name].store(random_weight(*SHAPE))
-    settings = {**RECIPES[name].config, "bits": 2, "group_size": 77, "quant_method": "auto-round"}
-    assert torch.equal(expanded(stored.tensors, settings, SHAPE), stored.weight)
+    found = expanded(tensors, RECIPES["ct-w4"].config, SHAPE)
+    assert torch.equal(found, stored.weight), "an order that was never set is none"
+    for name in ("gptq", "gptq-8", "awq"):  # shapes decide where the config says otherwise, as overrides of modules do
+        stored = RECIPES[name].store(random_weight(*SHAPE))
+        settings = {**RECIPES[name].config, "bits": 2, "group_size": 77, "quant_method": "auto-round"}
+        assert torch.equal(expanded(stored.tensors, settings, SHAPE), stored.weight), name
 
 
 @pytest.mark.parametrize("suffix", [".weight_scale_inv", ".scale", ".qscale_weight"])

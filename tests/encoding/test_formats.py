@@ -1,19 +1,16 @@
-"""Every format x shape x type x form of expansion: the weights that were stored, to the bit; mistakes would be seen."""
+"""Every format x shape x type x form of expansion: the weights that were stored, to the bit; mistakes would be seen.
+
+And weights against what each format's own library makes of the same tensors, to the bit, in the type it expands into.
+AutoAWQ and AutoGPTQ cannot be installed beside the other libraries: their own arithmetic is written out here.
+"""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from coded_weights import (
-    DTYPES,
-    EXPANSIONS,
-    are_equal,
-    can_round,
-    expanded,
-    forbid_operators,
-    recognise,
-)
-from quantised import RECIPES, Stored, random_weight
+from coded_weights import DTYPES, EXPANSIONS, are_equal, can_round, expanded, forbid_operators, recognise
+from quantised import AWQ_ORDER, RECIPES, Stored, random_weight
 from torch import Tensor
 
 from offload.kernels.expansion import COMPILED, Expansion
@@ -67,12 +64,11 @@ def test_headers_tell_the_shape(name: str) -> None:
     assert found.coding.is_transposed == (name == "mxfp4")
 
 
-@pytest.mark.parametrize("num_threads", [2, 3])
 @pytest.mark.parametrize("name", RECIPES)
-def test_threads_share_rows(name: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     forbid_operators(monkeypatch)
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(2)
     stored = RECIPES[name].store(weight_of((2, 64, 40) if name == "mxfp4" else (152, 64)))
     wanted = as_stored(name, stored)
     got = expanded(stored.tensors, RECIPES[name].config, tuple(wanted.shape), torch.bfloat16, COMPILED)
@@ -96,16 +92,13 @@ def beside(scale: Tensor) -> Tensor:
         1).view(scale.shape).view(scale.dtype)  # fmt: skip
 
 
-_HALVES = (swapped, ("ct-w4", "awq", "gptq", "gptq-v2", "nf4", "nvfp4", "mxfp4"))
-_SCALES = (beside, ("fp8-block", "fp8-channel", "ct-w4", "ct-int8", "awq", "gptq", "nf4", "nvfp4", "mxfp4"))
-_ZEROS = (moved_by_one, ("ct-w4-zeros", "awq", "gptq", "gptq-v2"))
-_ORDERS = (beside, ("ct-w4-order", "gptq-order"))
 _MISTAKES = [
-    *((name, ("_blocks", ".weight_packed", ".qweight", ".weight"), _HALVES[0]) for name in _HALVES[1]),
-    *((name, ("_scales", ".weight_scale_inv", ".weight_scale", ".scales", ".weight.absmax"), _SCALES[0])
-      for name in _SCALES[1]),
-    *((name, (".weight_zero_point", ".qzeros"), _ZEROS[0]) for name in _ZEROS[1]),
-    *((name, (".weight_g_idx", ".g_idx"), _ORDERS[0]) for name in _ORDERS[1]),
+    *((name, ("_blocks", ".weight_packed", ".qweight", ".weight"), swapped)
+      for name in ("ct-w4", "awq", "gptq", "gptq-v2", "nf4", "nvfp4", "mxfp4")),
+    *((name, ("_scales", ".weight_scale_inv", ".weight_scale", ".scales", ".weight.absmax"), beside)
+      for name in ("fp8-block", "fp8-channel", "ct-w4", "ct-int8", "awq", "gptq", "nf4", "nvfp4", "mxfp4")),
+    *((name, (".weight_zero_point", ".qzeros"), moved_by_one) for name in ("ct-w4-zeros", "awq", "gptq", "gptq-v2")),
+    *((name, (".weight_g_idx", ".g_idx"), beside) for name in ("ct-w4-order", "gptq-order")),
 ]  # fmt: skip
 
 
@@ -117,3 +110,108 @@ def test_mistakes_would_be_seen(name: str, suffixes: tuple[str, ...], mistake: C
     tensors = {**stored.tensors, suffix: mistake(stored.tensors[suffix])}
     got = expanded(tensors, RECIPES[name].config, tuple(wanted.shape))
     assert not are_equal(got, wanted)
+
+
+SHAPES = [(96, 160), (24, 64)]
+
+
+LIBRARY = [  # of the first three it has whole groups only
+    *product(("ct-w4", "ct-w4-zeros", "nvfp4"), SHAPES),
+    *product(("ct-w8", "ct-int8", "fp8-channel"), [*SHAPES, (13, 77)]),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), LIBRARY, ids=str)
+def test_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    tensors, config = RECIPES[name].store(random_weight(*shape)).tensors, RECIPES[name].config
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    own = {suffix.removeprefix("."): one for suffix, one in tensors.items()}
+    wanted = BaseCompressor.get_value_from_registry(config["format"]).decompress(own, scheme=scheme)["weight"]
+    assert are_equal(expanded(tensors, config, shape, wanted.dtype), wanted)
+
+
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_mxfp4_of_transformers(num_experts: int) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stack = torch.stack([random_weight(96, 40, seed) for seed in range(num_experts)])
+    tensors = RECIPES["mxfp4"].store(stack).tensors
+    tensors["_scales"].view(-1)[:3] = torch.tensor([0, 1, 254]).to(torch.uint8)  # the least and the largest there are
+    wanted = convert_moe_packed_tensors(tensors["_blocks"], tensors["_scales"]).mT.contiguous()
+    assert are_equal(expanded(tensors, {}, tuple(wanted.shape), torch.bfloat16), wanted)
+
+
+@pytest.mark.parametrize("shape", [(96, 128), (24, 64), (13, 50)], ids=str)
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes(kind: str, is_nested: bool, shape: tuple[int, int]) -> None:
+    """Rows of 160 are not asked of the library: from the second on its CPU code takes scales of other blocks."""
+    from bitsandbytes import functional
+
+    weight = random_weight(*shape).bfloat16()
+    words, state = functional.quantize_4bit(weight, compress_statistics=is_nested, quant_type=kind)
+    tensors = {".weight": words} | {f".weight.{key}": one for key, one in state.as_dict(packed=True).items()}
+    wanted = functional.dequantize_4bit(words, state)
+    got = expanded(tensors, {}, shape, torch.bfloat16)
+    assert torch.equal(got, wanted)  # the library's own code for FP4 on a CPU loses signs of zeros
+
+
+def test_bytes_of_bitsandbytes() -> None:
+    """The library multiplies twice, here it is once: they differ by a rounding of float32."""
+    from bitsandbytes import functional
+
+    code = torch.randint(-127, 128, (24, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    largest = random_weight(24, 1).abs().flatten()
+    wanted = functional.int8_vectorwise_dequant(code, largest)
+    got = expanded({".weight": code, ".SCB": largest}, {}, (24, 64))
+    torch.testing.assert_close(got, wanted, rtol=2**-22, atol=0)
+
+
+def autoawq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+    """AutoAWQ's `dequantize_gemm` (awq/utils/packing_utils.py), as (in, out)."""
+    shift = torch.arange(0, 32, 4)
+    code, zero = ((one[:, :, None] >> shift[None, None, :]).to(torch.int8).flatten(1) for one in (qweight, qzeros))
+    order = torch.arange(code.shape[1]).view(-1, 8)[:, list(AWQ_ORDER)].flatten()
+    size = len(code) // len(scales)
+    code, zero = code[:, order] & 15, (zero[:, order] & 15).repeat_interleave(size, 0)
+    return (code - zero) * scales.repeat_interleave(size, 0)
+
+
+def autogptq(tensors: dict[str, Tensor], bits: int, added: int) -> Tensor:
+    """AutoGPTQ's `qlinear_cuda` where it computes with torch, as (in, out)."""
+    shift, mask = torch.arange(0, 32, bits, dtype=torch.int32)[None], (1 << bits) - 1
+    zero = torch.bitwise_and(torch.bitwise_right_shift(tensors[".qzeros"][:, :, None], shift[None]), mask) + added
+    zero = zero.reshape(tensors[".scales"].shape)
+    code = torch.bitwise_and(torch.bitwise_right_shift(tensors[".qweight"][:, None], shift[..., None]), mask)
+    code = code.reshape(-1, code.shape[2])
+    group_K = tensors[".g_idx"].long()
+    return tensors[".scales"][group_K] * (code - zero[group_K])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_autoawq(shape: tuple[int, int]) -> None:
+    tensors = RECIPES["awq"].store(random_weight(*shape)).tensors
+    wanted = autoawq(tensors[".qweight"], tensors[".qzeros"], tensors[".scales"])
+    assert are_equal(expanded(tensors, RECIPES["awq"].config, shape, torch.float16), wanted.t())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "bits", "added"), [
+    ("gptq", 4, 1), ("gptq-order", 4, 1), ("gptq-v2", 4, 0), ("gptq-8", 8, 1)])  # fmt: skip
+def test_autogptq(name: str, bits: int, added: int, shape: tuple[int, int]) -> None:
+    tensors = RECIPES[name].store(random_weight(*shape)).tensors
+    wanted = autogptq(tensors, bits, added)
+    assert are_equal(expanded(tensors, RECIPES[name].config, shape, torch.float16), wanted.t())
+
+
+@pytest.mark.parametrize(("name", "bits"), [("gptq", 4), ("gptq-8", 8)])
+def test_zero_points_of_all_ones_are_one_more_in_the_first_version(name: str, bits: int) -> None:
+    """16 of 4 bits, 256 of 8, as AutoGPTQ reads them; neither 0 nor a carry into the neighbour."""
+    tensors = RECIPES[name].store(random_weight(24, 64)).tensors
+    tensors[".qzeros"] = torch.full_like(tensors[".qzeros"], -1)
+    wanted = autogptq(tensors, bits, 1)
+    got = expanded(tensors, RECIPES[name].config, (24, 64), torch.float16)
+    assert bool((wanted.abs() > 0).any()) and are_equal(got, wanted.t())

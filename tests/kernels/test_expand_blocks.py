@@ -9,6 +9,7 @@ from gguf_files import random_blocks
 from torch import Tensor
 
 from offload.encoding.gguf import BLOCKS
+from offload.kernels import expand_blocks
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
 from offload.kernels.jit import HAS_TRITON
@@ -29,6 +30,15 @@ def blocks(kind: str, num_blocks: int) -> tuple[Tensor, Tensor]:
 def is_equal(got: Tensor, wanted: Tensor) -> bool:
     """Signs of zeros included."""
     return torch.equal(got.view(BITS[got.dtype]), wanted.to(got.dtype).view(BITS[got.dtype]))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_pieces_meet_where_they_should(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw_MB, value_MW = blocks(kind, 67)
+    monkeypatch.setattr(expand_blocks, "_CHUNK_NUMBERS", 8 * value_MW.shape[1])
+    out_MW = torch.empty(value_MW.shape, device=DEVICE)
+    REFERENCE.blocks(kind, raw_MB, out_MW)
+    assert is_equal(out_MW, value_MW)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 67])

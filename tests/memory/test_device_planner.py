@@ -16,14 +16,7 @@ from offload.cli.console import place_line
 from offload.errors import UserError
 from offload.memory import planner as plans
 from offload.memory.plan import DRAW_BYTES, LayerTier, MemoryPlan
-from offload.memory.planner import (
-    GPU_RUNTIME_BYTES,
-    MAX_LOGITS_ROWS,
-    Budgets,
-    least_budget,
-    make_plan,
-    plan_memory,
-)
+from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, least_budget, make_plan, plan_memory
 from offload.planning.options import LoadOptions
 from offload.planning.room import MemoryBudget
 
@@ -98,9 +91,24 @@ def check(plan: MemoryPlan, target: ModelShape) -> None:
 
 @pytest.mark.parametrize(("gpu_gib", "ram_gb"), MACHINES)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
-def test_the_items_of_both_budgets_add_up(pair: tuple[str, str], gpu_gib: int, ram_gb: int) -> None:
-    check(plan_of(pair, gpu_gib * GIB, ram_gb * GB), SHAPES[pair[0]])
-    check(plan_of((pair[0], None), gpu_gib * GIB, ram_gb * GB, num_nodes=1), SHAPES[pair[0]])
+def test_both_budgets_add_up_and_tiers_are_what_a_pocket_calculator_says(
+    pair: tuple[str, str], gpu_gib: int, ram_gb: int
+) -> None:
+    """Driver 1.1 GB, head and draft by their parameters, 1.5 GB of caches and activations."""
+    target, draft = (SHAPES[name] for name in pair)
+    check(plan_of((pair[0], None), gpu_gib * GIB, ram_gb * GB, num_nodes=1), target)
+    plan, layer_gb = plan_of(pair, gpu_gib * GIB, ram_gb * GB), target.layer_bytes[0] / GB
+    check(plan, target)
+    fixed_gb = 1.1 + (target.head_bytes + draft.num_bytes) / GB + 1.5
+    by_hand = max(0, int((gpu_gib * GIB / GB - fixed_gb) / layer_gb) - 3)
+    assert abs(plan.num_resident - by_hand) <= 1
+    left_gb = (80 - plan.num_resident) * layer_gb
+    host_gb = ram_gb - 1.1 - target.table_bytes / GB
+    by_hand = 80 - plan.num_resident if host_gb >= left_gb else int(host_gb / layer_gb) - 3
+    assert abs(plan.num_layers_in(LayerTier.HOST) - by_hand) <= 1
+    assert (plan.num_layers_in(LayerTier.DISK) > 0) == (left_gb > host_gb)
+    assert ram_gb != 64 or plan.num_layers_in(LayerTier.DISK) > 0, "64 GB cannot hold what is left of 138 GB"
+    assert ram_gb != 256 or plan.num_layers_in(LayerTier.DISK) == 0
 
 
 def moved(plan: MemoryPlan, source: LayerTier, target: LayerTier, count: int = 1) -> MemoryPlan:
@@ -132,27 +140,15 @@ def test_planted_mistakes_are_found(mistake: str) -> None:
         check(plant(plan), SHAPES["Llama-2-70B"])
 
 
-@pytest.mark.parametrize(("gpu_gib", "ram_gb"), MACHINES)
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
-def test_tiers_are_what_a_pocket_calculator_says(pair: tuple[str, str], gpu_gib: int, ram_gb: int) -> None:
-    """Driver 1.1 GB, head and draft by their parameters, 1.5 GB of caches and activations."""
-    plan, layer_gb = plan_of(pair, gpu_gib * GIB, ram_gb * GB), SHAPES[pair[0]].layer_bytes[0] / GB
-    fixed_gb = 1.1 + (SHAPES[pair[0]].head_bytes + SHAPES[pair[1]].num_bytes) / GB + 1.5
-    by_hand = max(0, int((gpu_gib * GIB / GB - fixed_gb) / layer_gb) - 3)
-    assert abs(plan.num_resident - by_hand) <= 1
-    left_gb = (80 - plan.num_resident) * layer_gb
-    host_gb = ram_gb - 1.1 - SHAPES[pair[0]].table_bytes / GB
-    by_hand = 80 - plan.num_resident if host_gb >= left_gb else int(host_gb / layer_gb) - 3
-    assert abs(plan.num_layers_in(LayerTier.HOST) - by_hand) <= 1
-    assert (plan.num_layers_in(LayerTier.DISK) > 0) == (left_gb > host_gb)
-    assert ram_gb != 64 or plan.num_layers_in(LayerTier.DISK) > 0, "64 GB cannot hold what is left of 138 GB"
-    assert ram_gb != 256 or plan.num_layers_in(LayerTier.DISK) == 0
-
-
-def test_a_card_of_24_gb_holds_the_draft_and_slots_and_little_else() -> None:
+def test_a_card_of_24_gb_holds_the_draft_and_slots_and_a_large_one_everything() -> None:
     plan = plan_of(PAIRS[0], 24 * GIB, 256 * GB)
     assert 13.4 * GB < plan.draft_bytes < 15 * GB and 1.7 * GB < plan.slot_bytes < 1.72 * GB
     assert plan.num_slots == 3 and plan.num_resident <= 2
+    # A model that fits the card needs the host for loading only.
+    plan = plan_of(PAIRS[1], 200 * GB, 64 * GB)
+    check(plan, SHAPES["Llama-3-70B"])
+    assert (plan.num_resident, plan.num_slots, plan.host_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
+    assert plan.staging_bytes == max(SHAPES["Llama-3-70B"].head_bytes, SHAPES["Llama-3-8B"].rest_bytes)
 
 
 def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
@@ -165,52 +161,42 @@ def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
     assert abs(first - stays[0] / 2) <= 1 and abs(last - stays[0] / 2) <= 1, "a sweep begins half a gap before one"
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, ("Llama-2-70B", None)], ids=str)
-def test_the_least_card_that_is_named_works_and_a_byte_less_does_not(pair: tuple[str, str | None]) -> None:
-    with pytest.raises(UserError, match="raise `gpu_memory` to") as refusal:
-        plan_of(pair, GB, 256 * GB)
-    named_mib = int(re.search(r"raise `gpu_memory` to (\d+)MiB", str(refusal.value))[1])
-    least = plan_of(pair, named_mib * MIB, 256 * GB)
-    assert (least.num_slots, least.num_resident) == (2, 0)
-    assert (named_mib - 1) * MIB < least.gpu_total_bytes <= named_mib * MIB
-    assert plan_of(pair, least.gpu_total_bytes, 256 * GB).num_slots == 2
-    with pytest.raises(UserError, match=f"raise `gpu_memory` to {named_mib}MiB"):
-        plan_of(pair, least.gpu_total_bytes - 1, 256 * GB)
+LEAST = [*((pair, "gpu_memory") for pair in [*PAIRS, ("Llama-2-70B", None)]), (PAIRS[1], "ram")]
+
+
+@pytest.mark.parametrize(("pair", "budget"), LEAST, ids=str)
+def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(
+    pair: tuple[str, str | None], budget: str
+) -> None:
+    is_card = budget == "gpu_memory"
+
+    def planned(num_bytes: int) -> MemoryPlan:
+        return plan_of(pair, num_bytes, 256 * GB) if is_card else plan_of(pair, 48 * GB, num_bytes)
+
+    with pytest.raises(UserError, match=f"raise `{budget}` to") as refusal:
+        planned(GB if is_card else 2 * GB)
+    named_mib = int(re.search(rf"raise `{budget}` to (\d+)MiB", str(refusal.value))[1])
+    least = planned(named_mib * MIB)
+    least_bytes = least.gpu_total_bytes if is_card else least.total_bytes
+    assert (named_mib - 1) * MIB < least_bytes <= named_mib * MIB
+    for one in (least, planned(least_bytes)):
+        slots = (
+            (one.num_slots, one.num_resident) if is_card else (one.num_host_slots, one.num_layers_in(LayerTier.HOST))
+        )
+        assert slots == (2, 0) and (is_card or one.num_layers_in(LayerTier.DISK) > 60)
+    with pytest.raises(UserError, match=f"raise `{budget}` to {named_mib}MiB"):
+        planned(least_bytes - 1)
 
 
 def test_a_card_too_small_for_the_draft_hears_what_would_fit() -> None:
     with pytest.raises(UserError) as refusal:
         plan_of(PAIRS[0], 12 * GB, 256 * GB)
-    room = re.search(r"take a draft of at most ([\d.]+) GiB or lower `context` from 512$", str(refusal.value))
-    assert "3.19 GiB of device memory for two layer slots" in str(refusal.value) and "of it for the draft" in str(
-        refusal.value
-    )
-    draft_bytes = plan_of(PAIRS[0], 24 * GB, 256 * GB).draft_bytes
-    fixed_bytes = least_budget(lambda size: plan_of((PAIRS[0][0], None), size, 256 * GB))
-    assert (
-        float(room[1]) == pytest.approx((12 * GB - fixed_bytes) / 2**30, abs=0.02)
-        and draft_bytes > 12 * GB - fixed_bytes
-    )
-
-
-def test_the_least_host_that_is_named_works_and_a_byte_less_does_not() -> None:
-    with pytest.raises(UserError, match="raise `ram` to") as refusal:
-        plan_of(PAIRS[1], 48 * GB, 2 * GB)
-    named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
-    least = plan_of(PAIRS[1], 48 * GB, named_mib * MIB)
-    assert (least.num_host_slots, least.num_layers_in(LayerTier.HOST)) == (2, 0) and least.num_layers_in(
-        LayerTier.DISK
-    ) > 60
-    assert plan_of(PAIRS[1], 48 * GB, least.total_bytes).num_host_slots == 2
-    with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB"):
-        plan_of(PAIRS[1], 48 * GB, least.total_bytes - 1)
-
-
-def test_a_model_that_fits_the_card_needs_the_host_for_loading_only() -> None:
-    plan = plan_of(PAIRS[1], 200 * GB, 64 * GB)
-    check(plan, SHAPES["Llama-3-70B"])
-    assert (plan.num_resident, plan.num_slots, plan.host_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
-    assert plan.staging_bytes == max(SHAPES["Llama-3-70B"].head_bytes, SHAPES["Llama-3-8B"].rest_bytes)
+    line = str(refusal.value)
+    room = re.search(r"take a draft of at most ([\d.]+) GiB or lower `context` from 512$", line)
+    assert room and "3.19 GiB of device memory for two layer slots" in line and "of it for the draft" in line
+    left_bytes = 12 * GB - least_budget(lambda size: plan_of((PAIRS[0][0], None), size, 256 * GB))
+    assert float(room[1]) == pytest.approx(left_bytes / 2**30, abs=0.02)
+    assert plan_of(PAIRS[0], 24 * GB, 256 * GB).draft_bytes > left_bytes
 
 
 def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
@@ -297,13 +283,10 @@ def test_a_config_alone_tells_the_number_of_parameters(name: str) -> None:
     assert SHAPES[name].num_weights == PARAMETERS[name] - CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"vocab_size": None}, "vocab_size must be a whole number above 0 and below 4294967296, got None"),
-        ({"torch_dtype": "float8"}, "cannot compute in float8"),
-    ],
-)
-def test_a_config_that_tells_too_little_is_refused(change: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("vocab_size", None, "vocab_size must be a whole number above 0 and below 4294967296, got None"),
+    ("torch_dtype", "float8", "cannot compute in float8"),
+])  # fmt: skip
+def test_a_config_that_tells_too_little_is_refused(key: str, value: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        checkpoint_of_config({**CONFIGS["Llama-2-7B"], **change}, Path("/nowhere/config.json"))
+        checkpoint_of_config({**CONFIGS["Llama-2-7B"], key: value}, Path("/nowhere/config.json"))

@@ -1,18 +1,29 @@
-"""What a T5 takes: its encoder stays only where everything does, and keys and values are those of both stacks."""
+"""What a T5 takes, whose encoder stays only where everything does, and what numba takes when it compiles."""
 
+import json
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from quantised import save_quantised
 from small_t5 import build, save, streaming_ram
+from tiny import FAMILIES
+from tiny import build as build_llama
+from tiny import save as save_llama
 
+from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
+from offload.kernels.compiled import HAS_NUMBA
+from offload.memory import planner
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import plan_memory
+from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles, plan_memory
 from offload.model.meta import describe
 
 
@@ -55,14 +66,12 @@ def test_both_stacks_have_keys_and_values(checkpoint: Checkpoint) -> None:
     assert (one.source_tokens, one.context) == (64, 64)
     assert one.kv_bytes == 2 * 4 * 5 * 8 * 4 * (one.cache_slots + 64)
     assert plan(checkpoint, 1 << 40, None).context == 512, "what T5 was trained with"
-
-
-def test_the_encoder_reads_a_long_prompt_at_once(checkpoint: Checkpoint) -> None:
-    """Twice the prompt are four times the pairs of positions, each with a bias for every head."""
-    short, long = (plan(checkpoint, 1 << 40, context).activation_bytes for context in (4096, 8192))
-    fixed = plan(checkpoint, 1 << 40, 1).activation_bytes
+    # Twice the prompt are four times the pairs of positions, each with a bias for every head.
+    fixed, short, long = (plan(checkpoint, 1 << 40, context).activation_bytes for context in (1, 4096, 8192))
     assert 3.5 < (long - fixed) / (short - fixed) < 4.5
     assert long - fixed > 8192**2 * 5 * 4
+    with pytest.raises(UserError, match="computed by the CPU, `device` is cuda: give `device` cpu"):
+        plan_memory((checkpoint, None), ram="1GiB", dtype="auto", context=64, num_nodes=1, gpu="1GiB")
 
 
 def test_what_stays_in_float32_is_counted(tmp_path: Path) -> None:
@@ -81,6 +90,54 @@ def test_a_config_alone_weighs_what_the_model_does(layout: str, tmp_path: Path) 
     assert shapes[0] == shapes[1]
 
 
-def test_a_device_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(UserError, match="computed by the CPU, `device` is cuda: give `device` cpu"):
-        plan_memory((checkpoint, None), ram="1GiB", dtype="auto", context=64, num_nodes=1, gpu="1GiB")
+_RUN = """
+import json, sys
+import torch, transformers, offload, offload.engine.load
+from offload.machine import peak_rss_bytes, rss_bytes
+from offload.kernels.expansion import COMPILED
+own_bytes = rss_bytes()
+more = {"context": 128, "threads": 1, "tree": "none", "profile": "none", "lookup": False}
+with offload.load(sys.argv[1], None, sys.argv[2], **more) as decoder:
+    decoder.target._model.expand_with(COMPILED)  # whatever was the faster one
+    decoder.generate([5, 6, 7], max_new_tokens=8)
+    print(json.dumps([peak_rss_bytes() - own_bytes, decoder.plan.total_bytes]))
+"""
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("coded")
+    return save_quantised(
+        save_llama(build_llama(FAMILIES["llama"]()), folder / "plain"), "fp8-block", folder / "fp8"
+    ).directory
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+def test_the_peak_with_an_empty_cache_is_within_the_plan(
+    coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(coded), "1GiB"], capture_output=True, text=True, timeout=120, check=True
+    )
+    peak_bytes, planned_bytes = json.loads(done.stdout.splitlines()[-1])
+    assert 0.3 * planned_bytes < peak_bytes <= planned_bytes
+
+
+def test_it_counts_where_weights_are_expanded_by_a_cpu(coded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, plain = open_checkpoint(coded), open_checkpoint(coded.with_name("plain"))
+
+    def runtime_bytes(files: ModelFiles) -> int:
+        return plan_memory(files, ram="4GiB", dtype="auto", context=64, num_nodes=4).runtime_bytes
+
+    with_numba = RUNTIME_BYTES + COMPILER_BYTES
+    int4, int8 = (replace(plain, held=Held(bits, is_copy=True)) for bits in (4, 8))
+    cases = [
+        (ModelFiles(fp8), with_numba), (ModelFiles(plain), RUNTIME_BYTES), (ModelFiles(plain, int4), with_numba),
+        (ModelFiles(plain, int8), RUNTIME_BYTES), (ModelFiles(plain, fp8), with_numba),
+    ]  # fmt: skip
+    for has_numba in (True, False):
+        monkeypatch.setattr(planner, "_HAS_COMPILER", has_numba)
+        for files, wanted in cases:
+            assert runtime_bytes(files) == (wanted if has_numba else RUNTIME_BYTES)

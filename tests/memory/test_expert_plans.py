@@ -69,9 +69,7 @@ def test_what_stays_stays_with_its_layers_unless_it_is_named() -> None:
     named, layers = (plan_of(1 << 40, experts=how) for how in ("demand", "layers"))
     assert named.num_expert_slots == named.num_kept_experts == NUM and not named.is_streamed
     assert not layers.has_experts and "experts" not in layers.as_dict() and "experts" not in repr(layers)
-
-
-def test_models_without_experts_are_planned_as_ever() -> None:
+    # Models without experts are planned as ever.
     dense = replace(SHAPE, experts=None)
     wanted = plan_of(FIXED + 2 * GIB, experts="layers")
     assert plan_of(FIXED + 2 * GIB, shape=dense) == wanted and wanted.num_experts == 0
@@ -92,24 +90,31 @@ def test_the_least_budget_is_named_and_it_works() -> None:
         plan_of(exact_bytes - 1)
 
 
-def test_a_small_room_still_reads_ahead() -> None:
+def test_a_plan_says_what_stays_and_a_small_room_still_reads_ahead() -> None:
     for slot_bytes, wanted in ((1 << 16, 514), (9 << 20, 6), (20 << 20, 4), (352 << 20, 3)):
         assert num_passing(10_000, slot_bytes) == wanted
         assert num_passing(16, slot_bytes) == min(wanted, 4) and num_passing(2, slot_bytes) == MIN_EXPERTS
     small = plan_of(FIXED + 200 * MIB)
     assert small.num_expert_slots - small.num_kept_experts >= MIN_EXPERTS
+    # A plan says what stays.
+    got = plan_of(FIXED + sum(DENSE) + 40 * EXPERT)
+    told = got.as_dict()["experts"]
+    assert told == {
+        "num_kept": got.num_kept_experts, "num_experts": NUM, "experts_per_token": 6 * 4, "num_expert_slots": 40,
+        "num_host_expert_slots": 0, "expert_slot_bytes": EXPERT,
+    }  # fmt: skip
+    assert f"{got.num_kept_experts} of {NUM} stay" in repr(got)
+    assert got.num_kept_experts == 40 - num_passing(40, EXPERT)
 
 
-def test_contributions_of_a_prompts_rows_are_counted() -> None:
-    """Each row of a pass holds k outputs until they are added, in the type that is computed in."""
+def test_an_expert_is_expanded_by_itself_and_contributions_of_rows_are_counted() -> None:
+    # Each row of a pass holds k outputs until they are added, in the type that is computed in.
     for num_nodes in (1, 16):
         demand, layers = (
             plan_of(1 << 40, experts=how, num_nodes=num_nodes).activation_bytes for how in ("demand", "layers")
         )
         assert demand - layers == (512 + num_nodes) * 4 * 2048 * 2
-
-
-def test_an_expert_is_expanded_by_itself() -> None:
+    # An expert is expanded by itself.
     experts = SHAPE.experts
     assert experts is not None
     coded = replace(SHAPE, scratch_bytes=200 * MIB, experts=experts._replace(scratch_bytes=10 * MIB))
@@ -130,17 +135,6 @@ def test_a_card_has_a_pool_and_pinned_memory_a_second_one(gpu_mib: int, ram_mib:
     assert got.ram_bytes - got.total_bytes < EXPERT or got.num_kept_experts + got.num_host_expert_slots == NUM
     if got.num_expert_slots < NUM:
         assert got.num_host_expert_slots >= min(MIN_EXPERTS, NUM - got.num_expert_slots), "the disk has a way in"
-
-
-def test_a_plan_says_what_stays() -> None:
-    got = plan_of(FIXED + sum(DENSE) + 40 * EXPERT)
-    told = got.as_dict()["experts"]
-    assert told == {
-        "num_kept": got.num_kept_experts, "num_experts": NUM, "experts_per_token": 6 * 4, "num_expert_slots": 40,
-        "num_host_expert_slots": 0, "expert_slot_bytes": EXPERT,
-    }  # fmt: skip
-    assert f"{got.num_kept_experts} of {NUM} stay" in repr(got)
-    assert got.num_kept_experts == 40 - num_passing(40, EXPERT)
 
 
 def test_what_cannot_come_on_demand_is_refused_and_names_what_to_do() -> None:

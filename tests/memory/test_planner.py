@@ -1,30 +1,27 @@
-"""Plans for models and machines that nobody here owns, from shapes alone; and what a container's limit leaves."""
+"""Plans for models and machines that nobody here owns, from headers alone; rows of prompts, limits of containers."""
 
 import math
 import re
 import weakref
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mixture_headers import mixture
 
 from offload import machine
-from offload.checkpoint import sizes
 from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
+from offload.memory import plan as plans
 from offload.memory import planner as plan
-from offload.memory.planner import (
-    DEFAULT_CONTEXT,
-    Budgets,
-    MemoryPlan,
-    ModelShape,
-    make_plan,
-    model_shape,
-    plan_memory,
-)
+from offload.memory.plan import PROMPT_ROWS, MemoryPlan
+from offload.memory.planner import DEFAULT_CONTEXT, Budgets, make_plan, plan_memory
+from offload.memory.prompt_rows import USUAL_GPU, Rates, row_s, wanted_rows
 from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
@@ -34,15 +31,9 @@ _LLAMA = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-2-70B": {**_LLAMA, "vocab_size": 32000, "max_position_embeddings": 4096, "torch_dtype": "float16"},
     "Llama-3-70B": {**_LLAMA, "vocab_size": 128256, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"},
-    "Qwen2.5-72B": {
-        **_LLAMA,
-        "model_type": "qwen2",
-        "intermediate_size": 29568,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-        "torch_dtype": "bfloat16",
-    },
-}
+    "Qwen2.5-72B": {**_LLAMA, "model_type": "qwen2", "intermediate_size": 29568, "vocab_size": 152064,
+                    "max_position_embeddings": 32768, "torch_dtype": "bfloat16"},
+}  # fmt: skip
 SMALL = {**_LLAMA, "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
          "intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 2048,
          "torch_dtype": "bfloat16"}  # fmt: skip
@@ -83,21 +74,23 @@ def plan_for(name: str, ram: int, **options: Any) -> MemoryPlan:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_items_of_a_plan_stay_within_its_budget(name: str, ram_gb: int) -> None:
     got = plan_for(name, ram_gb * GB)
-    items = [
-        got.runtime_bytes,
-        got.rest_bytes,
-        got.draft_bytes,
-        got.distribution_bytes,
-        got.kv_bytes,
-        got.activation_bytes,
-    ]
+    names = ("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes", "kv_bytes", "activation_bytes")
+    items = [getattr(got, name) for name in names]
     assert all(item >= 0 for item in items) and got.fixed_bytes == sum(items)
     assert got.total_bytes == sum(items) + got.resident_bytes + got.num_slots * got.slot_bytes <= ram_gb * GB
     assert got.resident_bytes + got.streamed_bytes == sum(got.layer_bytes)
+    assert (got.num_resident == 80) == (ram_gb == 256)
     if got.num_resident < 80:
         assert got.slot_bytes == max(got.layer_bytes) and got.num_slots in (2, 3)
         assert got.total_bytes + max(got.layer_bytes) > ram_gb * GB, "there was room for one more layer"
         assert got.num_slots == 3 or got.num_resident == 0, "a third slot comes before resident layers"
+    else:
+        assert (got.num_slots, got.slot_bytes, got.streamed_bytes) == (0, 0, 0), "nothing is read twice"
+    printed: dict[str, Any] = got.as_dict()
+    assert printed["tiers"]["resident"] == {"num_layers": got.num_resident, "num_bytes": got.resident_bytes}
+    assert printed["tiers"]["disk"] == {"num_layers": 80 - got.num_resident, "num_bytes": got.streamed_bytes}
+    assert printed["budgets"] == {"ram_bytes": ram_gb * GB, "planned_bytes": got.total_bytes}
+    assert [got.is_resident[layer] for layer in printed["resident_layers"]] == [True] * got.num_resident
 
 
 @pytest.mark.parametrize(("name", "layer_gb", "rest_gb"), [("Llama-2-70B", 1.711, 1.049), ("Llama-3-70B", 1.711, 4.203),
@@ -111,11 +104,6 @@ def test_as_many_layers_stay_as_a_pocket_calculator_says(
     got = plan_for(name, ram_gb * GB)
     assert max(0, at_most - 1) <= got.num_resident <= at_most
     assert got.streamed_bytes == pytest.approx((80 - got.num_resident) * layer_gb * GB, rel=0.002)
-
-
-def test_everything_fits_or_nothing_is_read_twice() -> None:
-    got = plan_for("Llama-2-70B", 256 * GB)
-    assert (got.num_resident, got.num_slots, got.slot_bytes, got.streamed_bytes) == (80, 0, 0, 0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -155,18 +143,7 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
 
 
-def test_the_refusal_says_what_is_needed() -> None:
-    shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
-                       logits_row_bytes=0)  # fmt: skip
-    with pytest.raises(UserError) as refusal:
-        make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
-    assert str(refusal.value) == (
-        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB "
-        "or lower `context` from 10"
-    )
-
-
-def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
+def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
     shape = ModelShape(layer_bytes=(300 * MIB,) * 9, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip
     sizes = {"context": 8, "num_nodes": 1}
@@ -177,27 +154,30 @@ def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
         assert make_plan(shape, None, Budgets(enough_bytes - 1), **sizes).num_resident == num_resident - 1
     assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB), **sizes).num_slots == 0
     assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB - 1), **sizes).num_slots == 3
-
-
-def test_layers_of_different_size_share_slots_of_the_largest() -> None:
+    # Layers of different size share slots of the largest.
     sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
     shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
     for ram_mib in range(850, 2000, 130):
         got = make_plan(shape, None, Budgets(ram_mib * MIB), context=8, num_nodes=1)
         assert got.total_bytes <= ram_mib * MIB and (got.slot_bytes == 300 * MIB or got.num_resident == 9)
+    # The refusal says what is needed.
+    shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
+                       logits_row_bytes=0)  # fmt: skip
+    with pytest.raises(UserError) as refusal:
+        make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
+    assert str(refusal.value) == (
+        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB "
+        "or lower `context` from 10"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "context"), [("Llama-2-70B", 4096), ("Llama-3-70B", DEFAULT_CONTEXT), ("Qwen2.5-72B", DEFAULT_CONTEXT)]
 )
 def test_the_default_context_is_modest(name: str, context: int) -> None:
-    assert plan_for(name, 64 * GB).context == context
-    assert plan_for(name, 64 * GB).cache_slots == context + 256 + plan.PROMPT_ROWS
-    assert plan_for(name, 64 * GB).draft_slots == context + most_rows(256) + plan.PROMPT_ROWS
-
-
-def test_a_small_model_sets_a_small_context() -> None:
-    small = checkpoint_of({**SMALL, "max_position_embeddings": 512})
+    got, small = plan_for(name, 64 * GB), checkpoint_of({**SMALL, "max_position_embeddings": 512})
+    assert got.context == context and got.cache_slots == context + 256 + plan.PROMPT_ROWS
+    assert got.draft_slots == context + most_rows(256) + plan.PROMPT_ROWS
     assert plan_memory((small, None), ram=8 * GB, dtype="auto", context=None, num_nodes=1).context == 512
 
 
@@ -215,11 +195,11 @@ def test_more_context_costs_cache_and_layers() -> None:
 def test_longrope_ends_where_its_frequencies_change(spelling: str) -> None:
     """Beyond the original length all positions are turned anew, and no cached key would fit."""
     rope = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
-    config = {**SMALL, "max_position_embeddings": 131072, "original_max_position_embeddings": 3000, spelling: rope}
-    settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "num_nodes": 1}
-    assert plan_memory((checkpoint_of(config), None), context=None, **settings).context == 3000
+    long = {"max_position_embeddings": 131072, "original_max_position_embeddings": 3000, spelling: rope}
+    files, how = (checkpoint_of({**SMALL, **long}), None), {"ram": 64 * GB, "dtype": "auto", "num_nodes": 1}
+    assert plan_memory(files, context=None, **how).context == 3000
     with pytest.raises(UserError, match="at most 3000, beyond which longrope turns all positions anew, got 3001"):
-        plan_memory((checkpoint_of(config), None), context=3001, **settings)
+        plan_memory(files, context=3001, **how)
 
 
 def test_computing_in_another_type_has_its_price() -> None:
@@ -231,27 +211,15 @@ def test_computing_in_another_type_has_its_price() -> None:
     assert wide.rest_bytes - plain.rest_bytes == 4 * num_rest and wide.cast_bytes == 4 * num_layer
     assert narrow.rest_bytes - plain.rest_bytes == 2 * num_rest and narrow.cast_bytes == 2 * num_layer
     assert wide.kv_bytes_per_token == 2 * plain.kv_bytes_per_token
-
-
-def test_a_few_wide_tensors_do_not_double_a_layer() -> None:
-    """A router bias in float32 among bfloat16 weights."""
-    stored = checkpoint_of(SMALL)
+    # A few wide tensors do not double a layer: a router's bias in float32 among bfloat16 weights.
     bias = TensorEntry(0, "F32", (256,), 90 * GB, 90 * GB + 1024)
-    mixed = Checkpoint(stored.directory, stored.config, stored.shards, {**stored.tensors, "model.layers.3.bias": bias})
-    assert model_shape(mixed).cast_bytes == 512
-    assert model_shape(mixed).rest_bytes == model_shape(stored).rest_bytes
+    mixed = model_shape(replace(stored, tensors={**stored.tensors, "model.layers.3.bias": bias}))
+    assert mixed.cast_bytes == 512 and mixed.rest_bytes == plain.rest_bytes
 
 
 def without(checkpoint: Checkpoint, *parts: str) -> Checkpoint:
     kept = {name: entry for name, entry in checkpoint.tensors.items() if not any(part in name for part in parts)}
-    return Checkpoint(checkpoint.directory, checkpoint.config, checkpoint.shards, kept)
-
-
-def test_compressed_keys_are_cached_expanded() -> None:
-    """DeepSeek's cache in transformers: 16 heads of 128 + 64 for keys and 128 for values."""
-    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
-    stored = checkpoint_of({**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, **latent})
-    assert model_shape(without(stored, "k_proj", "v_proj")).kv_bytes_per_token == 22 * 16 * (192 + 128) * 2
+    return replace(checkpoint, tensors=kept)
 
 
 def test_keys_and_values_are_as_wide_as_their_projections() -> None:
@@ -260,44 +228,31 @@ def test_keys_and_values_are_as_wide_as_their_projections() -> None:
     wide = TensorEntry(0, "BF16", (768, 2048), 90 * GB, 90 * GB + 2 * 768 * 2048)
     mixed = {**stored.tensors, "model.layers.3.k_proj.weight": wide}
     del mixed["model.layers.4.v_proj.weight"]
-    got = model_shape(Checkpoint(stored.directory, stored.config, stored.shards, mixed))
-    assert got.kv_bytes_per_token == 2 * (22 * 2 * 256 + (768 - 256))
-
-
-def test_fused_projections_leave_the_width_to_the_config() -> None:
+    assert model_shape(replace(stored, tensors=mixed)).kv_bytes_per_token == 2 * (22 * 2 * 256 + (768 - 256))
+    # DeepSeek's cache in transformers: 16 heads of 128 + 64 for keys and 128 for values.
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    stored = checkpoint_of({**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, **latent})
+    assert model_shape(without(stored, "k_proj", "v_proj")).kv_bytes_per_token == 22 * 16 * (192 + 128) * 2
+    # Fused projections leave the width to the config.
     fused = without(checkpoint_of({**SMALL, "head_dim": 128}), "k_proj", "v_proj")
     assert model_shape(fused).kv_bytes_per_token == 22 * 2 * 4 * 128 * 2
-    config = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
-    every_head = Checkpoint(fused.directory, config, fused.shards, fused.tensors)
+    every_head = replace(fused, config={key: one for key, one in SMALL.items() if key != "num_key_value_heads"})
     assert model_shape(every_head).kv_bytes_per_token == 22 * 2 * 32 * 64 * 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
-        ({"hidden_size": 0}, "config.json has no hidden_size"),
-        ({"num_hidden_layers": 23}, "no tensors for layer 22 of 23"),
-        ({"num_hidden_layers": 10**12}, "no tensors for layer 22 of 1000000000000"),
-        (
-            {"vocab_size": "many"},
-            "vocab_size in config.json must be a whole number above 0 and below 2\\^63, got 'many'",
-        ),
-    ],
-)
-def test_configs_that_cannot_be_planned(change: dict[str, Any], message: str) -> None:
-    stored = checkpoint_of(SMALL)
+UNPLANNED: list[tuple[str, Any, str]] = [
+    ("num_hidden_layers", None, "config.json has no num_hidden_layers"),
+    ("hidden_size", 0, "config.json has no hidden_size"),
+    ("num_hidden_layers", 23, "no tensors for layer 22 of 23"),
+    ("num_hidden_layers", 10**12, "no tensors for layer 22 of 1000000000000"),
+    ("vocab_size", "many", r"vocab_size in config.json must be a whole number above 0 and below 2\^63, got 'many'"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), UNPLANNED)
+def test_configs_that_cannot_be_planned(key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        model_shape(Checkpoint(stored.directory, {**SMALL, **change}, stored.shards, stored.tensors))
-
-
-def test_the_printed_plan_says_the_same() -> None:
-    got = plan_for("Llama-2-70B", 64 * GB)
-    printed: dict[str, Any] = got.as_dict()
-    assert printed["tiers"]["resident"] == {"num_layers": got.num_resident, "num_bytes": got.resident_bytes}
-    assert printed["tiers"]["disk"] == {"num_layers": 80 - got.num_resident, "num_bytes": got.streamed_bytes}
-    assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": got.total_bytes}
-    assert [got.is_resident[layer] for layer in printed["resident_layers"]] == [True] * got.num_resident
+        model_shape(replace(checkpoint_of(SMALL), config={**SMALL, key: value}))
 
 
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,55 +279,148 @@ def membership(tmp_path: Path, *lines: str) -> Path:
     return tmp_path / "self"
 
 
-def test_limits_of_nested_v2_groups(tmp_path: Path) -> None:
-    root = tmp_path / "fs"
-    control_group(root, "a/b", V2, "4000", 1000, "anon 7\nfile 800\ninactive_file 300\nactive_file 500\n")
-    control_group(root, "a", V2, "max", 5000)
-    control_group(root, "", V2, "9000", 6000)
-    got = machine._cgroup_limits(root, membership(tmp_path, "0::/a/b"))
-    assert got == [(4000, 700), (9000, 6000)], "old pages of the page cache are free on demand"
+V1_LINES, ROOMY = ("12:cpu,cpuacct:/docker/x", "4:memory:/docker/x", "0::/"), 9223372036854771712
+# Old pages of the page cache are free on demand; /proc names the host's path, which does not exist in a container: the
+# mounted root is the group itself.
+GROUPS: dict[str, tuple[list[tuple[Any, ...]], tuple[str, ...], list[tuple[int, int]]]] = {
+    "nested": ([("a/b", V2, "4000", 1000, "anon 7\nfile 800\ninactive_file 300\nactive_file 500\n"),
+                ("a", V2, "max", 5000), ("", V2, "9000", 6000)], ("0::/a/b",), [(4000, 700), (9000, 6000)]),
+    "version 1": ([("memory/docker/x", V1, "4000", 1000, "inactive_file 1\ntotal_inactive_file 250\n"),
+                   ("memory", V1, str(ROOMY), 5000)], V1_LINES, [(4000, 750), (ROOMY, 5000)]),
+    **{f"container at {path}": ([("", V2, "4000", 1000)], (f"0::{path}",), [(4000, 1000)])
+       for path in ("/kubepods/pod1/c1", "/../../..", "/")},
+    "none": ([], ("0::/a", "3:cpu:/"), []),
+}  # fmt: skip
 
 
-def test_limits_of_v1_groups(tmp_path: Path) -> None:
-    root = tmp_path / "fs"
-    control_group(root, "memory/docker/x", V1, "4000", 1000, "inactive_file 1\ntotal_inactive_file 250\n")
-    control_group(root, "memory", V1, "9223372036854771712", 5000)
-    lines = ("12:cpu,cpuacct:/docker/x", "4:memory:/docker/x", "0::/")
-    assert machine._cgroup_limits(root, membership(tmp_path, *lines)) == [(4000, 750), (9223372036854771712, 5000)]
+@pytest.mark.parametrize(("groups", "lines", "limits"), GROUPS.values(), ids=GROUPS)
+def test_limits_of_control_groups(
+    groups: list[Any], lines: tuple[str, ...], limits: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    for group in groups:
+        control_group(tmp_path / "fs", *group)
+    assert machine._cgroup_limits(tmp_path / "fs", membership(tmp_path, *lines)) == limits
+    assert machine._cgroup_limits(tmp_path / "fs", tmp_path / "absent") == []
 
 
 def test_what_is_known_of_a_checkpoint_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, grouped = checkpoint_of(SMALL), sizes.group_by_layer
-    counts = list[Checkpoint]()
-    monkeypatch.setattr(sizes, "group_by_layer", lambda one, *others: counts.append(one) or grouped(one, *others))
-    wide, same, narrow = (model_shape(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
-    assert wide is same and narrow != wide and counts == [stored, stored], "once for each type"
-    counts.clear()
+    stored, counts = checkpoint_of(SMALL), list[str]()
+    monkeypatch.setattr(plan, "model_shape", lambda one, dtype: counts.append(dtype) or model_shape(one, dtype))
+    wide, same, narrow = (plan.shape_of(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
+    assert wide is same and narrow == model_shape(stored, "bfloat16") != wide and counts == ["float32", "bfloat16"]
     left = weakref.ref(stored)
     del stored
     assert left() is None
 
 
-def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
-    """/proc names the host's path, which does not exist in here; the mounted root is the group itself."""
-    control_group(tmp_path / "fs", "", V2, "4000", 1000)
-    for path in ("/kubepods/pod1/c1", "/../../..", "/"):
-        assert machine._cgroup_limits(tmp_path / "fs", membership(tmp_path, f"0::{path}")) == [(4000, 1000)]
-
-
-def test_no_groups_no_limits(tmp_path: Path) -> None:
-    assert machine._cgroup_limits(tmp_path, tmp_path / "absent") == []
-    assert machine._cgroup_limits(tmp_path, membership(tmp_path, "0::/a", "3:cpu:/")) == []
-
-
-def test_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_has_memory_and_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
+    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
+    assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
+    # The tightest limit counts.
     monkeypatch.setattr(machine, "_meminfo_available", lambda: 5000)
     for limits, free_bytes in (([], 5000), ([(9000, 100), (4000, 1000)], 3000), ([(4000, 4100)], 0)):
         monkeypatch.setattr(machine, "_cgroup_limits", lambda root, member, limits=limits: limits)
         assert machine.available_ram_bytes() == free_bytes
 
 
-def test_this_machine_has_memory() -> None:
-    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
-    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
-    assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
+DENSE = model_shape(checkpoint_of(CONFIGS["Llama-3-70B"]))
+MIXTURE = model_shape(mixture())
+CPU = Rates(1e9, 1e12)
+
+
+def plan_of(shape: ModelShape = DENSE, ram: int = 64 * GB, gpu: int | None = None, **how: Any) -> MemoryPlan:
+    settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, **how}
+    rates = settings.pop("rates", CPU)
+    return make_plan(shape, None, Budgets(ram, gpu, rates=rates), **settings)
+
+
+def pass_bytes(plan: MemoryPlan) -> int:
+    return plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
+
+
+def test_rows_are_what_link_and_computing_say() -> None:
+    one = wanted_rows(10.0, 0.01, 1 << 20)
+    assert 1000 <= one <= 2000, "about as many as are computed while the link delivers, and some more"
+    assert wanted_rows(20.0, 0.01, 1 << 20) == pytest.approx(2 * one, abs=64)
+    assert wanted_rows(10.0, 0.005, 1 << 20) == pytest.approx(2 * one, abs=64)
+    assert wanted_rows(10.0, 0.01, 900) == 900 and 0 < wanted_rows(0.0, 0.01, 900) <= 64
+    assert row_s(DENSE, 1e12) == pytest.approx(2 * 68.5e9 / 1e12, rel=0.01)
+    assert row_s(MIXTURE, 1e12) < 2 * MIXTURE.layer_weights / 1e12 / 2, "a row of a mixture meets its own experts"
+
+
+@pytest.mark.parametrize("shape", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_a_slower_link_asks_for_more_rows(shape: ModelShape) -> None:
+    ram = 64 * GB if shape is DENSE else 1600 * MIB
+    rows = [plan_of(shape, ram, rates=Rates(link, 1e12)).max_prompt_rows for link in (1e12, 1e9, 2e8, 1e7)]
+    assert rows == sorted(rows) and rows[0] == PROMPT_ROWS < rows[-1], rows
+    assert plan_of(shape, ram, rates=None).max_prompt_rows == PROMPT_ROWS, "nothing is known of the machine"
+
+
+def test_a_70b_on_an_l40_takes_in_700_tokens_a_second() -> None:
+    plan = plan_of(ram=256 * GB, gpu=48 * GB, context=4096, rates=USUAL_GPU)
+    computing_s = plan.max_prompt_rows * row_s(DENSE, USUAL_GPU.flops_per_s)
+    seconds = max(pass_bytes(plan) / USUAL_GPU.link_bytes_per_s, computing_s)
+    assert plan.max_prompt_rows / seconds >= 700
+    usual = plan_of(ram=256 * GB, gpu=48 * GB, context=4096, rates=None)
+    seconds = pass_bytes(usual) / USUAL_GPU.link_bytes_per_s
+    assert PROMPT_ROWS / seconds < 200, "with the usual rows the link is the slower side"
+
+
+def test_rows_of_a_pass_follow_link_disk_and_context() -> None:
+    how = {"ram": 40 * GB, "gpu": 48 * GB}
+    fast, slow = (plan_of(**how, rates=Rates(25e9, 1e14, disk)).max_prompt_rows for disk in (1e11, 2e9))
+    assert fast < slow
+    roomy = plan_of(ram=512 * GB, gpu=48 * GB, rates=Rates(25e9, 1e14, 2e9)).max_prompt_rows
+    assert roomy == pytest.approx(fast, rel=0.3), "nothing comes from the disk"
+    # What stays or is short has the usual rows.
+    assert plan_of(ram=512 * GB, rates=Rates(1e6, 1e15)).max_prompt_rows == PROMPT_ROWS
+    assert plan_of(context=300, rates=Rates(1e6, 1e15)).max_prompt_rows == 300
+    assert plan_of(context=600, rates=Rates(1e6, 1e15)).max_prompt_rows == 600, "one pass, and no more than there are"
+    # More rows need no more keys and values.
+    few, many = plan_of(rates=None), plan_of(rates=Rates(1e7, 1e15))
+    assert many.max_prompt_rows > few.max_prompt_rows
+    assert (many.kv_bytes, many.cache_slots, many.draft_slots) == (few.kv_bytes, few.cache_slots, few.draft_slots)
+
+
+def exceeds(plan: MemoryPlan) -> bool:
+    """Whether what its rows take, counted anew, is more than the plan has for them."""
+    shape = DENSE if plan.num_experts == 0 and len(plan.layer_bytes) == 80 else MIXTURE
+    outer = shape.row_bytes - (shape.inner_row_bytes if plan.gpu_bytes is None else 0)
+    pairs = shape.pair_bytes * plan.context
+    return plan.max_prompt_rows * (outer + pairs) > plan.activation_bytes
+
+
+PLACES = [(DENSE, 16 * GB, None), (DENSE, 64 * GB, None), (DENSE, 130 * GB, None), (DENSE, 64 * GB, 24 * GB),
+          (DENSE, 256 * GB, 48 * GB), (MIXTURE, 1200 * MIB, None), (MIXTURE, 1600 * MIB, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "ram", "gpu"), PLACES)
+@pytest.mark.parametrize("parallel", [1, 8])
+def test_rows_never_take_more_than_there_is(shape: ModelShape, ram: int, gpu: int | None, parallel: int) -> None:
+    how: dict[str, Any] = {"parallel": parallel, "context": 2048 if parallel > 1 else 8192}
+    usual = plan_of(shape, ram, gpu, rates=None, **how)
+    for link in (1e6, 1e8, 1e9, 1e10):
+        got = plan_of(shape, ram, gpu, rates=Rates(link, 1e14), **how)
+        assert got.total_bytes <= ram and got.gpu_total_bytes <= (gpu or 0) and not exceeds(got)
+        assert PROMPT_ROWS <= got.max_prompt_rows <= got.context
+        assert pass_bytes(got) <= 1.05 * pass_bytes(usual), "a text is written with these passes"
+
+
+def test_a_plan_that_forgets_the_memory_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(shape: ModelShape, num_rows: int, *more: Any, **how: Any) -> int:
+        return plans.activation_bytes(shape, min(num_rows, PROMPT_ROWS), *more, **how)
+
+    assert not exceeds(plan_of(rates=Rates(1e7, 1e15)))
+    monkeypatch.setattr(plan, "activation_bytes", forgetful)
+    assert exceeds(plan_of(rates=Rates(1e7, 1e15)))
+
+
+def test_where_memory_is_short_passes_get_shorter_before_a_run_is_refused() -> None:
+    with pytest.raises(UserError, match="two layer slots") as caught:
+        plan_of(ram=2 * GB)
+    least = plan.least_budget(lambda size: plan_of(ram=size))
+    assert f"raise `ram` to {-(-least // MIB)}MiB" in str(caught.value)
+    tight = plan_of(ram=least)
+    assert tight.max_prompt_rows < PROMPT_ROWS and tight.total_bytes <= least and not exceeds(tight)
+    assert plan_of(ram=least + 4 * GB).max_prompt_rows >= PROMPT_ROWS

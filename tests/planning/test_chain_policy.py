@@ -6,13 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from offload.planning.chains import (
-    ChainPolicy,
-    best_length,
-    operations_growth,
-    tokens_per_run,
-    wall_clock_gain,
-)
+from offload.planning.chains import ChainPolicy, best_length, operations_growth, tokens_per_run, wall_clock_gain
 from offload.planning.cost_model import Costs, Curve, Traffic
 from offload.stats import RunningMean
 from offload.trees.verification import acceptance
@@ -62,10 +56,17 @@ def test_the_lengths_of_table_2_are_nearly_the_best() -> None:
     assert [own for own, row in zip(best, TABLE_4, strict=True) if own == row[0]] == [5, 3]
 
 
-def test_bigrams_that_cost_nothing() -> None:
-    """Section 3.6: alpha 0.2, c = 0 and gamma 3 give 1.25; more guesses give no more than 1 / (1 - alpha)."""
+def test_gains_are_those_of_section_3() -> None:
+    # Section 3.6: alpha 0.2, c = 0 and gamma 3 give 1.25; more guesses give no more than 1 / (1 -
+    # alpha).
     assert wall_clock_gain(0.2, 3, 0) == pytest.approx(1.25, abs=0.005)
     assert wall_clock_gain(0.2, 1000, 0) == pytest.approx(1 / 0.8)
+    # Corollary 3.9: with alpha > c there is a gain, of (1 + alpha) / (1 + c) at least; else no
+    # guess is best.
+    for alpha, cost in ((0.3, 0.2), (0.21, 0.2), (0.9, 0.5)):
+        gamma = best_length(alpha, MOST, paper(cost))
+        assert wall_clock_gain(alpha, gamma, cost) >= (1 + alpha) / (1 + cost) > 1
+    assert best_length(0.2, MOST, paper(0.2)) == best_length(0.1, MOST, paper(0.2)) == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9999999, 1.0])
@@ -76,15 +77,7 @@ def test_tokens_of_a_run_are_those_of_a_capped_geometric_variable(alpha: float) 
         assert tokens_per_run(alpha, gamma) == pytest.approx(wanted)
 
 
-def test_the_corollary_says_whether_one_guess_pays() -> None:
-    """Corollary 3.9: with alpha > c there is a gain, of (1 + alpha) / (1 + c) at least; else the best is no guess."""
-    for alpha, cost in ((0.3, 0.2), (0.21, 0.2), (0.9, 0.5)):
-        gamma = best_length(alpha, MOST, paper(cost))
-        assert wall_clock_gain(alpha, gamma, cost) >= (1 + alpha) / (1 + cost) > 1
-    assert best_length(0.2, MOST, paper(0.2)) == best_length(0.1, MOST, paper(0.2)) == 0
-
-
-def test_alpha_is_the_overlap() -> None:
+def test_alpha_is_the_overlap_and_a_chance_whatever_rounding_does() -> None:
     generator = np.random.default_rng(3)
     for p_V, q_V in generator.dirichlet(np.full(9, 0.4), (50, 2)):
         by_hand = math.fsum(q * min(1, p / q) for p, q in zip(p_V, q_V, strict=True))
@@ -96,9 +89,7 @@ def test_alpha_is_the_overlap() -> None:
         assert lenient >= by_hand
     same_V, other_V = np.array([0.5, 0.5, 0, 0]), np.array([0, 0, 0.5, 0.5])
     assert acceptance(same_V, same_V) == 1 and acceptance(same_V, other_V) == 0
-
-
-def test_alpha_is_a_chance_whatever_rounding_does() -> None:
+    # It is a chance whatever rounding does.
     p_V = np.array([0.6, 0.4 + 4e-16])
     assert p_V.sum() > 1, "as sums of softmax may be"
     policy, seen = ChainPolicy.assumed(1.0, MOST), RunningMean()
@@ -142,9 +133,7 @@ def test_a_run_believes_its_own_guesses_the_more_it_has_seen() -> None:
     assert lengths[-1] == best_length(policy.belief(seen), MOST, paper(0.05)) <= 2
     assert policy.belief(seen) == pytest.approx((16 * 0.8 + 200 * 0.2) / 216)
     assert ChainPolicy.assumed(0.8, 3).length() == 3, "memory has no room for more"
-
-
-def test_an_estimate_knows_how_far_it_is_to_be_trusted() -> None:
+    # An estimate knows how far it is to be trusted.
     values = np.random.default_rng(5).random(300)
     found = RunningMean()
     found.add(values.tolist())

@@ -1,5 +1,6 @@
-"""What a step costs on a machine that is not here, against sums done by hand and against the paper's own figures."""
+"""What a step costs: sums done by hand, the paper's own figures, and the slot cycle of runs on a counted clock."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,30 +12,29 @@ from tiny import FAMILIES, build, save
 from offload.bench.latency.prediction import PAPER_BASE_S, paper_rows
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import (
     DRAFT_OVERHEAD_S,
     KERNEL_S,
     KERNELS_PER_LAYER,
+    LAUNCH_S,
+    NOTHING,
     REPLAYED_KERNELS,
     VERIFY_S,
+    Costs,
     Curve,
     Prediction,
+    StepTime,
     Traffic,
     costs_on,
     paced,
     step_time,
 )
-from offload.planning.hardware import Hardware
+from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.search import MEASURED, range_for
-from offload.trees.topology import (
-    DEFAULT_ACCEPTANCE,
-    PACES,
-    DynamicShape,
-    best_first,
-    chain,
-    expected_tokens,
-)
+from offload.streaming.stage import Stage
+from offload.trees.topology import DEFAULT_ACCEPTANCE, PACES, DynamicShape, Shape, best_first, chain, expected_tokens
 
 GB = 10**9
 TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,
@@ -52,6 +52,7 @@ def test_the_papers_l40_is_predicted_from_data_sheets() -> None:
 
 
 def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
+    # A pass reads its weights or multiplies them.
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     costs = costs_on(TOY, target, draft, num_positions=1000)
     weights = sum(target.layer_bytes) + target.head_bytes
@@ -64,9 +65,7 @@ def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
         DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12 + 32 * REPLAYED_KERNELS * KERNEL_S, rel=0.01
     )
     assert costs_on(TOY, target, None, 0).draft_step_s == Curve((1,), (DRAFT_OVERHEAD_S,))
-
-
-def test_a_row_is_multiplied_with_its_own_experts_and_many_rows_read_them_all() -> None:
+    # A row is multiplied with its own experts and many rows read them all.
     dense = SHAPES["Llama-2-70B"]
     routed = replace(
         dense, routed_weights=dense.num_weights // 2, routed_bytes=dense.num_bytes // 2, routed_share=1 / 8
@@ -92,6 +91,7 @@ def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path:
 
 
 def test_a_step_is_drafting_and_the_slower_side() -> None:
+    # A step is drafting and the slower side.
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     memory = make_plan(target, draft, Budgets(TOY.ram_bytes, TOY.gpu_bytes), context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
@@ -109,6 +109,14 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     assert step_time(slow, traffic, chain(9)).limit == "draft"
     quick = replace(costs, link_bytes_per_s=1e15)
     assert step_time(quick, traffic, chain(1)).limit == "compute"
+    # The disk sets the pace where it feeds the card too slowly.
+    target = SHAPES["Llama-2-70B"]
+    memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
+    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.of(memory, TOY).is_disk_slower
+    traffic = Traffic.of(memory, TOY)
+    assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
+    quick = replace(TOY, disk_bytes_per_s=20e9)
+    assert Traffic.of(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, is_disk_slower=False)
 
 
 @pytest.mark.parametrize("num_nodes", [64, 128, 512])
@@ -125,16 +133,6 @@ def test_growth_goes_at_the_pace_that_costs_least(num_nodes: int) -> None:
         assert step_time(own, traffic, replace(bounds, pace=pace)).draft_s < step_time(own, traffic, other).draft_s
 
 
-def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
-    target = SHAPES["Llama-2-70B"]
-    memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
-    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.of(memory, TOY).is_disk_slower
-    traffic = Traffic.of(memory, TOY)
-    assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
-    quick = replace(TOY, disk_bytes_per_s=20e9)
-    assert Traffic.of(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, is_disk_slower=False)
-
-
 def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:
     for one in MEASURED:
         expected = expected_tokens(
@@ -144,3 +142,90 @@ def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:
         assert 1 < low < high and low - 1e-9 <= one.tokens_per_sweep <= high + 1e-9, one
     assert range_for(0.5) == range_for(0.1) != range_for(0.02) == range_for(1e-4)
     assert range_for(0.1).of(1.0) == (1.0, 1.0), "a sweep yields one token, whatever the draft"
+
+
+TREES = {"none": chain(0), "static": best_first(DEFAULT_ACCEPTANCE, 768, 24), "dynamic": DynamicShape(768, 32),
+         "large": DynamicShape(2048, 32)}  # fmt: skip
+MACHINES = ("l40", "a100-80gb", "h100")  # of which each has room for a part of the target
+
+
+def opened(machine: Hardware, shape: Shape) -> tuple[Costs, MemoryPlan]:
+    target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
+    costs = costs_on(machine, target, draft, 2048)
+    budgets = Budgets(machine.ram_bytes, machine.gpu_bytes)
+    return costs, make_plan(target, draft, budgets, context=4096, num_nodes=shape.num_nodes)
+
+
+def played_s(plan: MemoryPlan, costs: Costs, step: StepTime, num_steps: int = 4) -> float:
+    """Seconds of a step, after the first one; what neither drafts nor computes layers stands between the sweeps."""
+    link_at = now = 0.0
+
+    def carry(block: int, _: torch.Tensor, free: float | None) -> list["Future[float]"]:
+        nonlocal link_at
+        link_at = max(link_at, free or 0.0) + plan.layer_bytes[block] / costs.link_bytes_per_s
+        arrives = Future[float]()
+        arrives.set_result(link_at)
+        return [arrives]
+
+    num_layers, ends = len(plan.layer_bytes), list[float]()
+    streamed = [layer for layer in range(num_layers) if not plan.is_resident[layer]]
+    stage = Stage(carry, streamed, [torch.empty(0)] * plan.num_slots)
+    stage.start()
+    for _ in range(num_steps):
+        now += step.draft_s + step.host_s + step.verify_s
+        for layer in range(num_layers):
+            if layer in streamed:
+                now = max(now, stage.acquire(layer).ready)
+            now += step.compute_s / num_layers
+            if layer in streamed:
+                stage.release(layer, now)
+        ends.append(now)
+    return (ends[-1] - ends[0]) / (num_steps - 1)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("tree", TREES)
+def test_a_step_takes_what_playing_it_through_says(tree: str, machine: str) -> None:
+    shape, hardware = TREES[tree], KNOWN[machine]
+    costs, plan = opened(hardware, shape)
+    step = step_time(costs, Traffic.of(plan, hardware), shape)
+    seen_s = played_s(plan, costs, step)
+    assert step.total_s == pytest.approx(seen_s, rel=0.01)
+    if tree != "none":  # as if nothing were hidden behind drafting, and as if all of it were
+        wrong = [Traffic.of(plan, hardware)._replace(slots_bytes=slots_bytes) for slots_bytes in (0, 1 << 60)]
+        wrong_s = [step_time(costs, one, shape).total_s for one in wrong]
+        assert any(one_s != pytest.approx(seen_s, rel=0.01) for one_s in wrong_s)
+
+
+def test_every_term_is_in_the_bill_and_more_slots_gain_nothing() -> None:
+    # Slots beyond what drafting takes gain nothing.
+    shape, hardware = TREES["dynamic"], KNOWN["l40"]
+    costs, plan = opened(hardware, shape)
+    step = step_time(costs, Traffic.of(plan, hardware), shape)
+    resident = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
+    tier_L = list(plan.tier_L)
+    tier_L[resident[len(resident) // 2]] = next(tier for tier in tier_L if tier != plan.tier_L[resident[0]])
+    other = replace(plan, tier_L=tuple(tier_L), num_slots=plan.num_slots + 1)
+    assert other.num_resident == plan.num_resident - 1
+    assert played_s(other, costs, step) == pytest.approx(played_s(plan, costs, step), rel=1e-3)
+    # Every term is in the bill: each of them left out makes the step shorter.
+    shape, hardware = TREES["dynamic"], KNOWN["l40"]
+    costs, plan = opened(hardware, shape)
+    traffic = Traffic.of(plan, hardware)
+    whole = step_time(costs, traffic, shape)
+    for name, less in {"grow_s": NOTHING, "host_s": NOTHING, "draft_step_s": NOTHING, "ends_share": 0.0,
+                       "verify_s": 0.0}.items():  # fmt: skip
+        assert step_time(replace(costs, **{name: less}), traffic, shape).total_s < whole.total_s, name
+
+
+def test_kernels_are_launched_or_replayed() -> None:
+    """A small draft's pass is no quicker than its kernels; a recorded one waits for no host."""
+    fast = replace(KNOWN["h200"], memory_bytes_per_s=1e18, flops_per_s=1e21)
+    target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
+    costs, num_kernels = costs_on(fast, target, draft, 0), 32 * REPLAYED_KERNELS
+    for rows, kernel_s in ((1, KERNEL_S), (128, KERNEL_S), (129, LAUNCH_S), (512, LAUNCH_S)):
+        assert costs.draft_step_s.at(rows) == pytest.approx(DRAFT_OVERHEAD_S + num_kernels * kernel_s, rel=1e-3)
+    for rows in (1, 2048):
+        assert costs.compute_s.at(rows) == pytest.approx(80 * KERNELS_PER_LAYER * LAUNCH_S, rel=1e-3)
+    host = replace(fast, gpu_bytes=None, link_bytes_per_s=None)
+    assert costs_on(host, target, None, 0).compute_s.at(1) < 1e-3, "a CPU launches nothing"

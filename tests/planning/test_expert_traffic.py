@@ -1,4 +1,9 @@
-"""Sweeps whose bytes depend on their rows: on demand or ahead, and what follows for trees, growth and guesses."""
+"""Sweeps whose bytes depend on their rows, and how many experts a pass needs and misses, against public routing traces.
+
+The figures are of one text on Qwen3-30B-A3B, 128 experts a layer of which 6 were chosen, and of gpt-oss-120b, 2 of 128
+(github.com/Helldez/BigMoeOnEdge, docs/bench-data): unions of random tokens of the text, experts that a cache by use has
+to read for a token, and what the same sums say with the shares that were counted there.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,16 +16,7 @@ from mixture_headers import mixture
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, ModelFiles, make_plan
 from offload.planning.chains import ChainPolicy
-from offload.planning.cost_model import (
-    DEMAND_RATE,
-    NEVER,
-    Costs,
-    Curve,
-    Traffic,
-    link_alone,
-    overlapped_s,
-    step_of,
-)
+from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
 from offload.planning.room import MemoryBudget
@@ -63,9 +59,11 @@ def test_bytes_rise_with_rows_up_to_all_that_is_not_kept() -> None:
     assert traffic(kept=0.2).experts.hit_share(1) > 0.5 > traffic(kept=0.05).experts.hit_share(1)  # type: ignore[union-attr]
     nothing = traffic(kept=1.0)
     assert nothing.bytes_at(64) == 0 and not nothing.is_streamed and traffic(kept=0.9).is_streamed
+    # Nothing is read ahead where nothing has to come.
+    assert traffic(kept=1.0).ahead_rows(costs()) == Traffic(GB, 0).ahead_rows(None) == NEVER
 
 
-def test_computing_waits_for_what_routers_ask_for() -> None:
+def test_computing_waits_for_what_routers_ask_for_unless_many_rows_read_ahead() -> None:
     moved, known = traffic(kept=0.2, dense_bytes=GB), costs(pass_s=0.5)
     step = step_of(known, moved, 4, (1, 1))
     asked_s = moved.experts.bytes_at(4) / (DEMAND_RATE * LINK)  # type: ignore[union-attr]
@@ -76,9 +74,7 @@ def test_computing_waits_for_what_routers_ask_for() -> None:
     assert beside_s + 0.85 * asked_s < step.sweep_s < beside_s + asked_s, "reads and products nearly take turns"
     assert step.sweep_s == pytest.approx(overlapped_s(beside_s, asked_s, 0.9))
     assert step_of(costs(pass_s=60.0), moved, 4, ()).limit == "compute"
-
-
-def test_many_rows_read_ahead_as_whole_layers_do() -> None:
+    # Many rows read ahead, as whole layers do.
     moved = traffic(kept=0.1)
     whole_s = moved.experts.whole_bytes / LINK  # type: ignore[union-attr]
     known = costs(row_s=1e-3 * whole_s, penalty=0.2)
@@ -96,10 +92,6 @@ def test_ahead_begins_where_it_is_quicker(routing: ExpertRouting, kept: float) -
         assert 1 < rows < 600
         assert step_of(curves, moved, rows, ()).asked_s == 0 and step_of(curves, moved, rows - 1, ()).asked_s > 0
     assert moved.ahead_rows(costs(row_s=1e-2)) <= moved.ahead_rows(costs()), "what hides computing comes earlier"
-
-
-def test_nothing_is_read_ahead_where_nothing_has_to_come() -> None:
-    assert traffic(kept=1.0).ahead_rows(costs()) == Traffic(GB, 0).ahead_rows(None) == NEVER
 
 
 def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> None:
@@ -162,7 +154,7 @@ def test_a_second_pool_spares_the_disk() -> None:
     sizes = [one.bytes_at(4) for one in (few, many, all_of)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 2 * sizes[2]
     assert few.is_disk_slower and not all_of.is_disk_slower
-    assert all_of.bytes_at(4) == pytest.approx(all_of.experts.near_bytes_at(4))  # type: ignore[union-attr]
+    assert all_of.bytes_at(4) == pytest.approx(all_of.experts.link_bytes_at(4))  # type: ignore[union-attr]
 
 
 def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
@@ -192,9 +184,7 @@ def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
         assert with_experts(replace(budget, experts="layers"), fine).experts == "layers"
     assert with_experts(room(64 * GB), fine).experts == "layers", "where all of it stays there is nothing to choose"
     assert with_experts(room(2 * GB), dense).experts == "layers"
-
-
-def test_a_named_tree_that_needs_all_experts_is_weighed_as_it_is() -> None:
+    # A named tree that needs all experts is weighed as it is.
     target = mixture(num_hidden_layers=24)
     files = ModelFiles(target, mixture(num_hidden_layers=1))
     budget = room(int(0.3 * sum(model_shape(target).layer_bytes)) + 2_000_000_000)
@@ -203,3 +193,108 @@ def test_a_named_tree_that_needs_all_experts_is_weighed_as_it_is() -> None:
     known = link_alone(1.0)
     seconds = {how: step_of(known, one, 512, ()).sweep_s for how, one in ways.items() if one is not None}
     assert with_experts(budget, files, num_nodes=512).experts == min(seconds, key=lambda how: seconds[how])
+
+
+NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN = 48, 128, 6
+UNIONS = {2: 1.76, 4: 2.90, 8: 4.43, 16: 6.15, 32: 7.7}  # in units of k
+INDEPENDENT = {2: 1.95, 4: 3.73, 8: 6.80, 16: 11.4, 32: 16.7, 64: 20.4}
+MISSES = {1: {0.03: 4.2, 0.05: 3.6, 0.10: 2.5, 0.20: 1.2}, 4: {0.03: 4.8, 0.05: 4.2, 0.10: 3.1, 0.20: 1.5}}
+YIELDS = {1: 1.0, 2: 1.8, 4: 2.95, 8: 4.16, 16: 5.0, 32: 5.85, 64: 6.7, 128: 7.6}  # tokens of a sweep, by its nodes
+
+
+def shares(ranks: np.ndarray, num_chosen: int, num_layers: int = NUM_LAYERS) -> ExpertRouting:
+    """The same in every layer, in proportion to `ranks`; what is above 1 goes to the others."""
+    low, high = 0.0, 1e6
+    for _ in range(100):
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.minimum(1, scale * ranks).sum() < num_chosen else (low, scale)
+    return ExpertRouting(np.tile(np.minimum(1, low * ranks), (num_layers, 1)))
+
+
+@pytest.fixture(scope="module")
+def text() -> ExpertRouting:
+    """Shares as of that text: 52 experts of a layer in use, falling with the power 0.75 of their rank."""
+    rank = np.arange(1, NUM_EXPERTS + 1)
+    return shares(np.where(rank <= 52, rank**-0.75, 0.0), NUM_CHOSEN)
+
+
+def test_the_shares_of_a_text_say_how_many_experts_its_rows_need(text: ExpertRouting) -> None:
+    per_layer = NUM_LAYERS * NUM_CHOSEN
+    assert text.distinct(1) == pytest.approx(per_layer) and text.num_experts == NUM_LAYERS * NUM_EXPERTS
+    for num_rows, wanted in UNIONS.items():
+        assert text.distinct(num_rows) / per_layer == pytest.approx(wanted, rel=0.02)
+    # Independent choices need twice as many.
+    alike = shares(np.ones(NUM_EXPERTS), NUM_CHOSEN)
+    for num_rows, wanted in INDEPENDENT.items():
+        assert alike.distinct(num_rows) / NUM_LAYERS / NUM_CHOSEN == pytest.approx(wanted, rel=0.01)
+    for num_rows in (8, 16, 32):
+        assert INDEPENDENT[num_rows] > 1.5 * UNIONS[num_rows], "which is what measuring is for"
+    half = alike.num_experts // 2
+    assert alike.misses(4, half) == pytest.approx(alike.distinct(4) / 2), "none is better to keep"
+
+
+@pytest.mark.parametrize("num_rows", MISSES)
+def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int, text: ExpertRouting) -> None:
+    """Layers differ more than these do, so a little less is read there."""
+    for room, wanted in MISSES[num_rows].items():
+        kept = round(room * text.num_experts)
+        assert text.misses(num_rows, kept) / NUM_LAYERS / YIELDS[num_rows] == pytest.approx(wanted, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "wanted"),
+    [
+        (8, 2, [1, 0.97, 0.93, 0.87, 0.79, 0.68, 0.60, 0.53]),
+        (128, 8, [1, 1.08, 1.23, 1.55, 2.1, 2.4, 2.3, 2.1]),
+        (128, 4, [1, 1.09, 1.29, 1.73, 2.5, 3.5, 4.1, 4.1]),
+    ],
+)
+def test_experts_per_token_of_an_empty_cache(num_experts: int, num_chosen: int, wanted: list[float]) -> None:
+    """In units of k, where choices are independent: a big tree pays for few experts, and one row for many."""
+    alike = shares(np.ones(num_experts), num_chosen, 1)
+    for (num_rows, tokens), each in zip(YIELDS.items(), wanted, strict=True):
+        assert alike.distinct(num_rows) / num_chosen / tokens == pytest.approx(each, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen"), [(128, 8), (128, 4), (256, 8), (64, 8), (32, 4), (8, 2), (4, 4)]
+)
+def test_what_is_usual_lies_between_the_traces_and_independence(num_experts: int, num_chosen: int) -> None:
+    usual, alike = ExpertRouting.usual(3, num_experts, num_chosen), shares(np.ones(num_experts), num_chosen, 3)
+    assert usual.q_LE.shape == (3, num_experts) and np.allclose(usual.q_LE.sum(1), num_chosen)
+    for num_rows in (2, 4, 8):
+        ratio = usual.distinct(num_rows) / 3 / num_chosen
+        assert ratio <= alike.distinct(num_rows) / 3 / num_chosen + 1e-9
+        assert ratio >= min(num_rows**0.66, 0.88 * alike.distinct(num_rows) / 3 / num_chosen)
+    if num_experts >= 16 * num_chosen:
+        assert usual.distinct(8) / 3 / num_chosen == pytest.approx(8**0.75, rel=0.01)
+
+
+def test_misses_fall_with_room_and_needs_rise_with_rows() -> None:
+    usual = ExpertRouting.usual(48, 128, 8)
+    for num_rows in (1, 4, 64, 512):
+        misses = [usual.misses(num_rows, kept) for kept in (0, 7, 300, 1200, 3000, 6144)]
+        assert misses == sorted(misses, reverse=True) and misses[-1] == 0 and misses[0] == usual.distinct(num_rows)
+    needs = [usual.distinct(num_rows) for num_rows in (0, 1, 2, 3, 8, 512, 1e6)]
+    assert needs == sorted(needs) and needs[0] == 0 and needs[-1] == pytest.approx(48 * 128)
+    assert usual.misses(1, 1229) < 0.5 * usual.distinct(1), "a fifth of them is more than half of what a token needs"
+
+
+def test_counts_take_over_from_what_is_usual() -> None:
+    generator = np.random.default_rng(0)
+    truth = np.stack([generator.permutation(np.arange(1, 33.0) ** -1.2) for _ in range(5)])
+    truth *= 4 / truth.sum(1, keepdims=True)
+    truth = np.minimum(truth, 0.95)
+    usual, exact = ExpertRouting.usual(5, 32, 4), ExpertRouting(truth)
+
+    def counted(num_tokens: int) -> ExpertRouting:
+        return ExpertRouting.counted(generator.binomial(num_tokens, truth), num_tokens)
+
+    few, many = counted(20), counted(5000)
+    assert np.abs(many.q_LE - truth).max() < 0.03
+    for num_rows, kept in ((1, 0), (4, 32), (8, 60)):
+        wanted = exact.misses(num_rows, kept)
+        assert many.misses(num_rows, kept) == pytest.approx(wanted, rel=0.03)
+        assert abs(few.misses(num_rows, kept) - wanted) < max(0.3 * wanted, abs(usual.misses(num_rows, kept) - wanted))
+    nothing = ExpertRouting.counted(np.zeros((5, 32)), 0)
+    assert nothing.distinct(1) == pytest.approx(5, rel=0.01), "without a count one expert a layer is all that is known"

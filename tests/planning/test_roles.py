@@ -1,6 +1,7 @@
-"""Who does what among many ranks: what adds up, and what is refused."""
+"""Who does what among many ranks, and how their runs follow each other: what adds up, and what is refused."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,62 +9,66 @@ import pytest
 from offload.errors import UserError
 from offload.planning.options import LoadOptions, check_models
 from offload.rank_roles import (
+    PaperCut,
+    PipelineOptions,
     RankInfo,
     Roles,
     find_place,
+    free_rows,
     own_value,
+    parse_pipeline,
     parse_roles,
     require_exact_rule,
 )
 
+READ: list[tuple[Callable[..., object], tuple[Any, ...], object]] = [
+    (parse_roles, ("shards", 1), Roles(1)),
+    (parse_roles, ("shards", 5), Roles(5)),
+    (parse_roles, ("stages:0-2,draft:3", 4), Roles(4, (0, 1, 2), 3)),
+    (parse_roles, ("stages:0,1,2", 3), Roles(3, (0, 1, 2))),
+    (parse_roles, ("draft:1,stages:2,0", 3), Roles(3, (2, 0), 1)),
+    (parse_roles, ("stages:0-2,4,draft:3", 5), Roles(5, (0, 1, 2, 4), 3)),
+    (parse_roles, ("stages:0", 1), Roles(1, (0,))),
+    (parse_pipeline, ("async",), PipelineOptions()),
+    (parse_pipeline, (" Plain ",), PipelineOptions(mode="plain")),
+    (parse_pipeline, ("sync,rows=128",), PipelineOptions(mode="sync", micro_batch=128)),
+    (parse_pipeline, ("async,rows=8, runs=3",), PipelineOptions(micro_batch=8, credits=3)),
+    (parse_pipeline, ("async,cut=0.3/0.4/0.01",), PipelineOptions(cut=PaperCut(0.3, 0.4, 0.01))),
+    (parse_pipeline, ("async,cut=1/0/0",), PipelineOptions(cut=PaperCut(1, 0, 0))),
+    (parse_pipeline, ("async,rows=1024,cut=0/1/0.001",), PipelineOptions(micro_batch=1024, cut=PaperCut(0, 1, 0.001))),
+    (parse_pipeline, ("async,no-cancel,no-continuous",), PipelineOptions(cancels=False, is_continuous=False)),
+]
 
-@pytest.mark.parametrize(
-    ("text", "num_ranks", "roles"),
-    [
-        ("shards", 1, Roles(1)),
-        ("shards", 5, Roles(5)),
-        ("stages:0-2,draft:3", 4, Roles(4, (0, 1, 2), 3)),
-        ("stages:0,1,2", 3, Roles(3, (0, 1, 2))),
-        ("draft:1,stages:2,0", 3, Roles(3, (2, 0), 1)),
-        ("stages:0-2,4,draft:3", 5, Roles(5, (0, 1, 2, 4), 3)),
-        ("stages:0", 1, Roles(1, (0,))),
-    ],
-)
-def test_roles_that_add_up(text: str, num_ranks: int, roles: Roles) -> None:
-    assert parse_roles(text, num_ranks) == roles
-    assert roles.is_sharded == (text == "shards")
+
+@pytest.mark.parametrize(("parse", "given", "wanted"), READ)
+def test_forms_are_read(parse: Callable[..., object], given: tuple[Any, ...], wanted: object) -> None:
+    assert parse(*given) == wanted
+    assert not isinstance(wanted, Roles) or wanted.is_sharded == (given[0] == "shards")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("halves", "must be shards or such as stages:0-2,draft:3"),
-        ("", "ranks are numbers"),
-        ("stages:", "ranks are numbers"),
-        ("stages:a-b", "ranks are numbers"),
-        ("stages:0-1-2", "ranks are numbers"),
-        ("stages:0,,1", "ranks are numbers"),
-        ("stages:-1", "ranks are numbers"),
-        ("0-2", "ranks are numbers"),
-        ("draft:3", "name the stages"),
-        ("stages:0-1,draft:2,3", "one draft rank"),
-        ("stages:0-1,stages:2-3", "name each role once"),
-        ("stage:0-3", "stage is no role"),
-        ("shards,draft:3", "ranks are numbers"),
-        ("stages:0-1,1-3", "name each rank once"),
-        ("stages:0-3,draft:0", "must be no stage"),
-        ("stages:0-4", "from 0 to 3, got stages:0-4: start 5 ranks"),
-        ("stages:0-2,draft:99", "from 0 to 3"),
-        ("stages:0-1", "a role for each of 4 ranks, got stages:0-1: name 2, 3 too"),
-        ("stages:3-0", "must rise"),
-        ("stages:1-3", "rank 0 in `ranks` must be a stage"),
-        ("stages:1-3,draft:0", "name 0 among the stages"),
-    ],
-)
-def test_roles_that_do_not_add_up_are_refused(text: str, words: str) -> None:
-    with pytest.raises(UserError, match="`ranks`") as refused:
-        parse_roles(text, 4)
-    assert words in str(refused.value)
+ROLES = [
+    ("halves", "must be shards or such as stages:0-2,draft:3"),
+    ("", "ranks are numbers"),
+    ("stages:", "ranks are numbers"),
+    ("stages:a-b", "ranks are numbers"),
+    ("stages:0-1-2", "ranks are numbers"),
+    ("stages:0,,1", "ranks are numbers"),
+    ("stages:-1", "ranks are numbers"),
+    ("0-2", "ranks are numbers"),
+    ("draft:3", "name the stages"),
+    ("stages:0-1,draft:2,3", "one draft rank"),
+    ("stages:0-1,stages:2-3", "name each role once"),
+    ("stage:0-3", "stage is no role"),
+    ("shards,draft:3", "ranks are numbers"),
+    ("stages:0-1,1-3", "name each rank once"),
+    ("stages:0-3,draft:0", "must be no stage"),
+    ("stages:0-4", "from 0 to 3, got stages:0-4: start 5 ranks"),
+    ("stages:0-2,draft:99", "from 0 to 3"),
+    ("stages:0-1", "a role for each of 4 ranks, got stages:0-1: name 2, 3 too"),
+    ("stages:3-0", "must rise"),
+    ("stages:1-3", "rank 0 in `ranks` must be a stage"),
+    ("stages:1-3,draft:0", "name 0 among the stages"),
+]
 
 
 def test_what_stages_cannot_verify_is_refused_and_shards_can() -> None:
@@ -162,3 +167,49 @@ def test_of_a_list_each_rank_has_its_own() -> None:
     assert own_value("8GiB,16GiB", "--ram", None) == "8GiB,16GiB", "refused as a size"
     with pytest.raises(UserError, match="--ram must have one value, or one for each of 2 ranks, got 1,2,3"):
         own_value("1,2,3", "--ram", place)
+
+
+PIPELINES = [
+    ("", "plain, sync or async"),
+    ("fast", "plain, sync or async"),
+    ("async,fast", "settings, each once"),
+    ("async,rows=4,rows=5", "settings, each once"),
+    ("async,", "settings, each once"),
+    ("async,rows=four", "rows of `pipeline` cannot be 'four'"),
+    ("async,rows=" + "9" * 5000, "rows of `pipeline`"),
+    ("async,rows=0", "rows of `pipeline` must be 1 to 1024"),
+    ("sync,rows=1025", "rows of `pipeline` must be 1 to 1024"),
+    ("async,runs=-1", "runs of `pipeline` must be 1 to 1024"),
+    ("async,no-cancel=yes", "no-cancel of `pipeline` cannot be 'yes'"),
+    ("async,cut=0.3", "cut of `pipeline` cannot be '0.3'"),
+    ("async,cut=0.3/nan/0", "must lie in [0, 1]"),
+    ("async,cut=0.3/2/0", "must lie in [0, 1]"),
+    ("async,cut=0.3/0.4/1e-9", "decay of `pipeline` must be 0 or 0.001 at least, got 1e-09"),
+    ("sync,runs=2", "runs of `pipeline` goes with async"),
+    ("sync,no-cancel", "no-cancel of `pipeline` goes with async"),
+    ("plain,no-continuous", "no-continuous of `pipeline` goes with async"),
+    ("plain,rows=4", "rows of `pipeline` goes with sync or async"),
+    ("plain,cut=0/0/0", "cut of `pipeline` goes with sync or async"),
+]
+REFUSED = [*((parse_roles, (text, 4), words) for text, words in ROLES),
+           *((parse_pipeline, (text,), words) for text, words in PIPELINES)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parse", "given", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(
+    parse: Callable[..., object], given: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(UserError, match=r"`ranks`|`pipeline`") as refusal:
+        parse(*given)
+    line = str(refusal.value)
+    assert words in line and "\n" not in line and len(line) < 400
+
+
+def test_free_rows_and_numbers_of_runs() -> None:
+    assert [free_rows(times) for times in ([1, 1, 1, 1, 1], [1, 1.1, 1.2, 2, 4], [1, 2], [1])] == [32, 4, 1, 1]
+    # Numbers follow from the mode where none are named.
+    assert [PipelineOptions(mode=mode).num_runs(3) for mode in ("plain", "sync", "async")] == [1, 1, 4]
+    assert [PipelineOptions(mode=mode).num_rows(16) for mode in ("plain", "sync", "async")] == [1, 64, 16]
+    assert parse_pipeline("async,rows=2,runs=9").num_rows(16) == 2
+    assert parse_pipeline("async,rows=2,runs=9").num_runs(3) == 9
+    assert not PipelineOptions(mode="plain").speculates

@@ -6,15 +6,18 @@ either the truth, or what a trial with weights in the processor's cache, one tex
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from matrix import matrix
 
+from offload.bench.harness.routing import Pass
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.search import TreeSearch, rank_trees
-from offload.planning.seen import ObservedPass, with_misses
+from offload.planning.seen import with_misses
 from offload.planning.selector import Trees
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
@@ -125,7 +128,7 @@ def passes(machine: Machine, trees: Trees, num_texts: int, num_passes: int, seed
         late = rng.normal(1.0, 0.03) * (1.5 if rng.random() < 0.05 else 1.0)
         sweep_s, tokens = step.sweep_s * late, [tokens_of(machine, shape, rng) for _ in range(num_texts)]
         stall_s = max(0.0, step.sweep_s - step.compute_s) * (step.link_s > step.compute_s)
-        trees.took(ObservedPass([shape] * num_texts, tokens, step.draft_s, sweep_s, stall_s, machine.streamed_bytes))
+        trees.took(Pass([shape] * num_texts, tokens, step.draft_s, sweep_s, stall_s, machine.streamed_bytes))
 
 
 def believed(machine: Machine, how: str, num_texts: int) -> Costs:
@@ -156,9 +159,10 @@ def mean_cost(machine: Machine, how: str, num_texts: int, seed: int, *, first: i
     return float(1 / np.mean([1 / one for one in costs])) / least_s(machine, num_texts)
 
 
-@pytest.mark.parametrize("how", ["truth", "half", "twice"])
-@pytest.mark.parametrize("num_texts", [2, 4, 8, 16])
-@pytest.mark.parametrize("name", MACHINES)
+AXES = (MACHINES, (2, 4, 8, 16), ("truth", "half", "twice"))
+
+
+@matrix("name, num_texts, how", product(*AXES), daily=12)
 def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -> None:
     assert mean_cost(MACHINES[name], how, num_texts, seed=num_texts) <= ALLOWED
 

@@ -1,4 +1,4 @@
-"""Who gets how much of a model: against figures of a pocket calculator, brute force, and many random machines."""
+"""Who gets how much of a model, and what ranks send each other: a pocket calculator, brute force, random machines."""
 
 import math
 import random
@@ -7,14 +7,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from offload.errors import UserError
-from offload.planning.shares import (
-    Load,
-    RankCapacity,
-    shard_fractions,
-    shard_link_s,
-    stage_layers,
-    stage_link_s,
-)
+from offload.planning.cluster import Gathers, Hops, Network
+from offload.planning.shares import Load, RankCapacity, shard_fractions, shard_link_s, stage_layers, stage_link_s
 
 GB = 10**9
 LLAMA = Load([1_711_250_000] * 80, num_slots=0)  # Llama-3-70B in bf16; 136.9 GB
@@ -56,8 +50,8 @@ def test_the_times_of_four_laptops(memory_gb: int, shards: tuple[float, ...], st
         assert one_run_s == pytest.approx(seconds, abs=0.051)
 
 
-def test_uneven_ranks_are_done_at_once() -> None:
-    """T = (B - sum of memories) / (sum of links), w = (m + l T) / B."""
+def test_who_is_slower_gets_less() -> None:
+    # Uneven ranks are done at once.
     ranks = [RankCapacity(26 * GB, 3e9), RankCapacity(10 * GB, 7e9), RankCapacity(0, 1e9)]
     seconds = (136.9 - 36) / 11
     shares = shard_fractions(ranks, LLAMA)
@@ -65,13 +59,16 @@ def test_uneven_ranks_are_done_at_once() -> None:
     assert [shard_link_s(*pair, share) for *pair, share in zip(ranks, [LLAMA] * 3, shares, strict=True)] == (
         pytest.approx([seconds] * 3)
     )
-
-
-def test_slow_processors_get_less() -> None:
-    """The second rank's link would do for half of it, its processor for a tenth."""
+    # Slow processors get less: the second rank's link would do for half of it, its processor for a
+    # tenth.
     ranks = [RankCapacity(0, 1e9, 10.0), RankCapacity(0, 1e9, 1000.0)]
     seconds = 1 / (1e9 / LLAMA.num_bytes + 1 / 1000)
     assert shard_fractions(ranks, LLAMA) == pytest.approx([1e9 * seconds / LLAMA.num_bytes, seconds / 1000])
+    # Between two slots and three nothing stays.
+    ranks, load = [RankCapacity(1_800_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
+    seconds = (1 - 1.8 / 7) / (1 / 7 + 1 / 4)
+    assert shard_fractions(ranks, load) == pytest.approx([(1.8 + seconds) / 7, seconds / 4])
+    assert shard_s(ranks, load) == pytest.approx(seconds)
 
 
 def test_where_all_of_it_fits_computing_decides_and_else_memory() -> None:
@@ -168,17 +165,55 @@ def test_what_cannot_be_shared_is_refused() -> None:
     assert least == pytest.approx([0.5, 0.5])
 
 
-def test_between_two_slots_and_three_nothing_stays() -> None:
-    """B = 4, three slots are 3: the first rank has room beside its slots, (1.8 + T) / 7; the second has none, T / 4."""
-    ranks, load = [RankCapacity(1_800_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
-    seconds = (1 - 1.8 / 7) / (1 / 7 + 1 / 4)
-    assert shard_fractions(ranks, load) == pytest.approx([(1.8 + seconds) / 7, seconds / 4])
-    assert shard_s(ranks, load) == pytest.approx(seconds)
-
-
 def test_a_card_behind_a_disk_is_as_slow_as_its_disk() -> None:
     """40 GB on the card, 60 in pinned memory, and 36.9 of a 136.9 GB model come from the disk."""
     card = RankCapacity(40 * GB, 25e9, 0.0, 60 * GB, 1e9)
     assert shard_s([card], LLAMA) == pytest.approx(36.9)
     assert shard_s([card._replace(host_bytes=100 * GB)], LLAMA) == pytest.approx(96.9 / 25)
     assert stage_link_s(card, LLAMA, LLAMA.num_bytes) == pytest.approx(36.9)
+
+
+GBE = {  # Gbit/s -> payload per second and latency; packets carry 1448 bytes of 1538 on the wire
+    1: Network(0.94e9 / 8, 100e-6),
+    2.5: Network(2.5 * 0.94e9 / 8, 80e-6),
+    10: Network(10 * 0.94e9 / 8, 50e-6),
+    25: Network(25 * 0.94e9 / 8, 30e-6),
+}
+WIDTHS = (8192, 8192, 28672, 8192)  # heads' output, o, features, down
+TABLE = {  # rows -> Gbit/s -> seconds of two ranks and of four
+    1: {1: (0.07, 0.15), 2.5: (0.04, 0.10), 10: (0.02, 0.05), 25: (0.01, 0.03)},
+    64: {1: (2.4, 3.6), 2.5: (0.97, 1.5), 10: (0.25, 0.40), 25: (0.10, 0.17)},
+    128: {1: (4.7, 7.1), 2.5: (1.9, 2.9), 10: (0.48, 0.75), 25: (0.20, 0.31)},
+    256: {1: (9.4, 14), 2.5: (3.8, 5.7), 10: (0.95, 1.4), 25: (0.39, 0.59)},
+}
+
+
+def even(num_ranks: int) -> Gathers:
+    return Gathers([[width // num_ranks] * num_ranks for width in WIDTHS], 80, 8192, 2)
+
+
+@pytest.mark.parametrize("rows", TABLE)
+@pytest.mark.parametrize("gbit", GBE)
+def test_gathers_of_llama_take_what_the_table_says(rows: int, gbit: float) -> None:
+    for num_ranks, seconds in zip((2, 4), TABLE[rows][gbit], strict=True):
+        assert even(num_ranks).seconds(rows, GBE[gbit]) == pytest.approx(seconds, rel=0.04, abs=0.0051)
+
+
+def test_what_is_sent_and_how_long_it_takes() -> None:
+    # Each rank sends as much as the widest to all others.
+    gathers = Gathers([[3, 5], [10, 6]], 2, 4, 2)
+    assert gathers.sent_bytes(7) == ((2 * 15 + 4) * 7 * 2, 2 * 15 * 7 * 2)
+    two, four = even(2).sent_bytes(128), even(4).sent_bytes(128)
+    assert two[1] == 80 * 128 * 2 * sum(WIDTHS) // 2 and four[3] == 3 * 80 * 128 * 2 * sum(WIDTHS) // 4
+    assert two[0] - two[1] == 128 * 8192 * 2 and even(1).sent_bytes(128) == (0,)
+    # A gather waits for who sends most.
+    network = Network(100.0, 0.5)
+    assert Gathers([[3, 5]], 1, 0, 2).seconds(10, network) == pytest.approx(10 * 5 * 2 / 100 + 2 * 0.5)
+    assert Gathers([[8, 1, 1]], 1, 0, 1).seconds(1, network) == pytest.approx(16 / 100 + 4 * 0.5)  # sent to two others
+    assert Gathers([[8]], 1, 4, 2).seconds(10, network) == 0.0
+    # Stages hand rows on.
+    hops, network = Hops(3, 8, 2), Network(1000.0, 0.25)
+    assert hops.sent_bytes(5) == (80, 80, 40)  # a token of 8 bytes a row comes back
+    assert hops.hop_s(5, network) == pytest.approx(0.08 + 0.25)
+    assert hops.seconds(5, network) == pytest.approx(2 * 0.33 + 0.04 + 0.25)
+    assert Hops(1, 8, 2).seconds(5, network) == 0.0 and Hops(1, 8, 2).sent_bytes(5) == (0,)

@@ -1,25 +1,35 @@
-"""One tree for whoever asks: what decodes, predicts, tunes and measures mean one shape and one yield by its name."""
+"""One tree for whoever asks, on each machine: what decodes, plans, tunes and measures mean one shape and one yield."""
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from test_device_planner import CONFIGS, GIB
 from tiny import FAMILIES, save_pair
 
 import offload
+from offload.bench.latency import prediction
 from offload.bench.studies import choice as bench
+from offload.calibration.startup import RunSettings, trees_of
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.decoder import Decoder
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
-from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
-from offload.planning.cost_model import Costs, Curve
+from offload.model.meta import describe
+from offload.planning import selector as tree_policy
+from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, tokens_per_sweep
+from offload.planning.cost_model import Costs, Curve, costs_on
+from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
 from offload.planning.room import MemoryBudget
 from offload.planning.search import TreeSearch, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
+from offload.reports import estimate as estimating
+from offload.reports import tune as tuning
 from offload.reports.estimate import estimate
 from offload.reports.tune import choice_from
 from offload.trees.spec import label_of, parse_tree
@@ -32,6 +42,7 @@ from offload.trees.topology import (
     expected_tokens,
     isotonic,
 )
+from offload.trees.verification import acceptance
 from offload.units import Sampling
 
 CONTEXT, RAM = 128, 2 << 30
@@ -52,29 +63,24 @@ def runs_of_luck(num_traces: int) -> list[list[int]]:
     return traces
 
 
+def profile_with(identity: Identity, **measured: Any) -> Profile:
+    """A profile of a tune that measured this."""
+    how = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00", "num_tokens": 12 * 128,
+           "is_teacher_forced": False, "num_threads": 1}  # fmt: skip
+    return Profile(identity=identity, **how, **measured)
+
+
 def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
     assert files.draft is not None
     traces = runs_of_luck(12)
     p_K, error_K = acceptance(traces)
-    return Profile(
-        identity=Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32")),
-        target_name="big",
-        draft_name="small",
-        created="2026-01-01T00:00:00+00:00",
-        num_tokens=12 * 128,
-        is_teacher_forced=False,
-        acceptance=tuple(p_K.tolist()),
-        standard_error=tuple(error_K.tolist()),
-        smoothing=smoothing,
-        num_threads=1,
-        costs=COSTS,
-        dynamic_yields=counted,
-        traces=tuple(map(tuple, traces)),
-    )
+    identity = Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
+    found = {"acceptance": tuple(p_K.tolist()), "standard_error": tuple(error_K.tolist()), "smoothing": smoothing}
+    return profile_with(identity, **found, costs=COSTS, dynamic_yields=counted, traces=tuple(map(tuple, traces)))
 
 
 COUNTED = (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=5.0, num_sweeps=40),)
-KNOWN = {"traces": (4.0, ()), "traces and dynamic yields": (4.0, COUNTED), "product form": (PRODUCT_FORM, ())}
+SMOOTHED = {"traces": (4.0, ()), "traces and dynamic yields": (4.0, COUNTED), "product form": (PRODUCT_FORM, ())}
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +117,9 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
     return row.shape == choice.shape and row.tokens_range == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("known", SMOOTHED)
 def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: ModelFiles) -> None:
-    profile = profile_of(files, *KNOWN[known])
+    profile = profile_of(files, *SMOOTHED[known])
     path, room = save_profile(profile), MemoryBudget.of(LoadOptions(ram=RAM, context=CONTEXT))
     choice = decoded(pair, "auto")
     assert choice == choice_from(profile, files, room) and choice.candidates and choice.is_dynamic
@@ -130,7 +136,7 @@ def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files
 
 def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
     with offload.load(*pair, RAM, "64x16", context=CONTEXT, threads=1) as decoder:
-        assert_none_is_known(decoder)
+        assert "no profile for this pair" in decoder.tree_choice(Sampling()).why
         for tree in NAMED:
             choice = decoder.run([5], Sampling(), max_new_tokens=1, tree=tree).tree_choice
             assert is_predicted(pair, tree, choice, Path("none")), tree
@@ -138,10 +144,6 @@ def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
             assert choice.shape == wanted
             if isinstance(wanted, Topology):
                 assert choice.tokens_per_sweep == pytest.approx(expected_tokens(wanted, DEFAULT))
-
-
-def assert_none_is_known(decoder: Decoder) -> None:
-    assert "no profile for this pair" in decoder.tree_choice(Sampling()).why
 
 
 DEFAULT = [*DEFAULT_ACCEPTANCE, *[0.0] * 32]
@@ -161,33 +163,29 @@ def test_a_named_tree_follows_the_traces_where_they_know_more(files: ModelFiles)
     assert yields[0] > yields[1] and trees[0].tokens_per_sweep > trees[1].tokens_per_sweep
 
 
-def test_yields_of_other_shapes_are_counted_on_the_traces(files: ModelFiles) -> None:
+def test_yields_are_counted_on_the_traces_or_were_counted(files: ModelFiles) -> None:
     profile = profile_of(files, 4.0)
     choice = TreeSelector("match", profile).choose(parse_tree("chain:6"))
     assert choice.shape == chain(6) and choice.tokens_per_sweep == tokens_per_sweep(chain(6), profile.traces)
     short = replace(profile, traces=profile.traces[:1])
     product = sum(isotonic(profile.acceptance)[0] ** depth for depth in range(7))
     assert TreeSelector("match", short).choose(parse_tree("chain:6")).tokens_per_sweep == pytest.approx(product)
-
-
-def test_dynamic_trees_yield_what_was_counted(files: ModelFiles) -> None:
+    # Dynamic trees yield what was counted.
     counted = TreeSelector("match", profile_of(files, 4.0, COUNTED)).choose(parse_tree("dynamic:16x8"))
     assert counted.shape == DynamicShape(16, 8) and counted.tokens_per_sweep == pytest.approx(5.0)
     with pytest.raises(UserError, match="rule sequoia is exact only without that"):
         TreeSelector("sequoia").choose(parse_tree("dynamic:16x8"))
+    # A smaller forest has the same trees.
+    profile = profile_of(files, 16.0)
+    p_K = isotonic(profile.acceptance)
+    large, small = TreeSearch(p_K, profile.traces, 16.0, 512), TreeSearch(p_K, profile.traces, 16.0, 64, 16)
+    assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
 
 
 @pytest.mark.parametrize("size", [(1, 4), (40, 1), (64, 2), (300, 40), (7, 99)])
 def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: ModelFiles) -> None:
     choice = TreeSelector("match", profile_of(files, 4.0)).choose(parse_tree("{}x{}".format(*size)))
     assert choice.shape.num_nodes == min(size[0], 33 if size[1] == 1 else size[0]) and choice.shape.depth <= size[1]
-
-
-def test_a_smaller_forest_has_the_same_trees(files: ModelFiles) -> None:
-    profile = profile_of(files, 16.0)
-    p_K = isotonic(profile.acceptance)
-    large, small = TreeSearch(p_K, profile.traces, 16.0, 512), TreeSearch(p_K, profile.traces, 16.0, 64, 16)
-    assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
 
 
 def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(
@@ -200,3 +198,100 @@ def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(
         assert decoder.run([5], other, max_new_tokens=1, tree="chain:3").tree_choice.shape == chain(3)
         with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.5"):
             decoder.run([5], other, max_new_tokens=1, tree="8x3")
+
+
+LONG = 2048
+_CARD = KNOWN["l40"]
+MACHINES = {
+    **KNOWN,
+    "two links": replace(_CARD, name="two links", link_bytes_per_s=50e9),
+    "slow link": replace(_CARD, name="slow link", link_bytes_per_s=3e9),
+    "small card": replace(_CARD, name="small card", gpu_bytes=24 * GIB),
+    "slow card": replace(_CARD, name="slow card", flops_per_s=20e12, memory_bytes_per_s=200e9),
+    "server": Hardware(name="server", memory_bytes_per_s=200e9, flops_per_s=3e12, ram_bytes=64 * GIB),
+    "laptop": Hardware(
+        name="laptop", memory_bytes_per_s=60e9, flops_per_s=1e12, ram_bytes=32 * GIB, disk_bytes_per_s=3e9
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    paths = [tmp_path_factory.mktemp(name) / "config.json" for name in ("Llama-2-70B", "Llama-2-7B")]
+    for path, name in zip(paths, ("Llama-2-70B", "Llama-2-7B"), strict=True):
+        path.write_text(json.dumps(CONFIGS[name]))
+    return [str(path) for path in paths]
+
+
+@pytest.fixture
+def described(headers: list[str]) -> ModelFiles:
+    return ModelFiles(*map(describe, headers))
+
+
+def usual_profile(costs: Costs) -> Profile:
+    """What a tune of such a machine would have found of a pair that is like the usual one."""
+    identity = Identity(target="0" * 64, draft="1" * 64, rule="match", temperature=0.0, top_p=1.0, top_k=0,
+                        machine=Machine.here("bfloat16"))  # fmt: skip
+    errors = (0.01,) * len(DEFAULT_ACCEPTANCE)
+    found = {"acceptance": DEFAULT_ACCEPTANCE, "standard_error": errors, "smoothing": PRODUCT_FORM}
+    return profile_with(identity, **found, costs=costs, dynamic_yields=(), traces=((0,) * 64,))
+
+
+def named(described: ModelFiles, headers: list[str], machine: Hardware, folder: Path) -> dict[str, str]:
+    """By caller the tree that it chooses."""
+    place = "cuda" if machine.gpu_bytes else None
+    options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
+    room = MemoryBudget.of(options, place)
+    context = room.plan(ModelFiles(described.target), 1).context
+    costs = costs_on(machine, *(model_shape(one) for one in described if one is not None), context // 2)
+    profile = usual_profile(costs)
+    path, said = folder / "profile.json", folder / "machine.json"
+    path.write_text(json.dumps(profile.as_dict()))
+    told = {field.name: getattr(machine, field.name) for field in fields(machine)}
+    said.write_text(json.dumps({name: value for name, value in told.items() if value is not None}))
+    plan = estimating.estimate(
+        *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
+    )
+    bill = prediction.bill_of(headers, str(said), "auto", context=LONG, profile=path)
+    trees = trees_of(described, replace(options, profile="none"), room, RunSettings(Sampling(), "match"))
+    trees.find = lambda *_: (profile, "")
+    settled = trees.nodes_to_plan(Sampling(), "match")
+    decoded = trees.for_run(Sampling(), "match")
+    assert settled == decoded.shape.num_nodes, "memory is planned for the tree that was chosen, and for no larger one"
+    return {
+        "plan": label_of(plan.predictions[-1].shape),
+        "generate": label_of(decoded.shape),
+        "tune": label_of(tuning.choice_from(profile, described, room).shape),
+        "bench": label_of(bill.predictions[-1].shape),
+    }
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_caller_names_the_same_tree(name: str, headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
+    found = named(described, headers, MACHINES[name], tmp_path)
+    assert len(set(found.values())) == 1, found
+
+
+def test_sizes_follow_what_rows_cost(headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
+    """Large where a slow link leaves rows free, small where computing is what takes the time."""
+    names = ("slow link", "l40", "h200", "server", "laptop")
+    trees = [named(described, headers, MACHINES[name], tmp_path)["plan"] for name in names]
+    link, l40, h200, server, laptop = (int(tree.split(":")[1].split("x")[0]) for tree in trees)
+    assert link == 2048 >= l40 > 512 > h200 > max(server, laptop), trees
+
+
+CAPS = {"plan": (estimating, 1024), "generate": (tree_policy, 512), "tune": (tuning, 512)}
+
+
+@pytest.mark.parametrize("caller", CAPS)
+def test_a_cap_of_one_caller_is_noticed(
+    caller: str, headers: list[str], described: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a selector with a cap of its own, as each caller once had."""
+    module, most = CAPS[caller]
+    monkeypatch.setattr(
+        module, "TreeSelector", lambda *one, **more: replace(TreeSelector(*one, **more), max_nodes=most)
+    )
+    found = named(described, headers, MACHINES["slow link"], tmp_path)
+    assert found[caller] != found["tune" if caller != "tune" else "generate"], found
+    assert int(found[caller].split(":")[1].split("x")[0]) == most

@@ -1,4 +1,4 @@
-"""The choice of the tree: what a step costs, what traces say, and which tree follows."""
+"""The choice of the tree: what a step costs, what traces say, what dynamic trees yield, and which tree follows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,16 @@ import pytest
 from offload import timer
 from offload.calibration import startup as probe
 from offload.errors import UserError
-from offload.planning.acceptance import PRODUCT_FORM, RankTrie, acceptance, bursts, tokens_per_sweep
+from offload.planning.acceptance import (
+    PRODUCT_FORM,
+    DynamicYield,
+    RankTrie,
+    bounds_to_count,
+    bursts,
+    gains,
+    tokens_per_sweep,
+    yields_of,
+)
 from offload.planning.cost_model import (
     Costs,
     Curve,
@@ -22,14 +31,7 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.profile import Profile
-from offload.planning.search import (
-    DEPTHS,
-    TreeOrder,
-    TreeSearch,
-    best_smoothing,
-    rank_trees,
-    search,
-)
+from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, rank_trees, search
 from offload.planning.selector import Trees
 from offload.trees.spec import parse_tree
 from offload.trees.topology import (
@@ -45,6 +47,7 @@ from offload.trees.topology import (
     sequences,
     tree_of,
 )
+from offload.trees.verification import acceptance
 from offload.units import RULES, Sampling
 
 RULE = "match"
@@ -80,20 +83,17 @@ def alternating_traces(num_windows: int, seed: int = 0) -> list[list[int]]:
     return traces
 
 
-def test_curve_is_straight_between_its_points_and_goes_on() -> None:
+def test_curves_widths_and_steps_are_what_hand_sums_say() -> None:
+    # A curve is straight between its points and goes on.
     curve = Curve((1, 11, 21), (1.0, 2.0, 4.0))
     assert [curve.at(size) for size in (0, 1, 6, 11, 16, 21, 26)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
     assert Curve((8,), (0.5,)).at(100) == 0.5
     assert Curve((1, 2), (2.0, 1.0)).at(9) == 1.0, "beyond the last point time never falls"
-
-
-def test_draft_widths_are_the_nodes_with_children() -> None:
+    # Draft widths are the nodes with children.
     assert draft_widths(chain(0)) == []
     assert draft_widths(chain(3)) == [1, 1, 1]
     assert draft_widths(sequences(4, 3)) == [1, 4, 4]
-
-
-def test_step_is_draft_plus_the_slower_side() -> None:
+    # Step is draft plus the slower side.
     what = Costs(
         compute_s=Curve((1, 11), (0.1, 0.2)), draft_step_s=Curve((1,), (0.05,)), verify_s=0.01, link_bytes_per_s=1e9
     )
@@ -107,7 +107,7 @@ def test_step_is_draft_plus_the_slower_side() -> None:
     assert short.total_s == pytest.approx(3.0), "no more is hidden than the time that drafting takes"
 
 
-def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long() -> None:
+def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long_and_is_found_again() -> None:
     assert overlapped_s(0.3, 0.2, 0.0) == overlapped_s(0.2, 0.3, 0.0) == 0.3 and overlapped_s(0.0, 0.0, 0.5) == 0.0
     assert overlapped_s(0.3, 0.2, 1.0) == pytest.approx(0.5), "in turn"
     assert overlapped_s(0.3, 0.3, 0.2) == pytest.approx(0.3 * 2**0.2)
@@ -118,9 +118,7 @@ def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long() -> Non
     assert step_time(slowed, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
         overlap_penalty=0.2
     )
-
-
-def test_the_overlap_penalty_is_found_again_in_what_it_made() -> None:
+    # It is found again in what it made.
     pairs = [(0.1, 0.5), (0.3, 0.5), (0.4, 0.5), (0.45, 0.5), (0.8, 0.5)]
     for penalty in (0.0, 0.13, 0.2, 1.0):
         seen = [(one_s, other_s, overlapped_s(one_s, other_s, penalty)) for one_s, other_s in pairs]
@@ -128,31 +126,26 @@ def test_the_overlap_penalty_is_found_again_in_what_it_made() -> None:
     assert fit_overlap_penalty([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
 
 
-def test_free_rows_and_a_slow_link_make_the_tree_large() -> None:
-    assert best(costs(link=1e8), Traffic(10**9, 0)).shape.num_nodes == 512
+def size(what: Costs, traffic: Traffic) -> int:
+    return best(what, traffic).shape.num_nodes
 
 
-def test_costly_rows_make_the_tree_small() -> None:
+def test_costs_of_rows_links_and_drafts_shape_the_tree() -> None:
     resident = Traffic(0, 0)
-    sizes = [best(costs(row_s=row_s), resident).shape.num_nodes for row_s in (1e-5, 1e-3, 1e-2, 1.0)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 256 and sizes[-1] == 1
-
-
-def test_slower_link_never_makes_the_tree_smaller() -> None:
-    what = [costs(row_s=2e-3, draft_s=5e-3, link=link) for link in (1e11, 1e10, 3e9, 1e9, 2e8)]
-    sizes = [best(one, Traffic(10**9, 10**8)).shape.num_nodes for one in what]
-    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
-
-
-def test_costly_draft_makes_the_tree_flat_unless_it_is_hidden() -> None:
-    bare = [best(costs(draft_s=draft_s), Traffic(0, 0)).shape.depth for draft_s in (1e-4, 1e-2, 1.0)]
-    assert bare == sorted(bare, reverse=True) and bare[-1] <= 1 < bare[0]
+    assert size(costs(link=1e8), Traffic(10**9, 0)) == 512, "rows are free, the link is slow"
+    sizes = [size(costs(row_s=row_s), resident) for row_s in (1e-5, 1e-3, 1e-2, 1.0)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 256 and sizes[-1] == 1, "costly rows make it small"
+    slower = [costs(row_s=2e-3, draft_s=5e-3, link=link) for link in (1e11, 1e10, 3e9, 1e9, 2e8)]
+    sizes = [size(one, Traffic(10**9, 10**8)) for one in slower]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1], "a slower link never makes it smaller"
+    bare = [best(costs(draft_s=draft_s), resident).shape.depth for draft_s in (1e-4, 1e-2, 1.0)]
+    assert bare == sorted(bare, reverse=True) and bare[-1] <= 1 < bare[0], "a costly draft makes it flat"
     slots = (0, 2 * 10**9)
     hidden = [best(costs(draft_s=0.05, link=1e9), Traffic(4 * 10**9, size)).shape.depth for size in slots]
     assert hidden[0] < hidden[1], "slots that fill meanwhile pay for deeper trees"
 
 
-def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
+def test_choice_is_the_argmax_of_what_memory_and_depth_allow() -> None:
     what, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
     ranked = rank_trees(TreeSearch(P_K, max_nodes=64), what, lambda _: traffic)
     assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
@@ -165,15 +158,10 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
         for tree in (best_first(P_K, n, d) for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) for d in DEPTHS)
     )
     assert ranked[0].s_per_token == pytest.approx(exhaustive)
-
-
-def test_what_memory_cannot_hold_is_no_candidate() -> None:
+    # What memory cannot hold is no candidate.
     ranked = rank_trees(TreeSearch(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
     assert max(candidate.shape.num_nodes for candidate in ranked) == 32
     assert rank_trees(TreeSearch(P_K), costs(), lambda _: None) == []
-
-
-def test_depth_is_bounded() -> None:
     ranked = rank_trees(TreeSearch(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
     assert max(candidate.shape.depth for candidate in ranked) == 5
 
@@ -244,18 +232,14 @@ def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
     assert expected_tokens(smoothed, p_K) == pytest.approx(expected_tokens(product, p_K), rel=1e-6)
     held_out = alternating_traces(64, seed=1)
     assert tokens_per_sweep(learnt, held_out) > 1.3 * tokens_per_sweep(product, held_out)
-
-
-def test_what_was_cut_off_at_the_end_counts_as_unknown() -> None:
-    trie = RankTrie([[0, 0]], 8, np.zeros(1), 1e-12)
-    assert trie.follow(0, 0) == (pytest.approx(1.0), 1)
-    assert trie.num_continued == [2, 1, 0], "behind the last token nothing was seen, neither hit nor miss"
-
-
-def test_smoothing_is_chosen_on_held_out_traces() -> None:
+    # It is chosen on held-out traces.
     dependent, independent = alternating_traces(16), independent_traces((0.5, 0.3, 0.1), 16)
     assert best_smoothing(acceptance(dependent)[0], dependent) < PRODUCT_FORM
     assert best_smoothing(acceptance(independent)[0], independent) == PRODUCT_FORM
+    # What was cut off at the end counts as unknown.
+    trie = RankTrie([[0, 0]], 8, np.zeros(1), 1e-12)
+    assert trie.follow(0, 0) == (pytest.approx(1.0), 1)
+    assert trie.num_continued == [2, 1, 0], "behind the last token nothing was seen, neither hit nor miss"
 
 
 def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
@@ -276,11 +260,18 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
     return None, "none here"
 
 
-def test_trees_without_any_measurement_fall_back_and_say_so() -> None:
+def test_trees_without_any_measurement_fall_back_and_named_ones_are_as_named() -> None:
     choice = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
     assert choice.shape == DynamicShape(64, 16) and "nothing was measured" in choice.why
     small = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
     assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
+    trees = Trees(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
+    assert trees.for_run(Sampling(), RULE).shape == best_first(P_K, 16, 4)
+    assert trees.for_run(Sampling(), RULE, "chain:3").shape == chain(3)
+    with pytest.raises(UserError, match="64 nodes, memory was planned for 32"):
+        trees.for_run(Sampling(), RULE, "64x4")
+    with pytest.raises(UserError, match="9 deep, the context has 8 positions"):
+        trees.for_run(Sampling(), RULE, "chain:9")
 
 
 @pytest.mark.parametrize("measured", [None, costs(row_s=2e-3)])
@@ -296,21 +287,10 @@ def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | N
 
 
 def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
-    def chosen(link: float) -> int:
-        trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
-        return trees.for_run(Sampling(), RULE).shape.num_nodes
-
-    assert chosen(1e11) < chosen(1e8)
-
-
-def test_named_trees_are_as_named() -> None:
-    trees = Trees(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
-    assert trees.for_run(Sampling(), RULE).shape == best_first(P_K, 16, 4)
-    assert trees.for_run(Sampling(), RULE, "chain:3").shape == chain(3)
-    with pytest.raises(UserError, match="64 nodes, memory was planned for 32"):
-        trees.for_run(Sampling(), RULE, "64x4")
-    with pytest.raises(UserError, match="9 deep, the context has 8 positions"):
-        trees.for_run(Sampling(), RULE, "chain:9")
+    policies = [Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
+                for link in (1e11, 1e8)]  # fmt: skip
+    fast, slow = (trees.for_run(Sampling(), RULE).shape.num_nodes for trees in policies)
+    assert fast < slow
 
 
 def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,3 +328,63 @@ def test_large_trees_are_left_out_where_they_cannot_be_better(row_s: float, num_
         if row_s in (0.0, 1e-2):
             assert asked == ([512] if row_s else [512, SIZES[-1]]), "most of the time goes into ordering"
         asked.clear()
+
+
+def counted(num_nodes: int, depth: int, tokens: float) -> DynamicYield:
+    return DynamicYield(num_nodes=num_nodes, depth=depth, tokens_per_sweep=tokens, num_sweeps=100)
+
+
+def test_yields_of_bounds_are_tokens_over_sweeps() -> None:
+    # Bounds fit into the largest tree.
+    assert bounds_to_count(1) == () and bounds_to_count(8) == (DynamicShape(8, 7),)
+    assert bounds_to_count(100) == (
+        DynamicShape(16, 8),
+        DynamicShape(16, 15),
+        DynamicShape(64, 8),
+        DynamicShape(64, 24),
+    )
+    assert bounds_to_count(512)[-1] == DynamicShape(256, 24)
+    bounds = (DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24))
+    windows = [[[2, 4], [5], []], [[6], [7, 9], []]]
+    assert yields_of(bounds, windows) == (
+        DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=4.0, num_sweeps=3),
+        DynamicYield(num_nodes=64, depth=8, tokens_per_sweep=7.0, num_sweeps=3),
+    ), "a mean of sweeps, not of windows; what has no sweep is not there"
+    assert yields_of((), [[], []]) == ()
+
+
+def test_gains_are_exact_where_counted_and_even_between() -> None:
+    def fixed(num_nodes: int, depth: int) -> float:
+        return 2.0 if num_nodes == 16 else 4.0
+
+    gain = gains([counted(64, 24, 6.0), counted(16, 8, 2.2), counted(16, 15, 2.4), counted(64, 8, 5.0)], fixed)
+    assert [gain(*size) for size in ((16, 8), (16, 15), (64, 8), (64, 24))] == pytest.approx([1.1, 1.2, 1.25, 1.5])
+    assert gain(32, 8) == pytest.approx(1.175) and gain(64, 16) == pytest.approx(1.375)
+    assert gain(1024, 32) == pytest.approx(1.5), "as it was at the last"
+    assert gain(1, 0) == 1.0 and gain(64, 1) == 1.0
+    assert gains([], fixed)(64, 8) == 1.0
+    # A small budget does not shrink what a gain is relative to.
+    one = [counted(256, 24, 9.0)]
+    small, large = (TreeSearch(P_K, max_nodes=size, counted=one)._gain(256, 24) for size in (16, 256))
+    assert small == pytest.approx(large)
+
+
+def test_the_gain_enters_the_choice() -> None:
+    """Rows cost so much that static trees stay small; where larger ones gain by growth, the choice follows."""
+    dear = Costs(
+        compute_s=Curve((1, 256), (0.1, 0.5)), draft_step_s=Curve((1,), (0.0,)), verify_s=0.0, link_bytes_per_s=1e9
+    )
+    plain = TreeSearch(P_K, max_nodes=256)
+    sizes = [(64, 16, 1.0), (256, 24, 2.5)]
+    better = TreeSearch(
+        P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes]
+    )
+    fixed, dynamic = (
+        rank_trees(better, dear, lambda _: Traffic(0, 0), is_dynamic=is_dynamic)[0] for is_dynamic in (False, True)
+    )
+    assert fixed == rank_trees(plain, dear, lambda _: Traffic(0, 0))[0] and not isinstance(fixed.shape, DynamicShape)
+    assert isinstance(dynamic.shape, DynamicShape) and dynamic.shape.num_nodes > fixed.shape.num_nodes
+    assert dynamic.tokens_per_sweep == pytest.approx(
+        better.expected_dynamic(dynamic.shape.num_nodes, dynamic.shape.depth)
+    )
+    assert better.expected_dynamic(256, 24) == pytest.approx(2.5 * plain.expected(256, 24))

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from offload.errors import UserError
 from offload.sampling.adjustments import Penalties, Send, stay
@@ -19,12 +17,8 @@ from offload.units import Sampling
 SIZE = 40
 PROMPT, NEW, PATHS = [3, 3, 7, 11], [5, 7, 5], [[], [5], [5, 5], [9], [9, 3], [9, 9]]
 LOGITS_TV = 4 * torch.randn(len(PATHS), SIZE, generator=torch.Generator().manual_seed(1))
-EVERY = {
-    "repeat_penalty": 1.7,
-    "presence_penalty": 0.6,
-    "frequency_penalty": -0.35,
-    "logit_bias": {9: 2.5, 3: -1.25, 30: 4.0},
-}
+EVERY = {"repeat_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": -0.35,
+         "logit_bias": {9: 2.5, 3: -1.25, 30: 4.0}}  # fmt: skip
 CASES = [*({name: value} for name, value in EVERY.items()), EVERY]
 
 
@@ -54,40 +48,35 @@ def sampler_of(how: Sampling, new: Sequence[int] = NEW) -> Sampler:
 def test_rows_are_adjusted_as_others_do_it(case: dict[str, float], dtype: torch.dtype) -> None:
     how, logits_TV = Sampling(**case), LOGITS_TV.to(dtype)
     before_TV, got_TV = logits_TV.clone(), sampler_of(how).adjusted(logits_TV, PATHS)
-    wanted = [
-        by_hand(row_V, [*PROMPT, *NEW, *path], [*NEW, *path], how) for row_V, path in zip(logits_TV, PATHS, strict=True)
-    ]
-    torch.testing.assert_close(got_TV, torch.stack(wanted), rtol=0, atol=1e-6)
+    pasts = [(row_V, [*NEW, *path]) for row_V, path in zip(logits_TV, PATHS, strict=True)]
+    wanted_TV = torch.stack([by_hand(row_V, [*PROMPT, *new], new, how) for row_V, new in pasts])
+    torch.testing.assert_close(got_TV, wanted_TV, rtol=0, atol=1e-6)
     assert got_TV.dtype == torch.float32
     assert torch.equal(logits_TV, before_TV), "what a model has scored is changed in place"
     assert not torch.equal(got_TV, logits_TV.float())
+    longer = sampler_of(how, [*NEW, 20, 21])
+    longer.cut(NEW)
+    assert torch.equal(longer.adjusted(logits_TV, PATHS), got_TV), "a cut text has never said what was cut"
 
 
-def test_the_bits_do_not_depend_on_what_is_committed() -> None:
-    """A row's past is the same, whether its tokens were accepted or lie on its path."""
+def test_the_past_of_a_row_is_its_text_and_its_path_alone() -> None:
+    # A row's past is the same, whether its tokens were accepted or lie on its path.
     how, past = Sampling(**EVERY), [5, 9, 5, 3, 30, 9]
     rows = [sampler_of(how, past[:at]).adjusted(LOGITS_TV[:1], [past[at:]]) for at in range(len(past) + 1)]
     assert all(torch.equal(one, other) for one, other in pairwise(rows))
-
-
-@pytest.mark.parametrize("case", CASES, ids=[*EVERY, "every"])
-def test_a_cut_text_has_never_said_what_was_cut(case: dict[str, float]) -> None:
-    longer = sampler_of(Sampling(**case), [*NEW, 20, 21])
-    longer.cut(NEW)
-    assert torch.equal(longer.adjusted(LOGITS_TV, PATHS), sampler_of(Sampling(**case)).adjusted(LOGITS_TV, PATHS))
-
-
-def test_a_new_text_knows_nothing_of_the_one_before() -> None:
+    # A new text knows nothing of the one before.
     sampler = sampler_of(Sampling(**EVERY), [20, 21])
     sampler.begin(PROMPT)
     sampler.accept(NEW)
     assert torch.equal(sampler.adjusted(LOGITS_TV, PATHS), sampler_of(Sampling(**EVERY)).adjusted(LOGITS_TV, PATHS))
-
-
-def test_without_any_nothing_is_touched() -> None:
+    # Without any adjustment nothing is touched.
     sampler = sampler_of(Sampling(temperature=0.7, top_p=0.9))
     assert not sampler.is_adjusted
     assert sampler.adjusted(LOGITS_TV, PATHS) is LOGITS_TV
+    # Pairs and mappings say the same.
+    assert Sampling(logit_bias={9: 1, 3: -2}) == Sampling(logit_bias=((3, -2.0), (9, 1.0)))
+    assert hash(Sampling(logit_bias={9: 1})) == hash(Sampling(logit_bias=((9, 1.0),)))
+    assert not Sampling(min_p=0.3, temperature=1.0).is_adjusted
 
 
 class OneTokenOnly:
@@ -116,32 +105,25 @@ def test_others_adjust_behind_the_penalties(how: Sampling) -> None:
     assert sampler.is_adjusted and not sampler.draws_rows
 
 
-def test_pairs_and_mappings_say_the_same() -> None:
-    assert Sampling(logit_bias={9: 1, 3: -2}) == Sampling(logit_bias=((3, -2.0), (9, 1.0)))
-    assert hash(Sampling(logit_bias={9: 1})) == hash(Sampling(logit_bias=((9, 1.0),)))
-    assert not Sampling(min_p=0.3, temperature=1.0).is_adjusted
+WRONG: list[tuple[str, Any, str]] = [
+    ("min_p", 1.1, "`min_p` must lie in"),
+    ("min_p", float("nan"), "`min_p` must lie in"),
+    ("repeat_penalty", 0, "`repeat_penalty` must lie between"),
+    ("repeat_penalty", float("inf"), "`repeat_penalty` must lie between"),
+    ("presence_penalty", float("nan"), "`presence_penalty` must lie between"),
+    ("frequency_penalty", 101, "`frequency_penalty` must lie between"),
+    ("logit_bias", {3: float("inf")}, "numbers of `logit_bias`"),
+    ("logit_bias", {-3: 1.0}, "tokens of `logit_bias`"),
+    ("logit_bias", {"a": 1.0}, "a token of `logit_bias`"),
+    ("logit_bias", [(3, 1.0), (3, 2.0)], "one number"),
+    ("logit_bias", 3, "pairs of token and number"),
+]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"min_p": 1.1}, "`min_p` must lie in"),
-        ({"min_p": float("nan")}, "`min_p` must lie in"),
-        ({"repeat_penalty": 0}, "`repeat_penalty` must lie between"),
-        ({"repeat_penalty": float("inf")}, "`repeat_penalty` must lie between"),
-        ({"presence_penalty": float("nan")}, "`presence_penalty` must lie between"),
-        ({"frequency_penalty": 101}, "`frequency_penalty` must lie between"),
-        ({"logit_bias": {3: float("inf")}}, "numbers of `logit_bias`"),
-        ({"logit_bias": {-3: 1.0}}, "tokens of `logit_bias`"),
-        ({"logit_bias": {"a": 1.0}}, "a token of `logit_bias`"),
-        ({"logit_bias": [(3, 1.0), (3, 2.0)]}, "one number"),
-        ({"logit_bias": 3}, "pairs of token and number"),
-    ],
-    ids=str,
-)
-def test_what_makes_no_sense_is_refused(wrong: dict[str, float], told: str) -> None:
+@pytest.mark.parametrize(("name", "value", "told"), WRONG)
+def test_what_makes_no_sense_is_refused(name: str, value: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        Sampling(**wrong)
+        Sampling(**{name: value})
 
 
 def test_a_long_past_costs_little() -> None:

@@ -1,17 +1,24 @@
-"""Descriptions of grammars, and what becomes of bad ones: a line for the user, never the end of the process."""
+"""Grammars: the mask of a row is what is allowed behind its path; bad ones are a line for the user, never the end."""
 
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import VOCAB_SIZE, save_tokenizer
+from torch import Tensor
 
+from offload.drafting.static import draw_children
 from offload.errors import UserError
 from offload.sampling import grammar as module
-from offload.sampling.grammar import Grammar, Grammars, find_grammar
+from offload.sampling.grammar import Grammar, GrammarMask, Grammars, find_grammar
+from offload.sampling.sampler import Sampler
+from offload.units import ChildSampling, Sampling
 
 END = 2  # of the tokenizer of tiny models
 
@@ -19,7 +26,7 @@ END = 2  # of the tokenizer of tiny models
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("llguidance")
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["ab", "bc", '{"', '":'])
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +38,31 @@ def test_a_description_is_hashable_and_names_its_argument() -> None:
     schema = {"type": "object"}
     assert find_grammar(json_schema=schema) == Grammar("json_schema", '{"type": "object"}')
     assert len({find_grammar(json_schema=schema), find_grammar(json_schema=json.dumps(schema))}) == 1
-    assert find_grammar() is None
-    assert find_grammar(regex="a") == Grammar("regex", "a") and find_grammar(grammar="start: A") == Grammar(
-        "lark", "start: A"
-    )
+    assert find_grammar() is None and find_grammar(regex="a") == Grammar("regex", "a")
+    assert find_grammar(grammar="start: A") == Grammar("lark", "start: A")
     assert str(Grammar("lark", "x")) == "`grammar`"
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"regex": "a", "grammar": "b"}, "at most, got `regex` and `grammar`"),
-        ({"json_schema": "{"}, "`json_schema` must be JSON"),
-        ({"json_schema": "[]"}, "must be an object"),
-        ({"json_schema": "[" * 100_000}, "must be JSON"),
-        ({"json_schema": {"const": object}}, "must be JSON"),
-        ({"json_schema": {"const": float("nan")}}, "must be JSON"),
-        ({"regex": ""}, "must not be empty"),
-        ({"regex": 3}, "must be text"),
-        ({"regex": "\udc80"}, "half a character at 0"),
-        ({"regex": "a" * (1 << 20) + "b"}, "at most 1 MiB, got 1048577 bytes"),
-    ],
-)
-def test_what_is_no_grammar_is_refused(given: dict[str, Any], line: str) -> None:
+NONE: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (find_grammar, {"regex": "a", "grammar": "b"}, "at most, got `regex` and `grammar`"),
+    (find_grammar, {"json_schema": "{"}, "`json_schema` must be JSON"),
+    (find_grammar, {"json_schema": "[]"}, "must be an object"),
+    (find_grammar, {"json_schema": "[" * 100_000}, "must be JSON"),
+    (find_grammar, {"json_schema": {"const": object}}, "must be JSON"),
+    (find_grammar, {"json_schema": {"const": float("nan")}}, "must be JSON"),
+    (find_grammar, {"regex": ""}, "must not be empty"),
+    (find_grammar, {"regex": 3}, "must be text"),
+    (find_grammar, {"regex": "\udc80"}, "half a character at 0"),
+    (find_grammar, {"regex": "a" * (1 << 20) + "b"}, "at most 1 MiB, got 1048577 bytes"),
+    (Grammar, {"kind": "yaml", "text": "x"}, "one of json_schema, json_object, regex, lark"),
+    (Grammar, {"kind": "json_object", "text": "x"}, "takes no text"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "line"), NONE)
+def test_what_is_no_grammar_is_refused(make: Callable[..., object], given: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        find_grammar(**given)
-
-
-def test_kinds_are_known() -> None:
-    with pytest.raises(UserError, match="one of json_schema, json_object, regex, lark"):
-        Grammar("yaml", "x")
-    with pytest.raises(UserError, match="takes no text"):
-        Grammar("json_object", "x")
+        make(**given)
 
 
 def chained(num_rules: int) -> str:
@@ -107,13 +107,12 @@ def test_bad_grammars_are_refused_in_a_line(grammars: Grammars, case: str) -> No
     assert str(refusal.value).startswith(str(grammar)) and "\n" not in str(refusal.value)
 
 
-def test_what_takes_too_long_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_or_panics_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRIAL_S", 0.001)
     with pytest.raises(UserError, match="must be compiled within"):
         grammars.mask(Grammar("regex", "slow"))
 
-
-def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A compiler that panics is told of.
     class PanicException(BaseException):  # as pyo3 has it
         pass
 
@@ -126,7 +125,9 @@ def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pyte
         grammars.mask(Grammar("regex", "panics"))
 
 
-def test_without_the_package_a_line_says_so(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_or_a_tokenizer_a_line_says_so(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        Grammars(None, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install offload\[grammar\]"):
         Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
@@ -138,17 +139,10 @@ def test_without_the_package_in_the_process_that_compiles_a_line_names_it(
     """Nothing is wrong with the grammar."""
     (tmp_path / "llguidance.py").write_text("raise ModuleNotFoundError(\"No module named 'llguidance'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"package llguidance by .* lacks it \(No module named 'llg.*pip install"
-    ) as told:
+    line = r"package llguidance by .* lacks it \(No module named 'llg.*pip install"
+    with pytest.raises(UserError, match=line) as told:
         grammars.mask(Grammar("regex", "[a-c]+ that compiles"))
     assert "`regex`" not in str(told.value) and "a-c" not in str(told.value)
-
-
-def test_without_a_tokenizer_a_line_says_so() -> None:
-    pytest.importorskip("llguidance")
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        Grammars(None, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
 
 
 def test_it_is_imported_when_it_is_asked_for() -> None:
@@ -158,3 +152,115 @@ def test_it_is_imported_when_it_is_asked_for() -> None:
     root = Path(__file__).parents[2]
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert told.stdout.split() == ["False"] * 3
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer: Any) -> Callable[[str], list[int]]:
+    return lambda text: [tokenizer.encode(char, add_special_tokens=False)[0] for char in text]
+
+
+def allowed(mask: GrammarMask, paths: Sequence[Sequence[int]]) -> list[set[int]]:
+    scores_TV = mask.adjust(torch.zeros(len(paths), VOCAB_SIZE), paths)
+    return [{*row_V.isfinite().nonzero()[:, 0].tolist()} for row_V in scores_TV]
+
+
+EVERY = {*range(VOCAB_SIZE)}
+
+
+def test_ends_are_allowed_just_where_the_grammar_may_end(grammars: Grammars, tokenizer: Any, ids: Any) -> None:
+    mask, (ab,) = grammars.mask(Grammar("regex", "a+b?")), tokenizer.convert_tokens_to_ids(["ab"])
+    (a, b) = ids("ab")
+    assert allowed(mask, [(), (a,), (a, a), (a, b), (ab,)]) == [{a, ab}, {a, b, ab, END}, {a, b, ab, END}, {END}, {END}]
+    # Rows that nobody looks at stay.
+    mask, (a, b) = grammars.mask(Grammar("regex", "ab")), ids("ab")
+    assert allowed(mask, [(b,), (a, b, END), (a, a, b), (VOCAB_SIZE + 10**6,), (END, END)]) == [EVERY] * 5
+    assert allowed(mask, [(a,)]) == [{b}], "what is behind must not stay with the matcher"
+    # A text begins anew.
+    mask, (a, b) = grammars.mask(Grammar("regex", "ab")), ids("ab")
+    mask.accept([a])
+    assert allowed(mask, [()]) == [{b}]
+    mask.begin([b, b])
+    assert allowed(mask, [()])[0] >= {a} and b not in allowed(mask, [()])[0]
+
+
+def test_what_was_asked_before_does_not_matter(grammars: Grammars, ids: Any) -> None:
+    """Random paths in random order, some of them out of the grammar, committed bit by bit, against fresh matchers."""
+    text, chance = ids('{"a":[1,2],"b":"a"}'), random.Random(1)
+    grammar = Grammar("json_object")
+    mask, committed = grammars.mask(grammar), 0
+    while committed < len(text):
+        paths = list[tuple[int, ...]]()
+        for _ in range(12):
+            path = text[committed : committed + chance.randrange(6)]
+            if path and chance.random() < 0.5:
+                path[chance.randrange(len(path))] = chance.randrange(VOCAB_SIZE)
+            paths.append(tuple(path))
+        fresh = [grammars.mask(grammar) for _ in paths]
+        for one in fresh:
+            one.accept(text[:committed])
+        wanted = [allowed(one, [path])[0] for one, path in zip(fresh, paths, strict=True)]
+        assert allowed(mask, paths) == wanted
+        assert len({len(one) for one in wanted}) > 1, "all are alike"
+        num_new = chance.randrange(1, 4)
+        mask.accept(text[committed : committed + num_new])
+        committed += num_new
+
+
+def test_logits_are_never_changed_in_place_and_bad_ones_are_told_of(grammars: Grammars, ids: Any) -> None:
+    mask = grammars.mask(Grammar("regex", "ab"))
+    logits_TV = torch.zeros(3, VOCAB_SIZE, dtype=torch.bfloat16)
+    logits_TV[1, 7], logits_TV[2, 9] = torch.nan, torch.inf
+    before_TV = logits_TV.clone()
+    scores_TV = mask.adjust(logits_TV, [(), (), ()])
+    assert torch.equal(logits_TV.nan_to_num(), before_TV.nan_to_num()) and scores_TV.dtype == torch.float32
+    assert scores_TV[0].max() == 0 and scores_TV[1].isnan().any() and scores_TV[2].max() == torch.inf
+
+
+def test_texts_end_where_nothing_may_follow(grammars: Grammars, ids: Any, tokenizer: Any) -> None:
+    # A grammar that leads nowhere ends in a line.
+    mask, (a, b) = grammars.mask(Grammar("lark", 'start: "a" x\nx: "b" x')), ids("ab")
+    mask.accept([a, b] * 1)
+    sound = grammars.mask(Grammar("lark", 'start: "a" | "b" x\nx: x'))
+    assert allowed(sound, [(a,), (b,)]) == [{END}, EVERY], "a dead end beside does no harm"
+    assert allowed(sound, [(a,), ()])[0] == {END}
+    sound.accept([b])
+    with pytest.raises(UserError, match="cannot be followed any further"):
+        sound.accept([a])
+    # Without an end token a text is over where nothing may follow.
+    mask, (a, b) = Grammars(tokenizer, VOCAB_SIZE, set()).mask(Grammar("regex", "ab*|ba")), ids("ab")
+    sampler = Sampler(Sampling(), VOCAB_SIZE, adjustments=[mask])
+    sampler.begin([])
+    assert not mask.is_over and sampler.accept([a, b]) == 2 and not sampler.is_over, "more may follow"
+    sampler.cut([])
+    assert sampler.accept([b, a, a, a]) == 2 and sampler.is_over
+
+
+def test_padding_rows_and_more_tokens_than_rows(tokenizer: Any, ids: Any) -> None:
+    (a,) = ids("a")
+    for vocab_size in (VOCAB_SIZE + 50, VOCAB_SIZE - 20):
+        mask = Grammars(tokenizer, vocab_size, {END}).mask(Grammar("regex", "a+"))
+        scores_TV = mask.adjust(torch.zeros(1, vocab_size), [(a,)])
+        assert {*scores_TV[0].isfinite().nonzero()[:, 0].tolist()} == {a, END}
+
+
+def knowing_none(mask: GrammarMask) -> Tensor:
+    """What becomes of a draft's row all of whose tokens are forbidden."""
+    logits_TV = torch.zeros(1, VOCAB_SIZE)
+    logits_TV[:, 10:] = -torch.inf  # special tokens and a few more are all that it has
+    return mask.adjust(logits_TV, [()])
+
+
+def test_a_draft_that_knows_nothing_of_what_is_allowed_takes_any_of_it(grammars: Grammars, ids: Any) -> None:
+    row_TV, wanted = knowing_none(grammars.mask(Grammar("regex", "[xyz]"))), {*ids("xyz")}
+    for drafting in ChildSampling:
+        for temperature in (0.0, 1.0):
+            sampler = Sampler(Sampling(temperature=temperature), VOCAB_SIZE, drafting)
+            children = draw_children(row_TV, 3, sampler, 5)
+            drawn = {*children.token_WK[0].tolist()}
+            if drafting is ChildSampling.WITH_REPLACEMENT or temperature == 0:
+                assert drawn & wanted
+            else:
+                assert drawn == wanted
+            if children.probs_WV is not None:
+                assert children.probs_WV.isfinite().all()
+                assert children.probs_WV[0, sorted(wanted)].sum() == pytest.approx(1)

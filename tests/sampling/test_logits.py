@@ -23,7 +23,8 @@ from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
-from offload.memory.planner import MAX_LOGITS_ROWS, MemoryPlan
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MAX_LOGITS_ROWS
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.planning import room
@@ -120,10 +121,8 @@ def test_chunks_hold_what_one_pass_computes(family: str, tmp_path: Path) -> None
 
 def test_a_wrong_chunk_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resident_model(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path)), "float32")
-    score = StreamedModel._score_hidden
-    monkeypatch.setattr(
-        StreamedModel, "_score_hidden", lambda self, out, h, lo, hi: score(self, out, h, lo - 1, hi - 1)
-    )
+    name, score = "_score_hidden", StreamedModel._score_hidden
+    monkeypatch.setattr(StreamedModel, name, lambda self, out, h, lo, hi: score(self, out, h, lo - 1, hi - 1))
     whole, logits, _ = passes(model)
     assert not torch.allclose(logits.whole(), whole, atol=0.1)
 
@@ -138,21 +137,21 @@ def rows_at_a_time(monkeypatch: pytest.MonkeyPatch, num_rows: int | None) -> Non
     monkeypatch.setattr(room, "plan_memory", planned)
 
 
+SAMPLINGS = ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}, {"temperature": 1.2, "seed": 6})
+
+
 @pytest.mark.parametrize("rule", ["match", "sequoia"])
 def test_chunks_do_not_change_what_is_written(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path)
     texts, at_once = [], REFERENCES._replace(match_rows=match_rows_reference)
+    how = {"ram": "1GiB", "context": 128, "tree": "24x6", "threads": 1, "rule": rule}
     for num_rows, kernels in ((None, REFERENCES), (5, REFERENCES), (5, at_once)):
         with monkeypatch.context() as patch:
             rows_at_a_time(patch, num_rows)
             patch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
-            how = {"ram": "1GiB", "context": 128, "tree": "24x6", "threads": 1, "rule": rule}
             with offload.load(target, draft, **how) as decoder:
                 scored = count_scored_rows(decoder.target._model)
-                runs = [
-                    decoder.generate(prompts()[1], max_new_tokens=16, **sampling)
-                    for sampling in ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}, {"temperature": 1.2, "seed": 6})
-                ]
+                runs = [decoder.generate(prompts()[1], max_new_tokens=16, **sampling) for sampling in SAMPLINGS]
         texts.append([run.token_ids for run in runs])
         assert max(scored) == (24 if num_rows is None else num_rows), "the plan says how many rows are scored at once"
     assert texts[0] == texts[1] == texts[2]
@@ -200,36 +199,29 @@ def by_ratio(tree: TokenTree, logits: Logits, sampler: Sampler, root_position: i
     return walk(tree, logits, sampler, lambda target_V, offers: (Trial(one.child, 1.0, target_V) for one in offers))
 
 
-FILTERED = {"temperature": 1.0, "top_p": 0.9, "top_k": 900}
-
-
 # `match` draws filtered rows one by one and keeps the noise of each depth, of which a real tree has a few dozen.
-@pytest.mark.parametrize(
-    ("verify", "settings"),
-    [
-        (match, {}),
-        (match, {"temperature": 1.0}),
-        (by_ratio, {}),
-        (by_ratio, {"temperature": 1.0}),
-        (by_ratio, FILTERED),
-    ],
-)
+PEAKS: list[tuple[Verify, dict[str, Any]]] = [
+    (match, {}),
+    (match, {"temperature": 1.0}),
+    (by_ratio, {}),
+    (by_ratio, {"temperature": 1.0}),
+    (by_ratio, {"temperature": 1.0, "top_p": 0.9, "top_k": 900}),
+]
+
+
+@pytest.mark.parametrize(("verify", "settings"), PEAKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_is_the_one_that_was_planned(
     verify: Verify, dtype: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     checkpoint = open_checkpoint(save(tiny_model(WIDE), tmp_path))
     model, shape = resident_model(checkpoint, dtype), model_shape(checkpoint, dtype)
-    tree = Agreeing(chain(767), torch.zeros(768, dtype=torch.long))
-    sampler = Sampler(
-        Sampling(**settings), WIDE.vocab_size, kernels=REFERENCES._replace(match_rows=match_rows_reference)
-    )
-    causal_TT = torch.ones(768, 768, dtype=torch.bool).tril()
+    tree, causal_TT = Agreeing(chain(767), torch.zeros(768).long()), torch.ones(768, 768, dtype=torch.bool).tril()
+    at_once = REFERENCES._replace(match_rows=match_rows_reference)
+    sampler = Sampler(Sampling(**settings), WIDE.vocab_size, kernels=at_once)
     with Peak(WIDE.vocab_size) as peak:
-        cache = KVCache(model.num_layers, 768)
-        logits = model.score(
-            tree.token_N, torch.arange(768), causal_TT, cache, num_logits=768, max_rows=MAX_LOGITS_ROWS
-        )
+        what = (tree.token_N, torch.arange(768), causal_TT, KVCache(model.num_layers, 768))
+        logits = model.score(*what, num_logits=768, max_rows=MAX_LOGITS_ROWS)
         assert len(verify(tree, logits, sampler, 0).nodes) == 768
     planned_bytes = shape.logits_row_bytes * MAX_LOGITS_ROWS
     assert 0.3 * planned_bytes < peak.num_bytes <= planned_bytes, f"{peak.num_bytes / planned_bytes:.2f} of the plan"

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from rounding import LOGARITHMS
 from scipy import stats
+from tables import p_value
 from torch import Tensor
 
 from offload.errors import UserError
@@ -47,9 +49,11 @@ def test_noise_is_the_hash_that_it_claims_to_be(seed: int, position: int) -> Non
         assert got_V[token].item() == pytest.approx(-math.log(-math.log(uniform)), rel=1e-13)
 
 
-def test_noise_does_not_depend_on_the_size_of_the_vocabulary() -> None:
-    """A draft with fewer tokens than the target sees the same noise on those that both have."""
+def test_a_narrower_draft_is_coupled_on_what_both_know() -> None:
+    # A draft with fewer tokens than the target sees the same noise on those that both have.
     torch.testing.assert_close(keyed_gumbel(3, 9, 5000)[:700], keyed_gumbel(3, 9, 700), **LOGARITHMS)
+    sampler = Sampler(Sampling(temperature=1.0, seed=2), 10)
+    assert torch.equal(sampler.perturbed(LOGITS_V[None, :6], 8), sampler.perturbed(LOGITS_V[None], 8)[:, :6])
 
 
 def test_noise_does_not_depend_on_the_order_of_questions() -> None:
@@ -80,39 +84,26 @@ def test_noise_is_the_same_on_every_device() -> None:
     torch.testing.assert_close(keyed_gumbel(1, 2, 4096, "cuda").cpu(), keyed_gumbel(1, 2, 4096), **LOGARITHMS)
 
 
-def test_noise_differs_between_seeds_positions_and_tokens() -> None:
-    table = noise_table(20, 20, 50)
-    assert table.unique().numel() == table.numel()
-
-
-def test_noise_is_gumbel() -> None:
+def test_noise_is_gumbel_and_neighbours_have_nothing_to_do_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for sample in (keyed_gumbel(0, 0, 200_000), noise_table(60, 60, 10).flatten(), noise_table(1, 3000, 10).flatten()):
         assert stats.kstest(sample.numpy(), "gumbel_r").pvalue > P_MIN
         assert sample.isfinite().all()
-
-
-def correlations(table: Tensor) -> dict[str, float]:
-    """Of neighbours along each axis, as ranks of a uniform: in units of what chance would give."""
-    uniform = torch.exp(-torch.exp(-table)) - 0.5
-    scores = {}
-    for axis, name in enumerate(("seeds", "positions", "tokens")):
-        for step in (1, 2, 8):
-            here, there = (
-                uniform.narrow(axis, 0, uniform.shape[axis] - step),
-                uniform.narrow(axis, step, uniform.shape[axis] - step),
-            )
-            scores[f"{name}+{step}"] = float((here * there).mean() * 12 * math.sqrt(here.numel()))
-    return scores
-
-
-def test_neighbours_have_nothing_to_do_with_each_other() -> None:
-    assert max(abs(score) for score in correlations(noise_table(40, 40, 40)).values()) < 4
-
-
-def test_a_weaker_hash_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the finaliser's products, neighbouring tokens get neighbouring numbers."""
+    table = noise_table(20, 20, 50)
+    assert table.unique().numel() == table.numel()
+    assert max(correlations(noise_table(40, 40, 40))) < 4
+    # Planted: without the finaliser's products, neighbouring tokens get neighbouring numbers.
     monkeypatch.setattr(noise, "_mix", lambda value: value << 20)
-    assert max(abs(score) for score in correlations(noise_table(10, 10, 40)).values()) > 20
+    assert max(correlations(noise_table(10, 10, 40))) > 20
+
+
+def correlations(table: Tensor) -> list[float]:
+    """Of neighbours along each axis, as ranks of a uniform: in units of what chance would give."""
+    uniform, scores = torch.exp(-torch.exp(-table)) - 0.5, []
+    for axis, step in product(range(3), (1, 2, 8)):
+        num = uniform.shape[axis] - step
+        here, there = uniform.narrow(axis, 0, num), uniform.narrow(axis, step, num)
+        scores.append(abs(float((here * there).mean() * 12 * math.sqrt(here.numel()))))
+    return scores
 
 
 def distribution_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
@@ -129,20 +120,9 @@ def distribution_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
     return chance_V / chance_V.sum()
 
 
-def p_value(counts_V: np.ndarray, probs_V: np.ndarray) -> float:
-    """Chi-square; zero where something impossible was drawn."""
-    if counts_V[probs_V == 0].any():
-        return 0.0
-    return float(stats.chisquare(counts_V[probs_V > 0], probs_V[probs_V > 0] * counts_V.sum()).pvalue)
-
-
-SETTINGS = {
-    "T1": {"temperature": 1.0},
-    "T0.6": {"temperature": 0.6},
-    "top-k": {"temperature": 1.0, "top_k": 4},
-    "top-p": {"temperature": 1.0, "top_p": 0.8},
-    "all": {"temperature": 0.6, "top_k": 6, "top_p": 0.9},
-}
+SETTINGS = {"T1": {"temperature": 1.0}, "T0.6": {"temperature": 0.6}, "top-k": {"temperature": 1.0, "top_k": 4},
+            "top-p": {"temperature": 1.0, "top_p": 0.8},
+            "all": {"temperature": 0.6, "top_k": 6, "top_p": 0.9}}  # fmt: skip
 
 
 def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels: KernelSet = REFERENCES) -> np.ndarray:
@@ -151,27 +131,15 @@ def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_draws_follow_the_exact_distribution_over_seeds(name: str) -> None:
-    probs_V = distribution_by_hand(LOGITS_V, Sampling(**SETTINGS[name]))
-    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "all": 4}[name] == np.count_nonzero(probs_V)
-    assert p_value(draws_over_seeds(SETTINGS[name]), probs_V) > P_MIN
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_draws_follow_the_exact_distribution_over_positions(name: str) -> None:
-    """One generation: one seed, and every position a fresh draw."""
+def test_draws_follow_the_exact_distribution(name: str) -> None:
+    """Over seeds, and in one generation: one seed, and every position a fresh draw."""
     how = Sampling(**SETTINGS[name], seed=7)
-    sampler = Sampler(how, 10)
+    probs_V, sampler = distribution_by_hand(LOGITS_V, how), Sampler(how, 10)
+    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "all": 4}[name] == np.count_nonzero(probs_V)
+    np.testing.assert_allclose(sampler.host_distribution(LOGITS_V), probs_V, atol=1e-7)
+    assert p_value(draws_over_seeds(SETTINGS[name]), probs_V) > P_MIN
     counts_V = np.bincount([sampler.draw(LOGITS_V, position) for position in range(2000)], minlength=10)
-    assert p_value(counts_V, distribution_by_hand(LOGITS_V, how)) > P_MIN
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_distribution_that_is_told_is_the_one_by_hand(name: str) -> None:
-    how = Sampling(**SETTINGS[name])
-    np.testing.assert_allclose(
-        Sampler(how, 10).host_distribution(LOGITS_V), distribution_by_hand(LOGITS_V, how), atol=1e-7
-    )
+    assert p_value(counts_V, probs_V) > P_MIN
 
 
 def test_two_positions_are_drawn_independently() -> None:
@@ -180,12 +148,7 @@ def test_two_positions_are_drawn_independently() -> None:
     for seed in range(1500):
         sampler = Sampler(Sampling(temperature=1.0, seed=seed), 10)
         counts_VV[sampler.draw(LOGITS_V, 4), sampler.draw(LOGITS_V, 5)] += 1
-    joint_VV = np.outer(probs_V, probs_V)
-    is_frequent = joint_VV * 1500 >= 5
-    counts = [*counts_VV[is_frequent], counts_VV[~is_frequent].sum()]
-    assert (
-        stats.chisquare(counts, [*(joint_VV[is_frequent] * 1500), joint_VV[~is_frequent].sum() * 1500]).pvalue > P_MIN
-    )
+    assert p_value(counts_VV, np.outer(probs_V, probs_V)) > P_MIN
 
 
 def flatter(seed: int, position: int, vocab_size: int, device: object) -> Tensor:
@@ -204,15 +167,13 @@ def test_a_planted_bias_is_detected(planted: Callable[..., Tensor]) -> None:
     assert p_value(draws_over_seeds(SETTINGS["T1"], kernels=kernels), probs_V) < 1e-4
 
 
-def test_filters_in_another_order_would_show() -> None:
-    """top-p of the full distribution keeps tokens that top-p of the four largest drops."""
-    how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
-    kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
-    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()
-    assert np.count_nonzero(distribution_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
-
-
-def test_the_least_temperature_still_tells_scores_apart() -> None:
+def test_greedy_knows_no_chance_and_the_least_temperature_still_tells_scores_apart() -> None:
+    for seed in range(20):
+        sampler = Sampler(Sampling(seed=seed), 10)
+        assert sampler.draw(LOGITS_V, seed) == 0
+        assert torch.equal(sampler.perturbed(LOGITS_V[None], 3), LOGITS_V[None])
+    assert Sampler(Sampling(), 3).draw(torch.tensor([1.0, 5.0, 5.0]), 0) == 1, "the lowest id of equals"
+    # The least temperature still tells scores apart.
     logits_V = torch.tensor([900.0, 1000.0, 999.0])
     assert Sampler(Sampling(temperature=LEAST_TEMPERATURE), 3).draw(logits_V, 0) == 1
     with pytest.raises(UserError, match="`temperature` must be 0, or at least 1e-30, got 1e-40: 0 is greedy"):
@@ -220,32 +181,21 @@ def test_the_least_temperature_still_tells_scores_apart() -> None:
     assert (logits_V / 1e-40).isinf().all(), "this is why"
 
 
-def test_greedy_knows_no_chance() -> None:
-    for seed in range(20):
-        sampler = Sampler(Sampling(seed=seed), 10)
-        assert sampler.draw(LOGITS_V, seed) == 0
-        assert torch.equal(sampler.perturbed(LOGITS_V[None], 3), LOGITS_V[None])
-    assert Sampler(Sampling(), 3).draw(torch.tensor([1.0, 5.0, 5.0]), 0) == 1, "the lowest id of equals"
-
-
 def test_half_precision_logits_are_drawn_from_in_float32() -> None:
     """bfloat16 has steps of 2^-6 around 4: the sum with the noise must not be rounded to them."""
     logits_V = torch.linspace(3, 5, 10).bfloat16()
-    how = Sampling(temperature=0.7)
-    scores_TV = Sampler(how, 10).perturbed(logits_V[None], 0)
+    scores_TV = Sampler(Sampling(temperature=0.7), 10).perturbed(logits_V[None], 0)
     assert scores_TV.dtype in (torch.float32, torch.float64)
-    torch.testing.assert_close(
-        scores_TV[0].double(), logits_V.double() / 0.7 + keyed_gumbel(0, 0, 10), atol=1e-5, rtol=0
-    )
+    wanted_V = logits_V.double() / 0.7 + keyed_gumbel(0, 0, 10)
+    torch.testing.assert_close(scores_TV[0].double(), wanted_V, atol=1e-5, rtol=0)
 
 
 def test_a_lower_temperature_draws_the_likeliest_more_often() -> None:
     shares = [draws_over_seeds({"temperature": t}, 500)[0] / 500 for t in (2.0, 1.0, 0.5, 0.1)]
     assert shares == sorted(shares) and shares[-1] > 0.6
-
-
-def test_a_narrower_draft_is_coupled_on_what_both_know() -> None:
-    sampler = Sampler(Sampling(temperature=1.0, seed=2), 10)
-    torch.testing.assert_close(
-        sampler.perturbed(LOGITS_V[None, :6], 8), sampler.perturbed(LOGITS_V[None], 8)[:, :6], atol=0, rtol=0
-    )
+    # Filters in another order would show: top-p of all keeps tokens that top-p of the four largest
+    # drops.
+    how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
+    kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
+    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()
+    assert np.count_nonzero(distribution_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4

@@ -18,11 +18,13 @@ from tiny import FAMILIES, build, save, save_pair, streaming_ram
 from transformers import GPTNeoXConfig
 
 import offload
+from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.whole import open_whole
 from offload.engine.load import open_decoder
 from offload.engine.team import Hooks
 from offload.integrity import verify
+from offload.memory.plan import LayerTier
 from offload.planning.options import LoadOptions
 from offload.streaming import scan as sights
 
@@ -199,11 +201,79 @@ def test_what_is_read_twice_is_not_seen_for_the_whole(plain: Path) -> None:
     sight = sights.WeightScan(checkpoint, lambda line: None)
     for size in (half, half - 64, half + 64):
         sight.look(entry.shard, entry.lo, stored[:size])
-    assert not sight.notes, "its second half may hold anything"
+    assert not sight.news(), "its second half may hold anything"
     sight.look(entry.shard, entry.hi - 64, stored[:64])
-    assert not sight.notes
+    assert not sight.news()
     sight.look(entry.shard, entry.lo + half, stored[: half - 64])
-    assert [LAYER in note for note in sight.notes] == [True]
+    assert [LAYER in note for note in sight.news()] == [True]
+    assert not sight.news(), "told once"
+
+
+WIDE = 1 << 20  # numbers of a matrix of two bytes each: one read of 2 MiB
+
+
+def passing(folder: Path, heard: list[str], num_reads: int = 1) -> tuple[sights.WeightScan, Callable[..., None]]:
+    """A sight of one wide matrix that every sweep reads, and how one reads so many numbers of it, from a byte on."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"wide.weight": torch.ones(num_reads * 1024, 1024, dtype=torch.float16)}, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    entry = checkpoint.tensors["wide.weight"]
+    sight = sights.WeightScan(checkpoint, heard.append)
+    layout = SlabLayout((SlabRead(entry.shard, entry.lo, entry.hi, 0),), {}, entry.num_bytes, 0)
+    sight.expect([layout], [LayerTier.DISK])
+    return sight, lambda stored, at=0: sight.look(entry.shard, entry.lo + at, stored.view(np.uint8))
+
+
+@pytest.mark.parametrize("at", [0, 8191, 8192, 64 * 1024 + 1, WIDE // 2 + 77, WIDE - 1])
+def test_what_passes_is_looked_at_within_a_few_sweeps(at: int, tmp_path: Path) -> None:
+    heard = list[str]()
+    sight, sweep = passing(tmp_path / "model", heard)
+    stored = np.ones(WIDE, np.float16)
+    stored[at] = np.inf
+    for _ in range(sights.TURNS):
+        sweep(stored)
+    assert [line.split()[1] for line in heard] == ["wide.weight"]
+    assert not sight.news(), "it is told of as damaged"
+
+
+@pytest.mark.parametrize("at", [0, 5000, WIDE // 3, 2 * WIDE])
+def test_long_damage_shows_in_the_first_sweep(at: int, tmp_path: Path) -> None:
+    heard, piece = list[str](), 1 << 20
+    _, sweep = passing(tmp_path / "model", heard, num_reads=4)
+    stored = np.ones(4 * WIDE, np.float16)
+    stored[at : at + 3 * WIDE // 2] = np.nan
+    for read in range(4):
+        sweep(stored[read * piece : (read + 1) * piece], 2 * read * piece)
+    assert len(heard) == 1
+
+
+def test_a_sweep_looks_at_a_share_and_what_is_odd_waits_for_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, real = list[int](), sights.top_bits
+    monkeypatch.setattr(sights, "top_bits", lambda stored, form: counted.append(stored.size) or real(stored, form))
+    sight, sweep = passing(tmp_path / "model", [])
+    stored = np.zeros(WIDE, np.float16)
+    for _ in range(sights.TURNS - 1):  # in the last of them it has no turn
+        assert not sight.news(), "what was not looked at may hold anything"
+        sweep(stored)
+    assert sum(counted) == 2 * WIDE and max(counted) == 2 * WIDE // sights._NUM_STRIPES
+    assert [line.split(":")[0] for line in sight.news()] == ["all zero"]
+    sweep(stored)
+    assert sum(counted) == 2 * WIDE, "all of it was looked at"
+
+
+def test_blocks_of_many_bytes_are_cut_nowhere_and_all_have_a_turn() -> None:
+    item_bytes, num_items = 34, 9999
+    blocks = np.repeat(np.arange(num_items, dtype=np.uint16), item_bytes // 2).view(np.uint8)
+    seen = set[int]()
+    for stripe in range(sights._NUM_STRIPES):
+        for some in sights._stripes(blocks, item_bytes, stripe):
+            items = some.reshape(-1, item_bytes).view(np.uint16)
+            assert (items == items[:, :1]).all()
+            seen |= set(items[:, 0].tolist())
+    assert seen == set(range(num_items))
 
 
 def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tables import ROOT, VOCAB_SIZE, TableSampler, distributions, grow, p_value, pair
+from tables import LEAST_P, ROOT, VOCAB_SIZE, WRONG_P, TableSampler, distributions, grow, p_value, pair
 
 from offload.drafting.base import Drafted
 from offload.drafting.hybrid import graft
@@ -24,7 +24,6 @@ from offload.trees.verification import Acceptance, Rule, find_rule
 from offload.units import ChildSampling, Sampling
 
 NUM_TOKENS, MOST = 2_500, 5
-LEAST_P, WRONG_P = 1e-3, 1e-6
 RATIO_RULES = ("sequoia", "specinfer", "spectr")
 WARM = Sampling(temperature=0.8, seed=4)
 Cut = Callable[[TokenTree], TokenTree]  # what a mistaken drafter does to a chain that it has drawn
@@ -66,32 +65,25 @@ def test_the_text_is_the_targets(name: str, draft: str) -> None:
     assert p_of_text(tokens, distributions(pair(draft)[0], WARM)) > LEAST_P
 
 
-def shortened(length: int, tree: TokenTree) -> TokenTree:
+def shortened(tree: TokenTree, length: int) -> TokenTree:
     assert tree.proposals is not None
-    shape = chain(length)
-    proposals = Proposals(
-        tree.proposals.draw_N[: length + 1],
-        np.append(np.arange(length), -1),
-        tree.proposals.probs_EV[: max(length, 1)],
-    )
-    return TokenTree(shape, tree.token_N[: length + 1], proposals)
+    draw_N, row_N = tree.proposals.draw_N[: length + 1], np.append(np.arange(length), -1)
+    proposals = Proposals(draw_N, row_N, tree.proposals.probs_EV[: max(length, 1)])
+    return TokenTree(chain(length), tree.token_N[: length + 1], proposals)
 
 
 def before_an_unlikely_guess(tree: TokenTree) -> TokenTree:
     """As drafters do that stop where they are not sure: of the token, not of its distribution."""
-    assert tree.proposals is not None or tree.num_nodes == 1
     for depth in range(1, tree.num_nodes):
         if tree.proposals.probs_EV[depth - 1, tree.tokens[depth]] < 0.3:  # type: ignore[union-attr]
-            return shortened(depth - 1, tree)
+            return shortened(tree, depth - 1)
     return tree
 
 
 def at_even_tokens(tree: TokenTree) -> TokenTree:
     """A harmless look: the length depends on a drawn token, but only on ones that are kept in any case."""
-    for depth in range(1, tree.num_nodes):
-        if tree.tokens[depth] % 2 == 0:
-            return shortened(depth, tree)
-    return tree
+    even = [depth for depth in range(1, tree.num_nodes) if tree.tokens[depth] % 2 == 0]
+    return shortened(tree, even[0]) if even else tree
 
 
 @pytest.mark.parametrize("name", RATIO_RULES)

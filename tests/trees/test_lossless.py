@@ -1,10 +1,11 @@
 """Every rule keeps the target's distribution: exactly where outcomes can be listed, by chi-square elsewhere.
 
-The four classic mistakes are planted at the end and must fail the very same test.
+Under penalties, too: there the law of two tokens is that of the target whose every row knows its own past. The classic
+mistakes are planted at the end and must fail the very same test.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 from matrix import matrix
 from tables import (
+    KINDS,
+    LEAST_P,
     ROOT,
     SHAPES,
     VOCAB_SIZE,
+    WRONG_P,
     Grow,
     TableSampler,
     Verify,
@@ -36,35 +40,19 @@ from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import Draw, Floats, Offer, Proposals, TokenTree
 from offload.trees.topology import Topology, chain, k_ary
-from offload.trees.verification import (
-    Acceptance,
-    Rule,
-    Trials,
-    find_rule,
-    k_sequential_trials,
-    pick,
-    ratio_trials,
-)
+from offload.trees.verification import Acceptance, Rule, Trials, find_rule, k_sequential_trials, pick, ratio_trials
 from offload.units import ChildSampling, Sampling
 
 NUM_RUNS = 5_000
-LEAST_P = 1e-3  # seeds are fixed: what passes once passes always
-WRONG_P = 1e-6
 TWO_CHILDREN = k_ary(2, 3)
-KINDS = {
-    "sequoia": (Draw.WITHOUT_REPLACEMENT, ratio_trials),
-    "specinfer": (Draw.WITH_REPLACEMENT, ratio_trials),
-    "spectr": (Draw.WITH_REPLACEMENT, k_sequential_trials),
-}
 COOL, WARM, HOT, NUCLEUS = (0.3, 1.0), (0.6, 1.0), (1.0, 1.0), (1.0, 0.9)  # temperature, top-p
-CASES = [
-    *[("sequoia", *case) for case in (("chain", "good", COOL), ("binary", "bad", WARM), ("star", "disjoint", HOT))],
-    *[("sequoia", *case) for case in (("sequences", "disjoint", NUCLEUS), ("sequoia", "good", HOT))],
-    *[("specinfer", *case) for case in (("chain", "bad", HOT), ("binary", "good", NUCLEUS), ("star", "good", COOL))],
-    *[("specinfer", *case) for case in (("sequences", "bad", WARM), ("sequoia", "disjoint", HOT))],
-    *[("spectr", *case) for case in (("chain", "disjoint", WARM), ("binary", "good", COOL), ("star", "bad", NUCLEUS))],
-    *[("spectr", *case) for case in (("sequences", "good", HOT), ("sequoia", "bad", WARM))],
-]
+CASES = [("sequoia", "chain", "good", COOL), ("sequoia", "binary", "bad", WARM), ("sequoia", "star", "disjoint", HOT),
+         ("sequoia", "sequences", "disjoint", NUCLEUS), ("sequoia", "sequoia", "good", HOT),
+         ("specinfer", "chain", "bad", HOT), ("specinfer", "binary", "good", NUCLEUS),
+         ("specinfer", "star", "good", COOL), ("specinfer", "sequences", "bad", WARM),
+         ("specinfer", "sequoia", "disjoint", HOT), ("spectr", "chain", "disjoint", WARM),
+         ("spectr", "binary", "good", COOL), ("spectr", "star", "bad", NUCLEUS), ("spectr", "sequences", "good", HOT),
+         ("spectr", "sequoia", "bad", WARM)]  # fmt: skip
 
 
 def sampling_of(setting: tuple[float, float], seed: int = 1) -> Sampling:
@@ -176,9 +164,6 @@ def test_fresh_numbers_never_repeat_and_never_touch_the_ends() -> None:
     assert not np.isin(Sampler(sampling_of(HOT, seed=2), VOCAB_SIZE).uniform(1000), numbers).any()
 
 
-# Planted mistakes: each is handed to the test above and must fail it.
-
-
 def best_two(tree: TokenTree) -> TokenTree:
     """The two of a star's children that the draft likes best, in the order of their draws."""
     assert tree.proposals is not None
@@ -223,29 +208,24 @@ class SharedNoise:
         return Acceptance([0], [self._sampler.draw(remainder_V, position + 1)])
 
 
-def test_dropping_unlikely_draws_is_caught() -> None:
+def best_of_four(draft_VV: Tensor, root_R: Tensor, sampler: Sampler) -> list[TokenTree]:
     """Draw four children, keep the two that the draft likes best: growth is no longer predictable."""
-    (target_VV, draft_VV), rule = pair("bad"), find_rule("sequoia")
-
-    def grow_and_drop(root_R: Tensor, sampler: Sampler) -> list[TokenTree]:
-        return [best_two(tree) for tree in grow(draft_VV, k_ary(4, 5), root_R, sampler)]
-
-    assert p_of_runs(rule, grow_and_drop, rule.verify, target_VV, HOT) < WRONG_P
+    return [best_two(tree) for tree in grow(draft_VV, k_ary(4, 5), root_R, sampler)]
 
 
-def test_likeliest_children_under_the_ratio_of_draws_are_caught() -> None:
+def likeliest(draft_VV: Tensor, root_R: Tensor, _: Sampler) -> list[TokenTree]:
     """Top-k children verified as if they had been drawn from q."""
-    (target_VV, draft_VV), rule = pair("bad"), find_rule("sequoia")
     probs_VV = Sampler(sampling_of(HOT), VOCAB_SIZE).distribution(draft_VV)
+    trees = grow(draft_VV, TWO_CHILDREN, root_R, Sampler(sampling_of(HOT), VOCAB_SIZE, ChildSampling.TOP_K))
+    return [with_distributions(tree, probs_VV[tree.token_N[:1]]) for tree in trees]
 
-    def grow_likeliest(root_R: Tensor, _: Sampler) -> list[TokenTree]:
-        likeliest = Sampler(sampling_of(HOT), VOCAB_SIZE, ChildSampling.TOP_K)
-        return [
-            with_distributions(tree, probs_VV[tree.token_N[:1]])
-            for tree in grow(draft_VV, TWO_CHILDREN, root_R, likeliest)
-        ]
 
-    assert p_of_runs(rule, grow_likeliest, rule.verify, target_VV, HOT) < WRONG_P
+@pytest.mark.parametrize("mistake", [best_of_four, likeliest])
+def test_children_that_were_not_drawn_so_are_caught(
+    mistake: Callable[[Tensor, Tensor, Sampler], list[TokenTree]],
+) -> None:
+    (target_VV, draft_VV), rule = pair("bad"), find_rule("sequoia")
+    assert p_of_runs(rule, partial(mistake, draft_VV), rule.verify, target_VV, HOT) < WRONG_P
 
 
 @pytest.mark.parametrize("starts_again", [False, True])
@@ -285,18 +265,16 @@ def draws(probs_V: Floats, order: Sequence[Draw]) -> Iterator[tuple[float, tuple
     return extend([])
 
 
-def node_offers(probs_V: Floats, order: Sequence[Draw], tokens: Sequence[int]) -> Iterator[Offer]:
+def node_offers(probs_V: Floats, order: Sequence[Draw], tokens: Sequence[int]) -> list[Offer]:
     """A root with these children, as `Proposals` tells a rule about it."""
-    draw_N = np.array([0, *order])
-    row_N = np.array([0] + [-1] * len(order))
+    draw_N, row_N = np.array([0, *order]), np.array([0] + [-1] * len(order))
     proposals = Proposals(draw_N, row_N, torch.from_numpy(probs_V[None]).float())
-    return proposals.offers(0, range(1, 1 + len(order)), tokens)
+    return list(proposals.offers(0, range(1, 1 + len(order)), tokens))
 
 
-def emitted_by(trials: Trials, target_V: Floats, offers: Iterator[Offer]) -> Floats:
+def emitted_by(trials: Trials, target_V: Floats, offers: list[Offer]) -> Floats:
     """The exact distribution of the one token that a node yields."""
     probs_V, left, residual_V = np.zeros(len(target_V)), 1.0, target_V
-    offers = list(offers)
     for offer, (_, chance, remainder_V) in zip(offers, trials(target_V, offers), strict=False):
         probs_V[offer.token] += left * chance
         left, residual_V = left * (1 - chance), remainder_V
@@ -312,3 +290,59 @@ def count(token_WK: Floats, shape: tuple[int, ...]) -> Floats:
 
 def total_variation(probs_C: Floats, other_C: Floats) -> float:
     return float(np.abs(probs_C - other_C).sum() / 2)
+
+
+NUM_ADJUSTED = 1500
+HOW = Sampling(temperature=0.9, repeat_penalty=2.5, frequency_penalty=0.4, logit_bias={4: 1.0}, seed=1)
+ADJUSTED = [("sequoia", "binary"), ("specinfer", "sequoia"), ("spectr", "star")]
+
+
+def law(target_VV: Tensor) -> Floats:
+    """Chances (V, V) of the two tokens after `ROOT`, each row changed by the formulas in a plain loop."""
+    first_V = distributions(by_hand(target_VV[ROOT], [])[None], HOW)[0]
+    second = [distributions(by_hand(target_VV[token], [token])[None], HOW)[0] for token in range(VOCAB_SIZE)]
+    return first_V[:, None] * np.array(second)
+
+
+def by_hand(logits_V: Tensor, new: Sequence[int]) -> Tensor:
+    scores_V = logits_V.clone()
+    for token, number in dict(HOW.logit_bias).items():
+        scores_V[token] += number
+    for token in {ROOT, *new}:
+        scores_V[token] *= HOW.repeat_penalty if scores_V[token] < 0 else 1 / HOW.repeat_penalty
+    for token in new:
+        scores_V[token] -= HOW.frequency_penalty
+    return scores_V
+
+
+def count_adjusted(rule: Rule, shape: str) -> Floats:
+    """How often each two tokens came first; a second step, with another past, where the first gave but one."""
+    target_VV, draft_VV = pair("good")
+    sampler, count_VV, unfinished = TableSampler(HOW, rule), np.zeros((VOCAB_SIZE, VOCAB_SIZE)), Counter[int]()
+
+    def emitted(tree: TokenTree) -> list[int]:
+        return rule.verify(tree, sampler.adjusted_rows(tree, target_VV[tree.token_N]), sampler, 0).tokens
+
+    sampler.begin([ROOT])
+    for tree in grow(draft_VV, SHAPES[shape], torch.full((NUM_ADJUSTED,), ROOT), sampler):
+        tokens = emitted(tree)
+        if len(tokens) > 1:
+            count_VV[tokens[0], tokens[1]] += 1
+        else:
+            unfinished[tokens[0]] += 1
+    for token, num in unfinished.items():
+        sampler.cut([token])
+        for tree in grow(draft_VV, SHAPES[shape], torch.full((num,), token), sampler):
+            count_VV[token, emitted(tree)[0]] += 1
+    return count_VV
+
+
+@pytest.mark.parametrize(("rule", "shape"), ADJUSTED)
+def test_two_tokens_have_the_adjusted_targets_law(rule: str, shape: str) -> None:
+    assert p_value(count_adjusted(find_rule(rule), shape), law(pair("good")[0])) > LEAST_P
+
+
+def test_a_path_that_is_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    adjusted = Sampler.adjusted
+    monkeypatch.setattr(Sampler, "adjusted", lambda self, rows_TV, paths: adjusted(self, rows_TV, [()] * len(paths)))
+    assert p_value(count_adjusted(find_rule("sequoia"), "binary"), law(pair("good")[0])) < WRONG_P

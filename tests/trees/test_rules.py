@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
-from offload.memory.planner import Budgets, make_plan, model_shape
+from offload.memory.planner import Budgets, make_plan
 from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.trees import verification as rules
@@ -88,15 +90,13 @@ def next_distributions(model: torch.nn.Module, prompts: list[list[int]], samplin
         return distributions(model(torch.tensor(prompts)).logits[:, -1], sampling)
 
 
-def test_unknown_rules_are_refused(models: tuple[Path, Path]) -> None:
+def test_what_the_plan_has_no_room_for_is_refused(models: tuple[Path, Path]) -> None:
     wanted = "`rule` must be one of match, sequoia, specinfer, spectr, topk, got 'tree'"
     with pytest.raises(offload.UserError, match=wanted):
         load(*models, rule="tree")
     with load(*models) as decoder, pytest.raises(offload.UserError, match=wanted):
         decoder.generate(PROMPT, rule="tree")
-
-
-def test_rules_beyond_the_plan_are_refused(models: tuple[Path, Path]) -> None:
+    # Rules beyond the plan are refused.
     with load(*models) as decoder:
         assert decoder.plan.distribution_bytes == 0
         assert decoder.generate(PROMPT, max_new_tokens=4, rule="topk").rule == "topk"
@@ -115,15 +115,12 @@ def test_rules_beyond_the_plan_are_refused(models: tuple[Path, Path]) -> None:
 
 
 def test_distributions_take_their_share_of_the_budget(models: tuple[Path, Path]) -> None:
-    from offload.checkpoint.safetensors import open_checkpoint
-
     shapes = [model_shape(open_checkpoint(directory)) for directory in models]
-    plans = [
+    without, keeping = (
         make_plan(*shapes, Budgets(1 << 30), context=64, num_nodes=64, keeps_distributions=keeps) for keeps in (0, 1)
-    ]
-    assert (
-        plans[1].fixed_bytes - plans[0].fixed_bytes == plans[1].distribution_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
     )
+    assert keeping.distribution_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
+    assert keeping.fixed_bytes - without.fixed_bytes == keeping.distribution_bytes
 
 
 def test_rules_stand_in_one_table() -> None:
@@ -180,26 +177,23 @@ def test_a_tree_of_point_masses_carries_no_distribution(drafting: ChildSampling)
     assert all(offer.draw is Draw.POINT_MASS and offer.probs_V is None for offer in tree.offers(0))
 
 
-def test_children_beyond_a_narrow_draft_are_drawn_from_the_rest() -> None:
-    """Six children of a draft of four tokens: the last two are those that only the target has (Alg. 1)."""
+def test_children_beyond_a_narrow_draft() -> None:
+    # Six children of a draft of four tokens: the last two are those that only the target has (Alg.
+    # 1).
     sampler = Sampler(Sampling(temperature=0.7), 6, ChildSampling.WITHOUT_REPLACEMENT)
     tree = grow_bigrams(k_ary(6, 7), [1, 0], sampler)
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and sorted(tree.tokens[5:]) == [4, 5]
     assert [offer.probs_V[offer.token] for offer in tree.offers(0)][4:] == [0.5, 1.0]
-
-
-def test_a_child_that_its_distribution_cannot_give_is_a_bug() -> None:
-    proposals = Proposals.blank(k_ary(2, 3), 4, Draw.WITH_REPLACEMENT)
-    proposals.write([0], torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
-    with pytest.raises(AssertionError, match="child 2 cannot have been drawn"):
-        list(proposals.offers(0, [1, 2], [1, 3]))
-
-
-def test_more_children_than_tokens_are_never_needed() -> None:
-    """Seven children of four tokens: the four draws are offered, and the fourth is accepted for certain."""
+    # Seven children of four tokens: the four draws are offered, and the fourth is accepted for
+    # certain.
     sampler = Sampler(Sampling(temperature=0.7), 4, ChildSampling.WITHOUT_REPLACEMENT)
     tree = grow_bigrams(k_ary(7, 8), [1, 0], sampler, 4)
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and [offer.child for offer in tree.offers(0)] == [1, 2, 3, 4]
     for _ in range(200):
         accepted = find_rule("sequoia").verify(tree, torch.zeros(8, 4), sampler, 0)
         assert len(accepted.nodes) == 2
+    # A child that its distribution cannot give is a bug.
+    proposals = Proposals.blank(k_ary(2, 3), 4, Draw.WITH_REPLACEMENT)
+    proposals.write([0], torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+    with pytest.raises(AssertionError, match="child 2 cannot have been drawn"):
+        list(proposals.offers(0, [1, 2], [1, 3]))

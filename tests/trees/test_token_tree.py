@@ -31,16 +31,14 @@ def path_to_root(topology: Topology, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("topology", TREES, ids=range(len(TREES)))
-def test_ancestors_are_the_nodes_on_the_path_to_the_root(topology: Topology) -> None:
+def test_ancestors_and_children_are_what_parents_say(topology: Topology) -> None:
+    # Ancestors are the nodes on the path to the root.
     ancestor_NN = ancestors(topology)
     assert ancestor_NN.dtype == torch.bool
     for node in range(topology.num_nodes):
         assert sorted(path_to_root(topology, node)) == ancestor_NN[node].nonzero()[:, 0].tolist()
     assert (ancestor_NN.sum(1) - 1).tolist() == topology.depth_N.tolist(), "a path is as long as its depth"
-
-
-@pytest.mark.parametrize("topology", TREES, ids=range(len(TREES)))
-def test_children_are_listed_in_the_order_of_their_ranks(topology: Topology) -> None:
+    # Children are listed in the order of their ranks.
     children = children_of(topology)
     assert sorted(child for own in children for child in own) == list(range(1, topology.num_nodes))
     for node, own in enumerate(children):
@@ -54,25 +52,18 @@ def test_the_first_child_with_a_token_is_found() -> None:
     assert tree.num_nodes == 6 and tree.tokens == [9, 4, 7, 4, 7, 7]
     assert (tree.child(0, 4), tree.child(0, 7), tree.child(0, 9)) == (1, 2, None)
     assert (tree.child(1, 7), tree.child(1, 4), tree.child(3, 7), tree.child(5, 7)) == (4, None, None, None)
-
-
-def test_two_trees_of_one_shape_keep_their_own_tokens() -> None:
-    """Children are remembered by shape, tokens must not be."""
+    # Children are remembered by shape, tokens must not be.
     shape = k_ary(2, 3)
     one, two = TokenTree(shape, torch.tensor([0, 1, 2])), TokenTree(shape, torch.tensor([0, 2, 1]))
     assert (one.child(0, 1), two.child(0, 1)) == (1, 2)
-
-
-def test_children_without_a_distribution_are_point_masses() -> None:
+    # Children without a distribution are point masses.
     tree = TokenTree(k_ary(2, 5), torch.tensor([9, 4, 7, 4, 6]))
     assert [(o.child, o.token, o.draw, o.probs_V) for o in tree.offers(0)] == [
         (1, 4, Draw.POINT_MASS, None),
         (2, 7, Draw.POINT_MASS, None),
     ]
     assert list(tree.offers(4)) == []
-
-
-def test_a_tree_is_what_it_was_built_as() -> None:
+    # A tree is what it was built as.
     with pytest.raises(AssertionError, match="one token per node"):
         TokenTree(chain(3), torch.tensor([1, 2, 3]))
     tree = TokenTree(chain(1), torch.tensor([1, 2]))

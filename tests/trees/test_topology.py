@@ -1,12 +1,16 @@
-"""The optimiser of tree shapes: brute force = dynamic program = best-first, and the closed forms."""
+"""The optimiser of tree shapes: best-first = brute force = the dynamic program of the paper, and the closed forms.
+
+Sequoia's dynamic program (2402.12374, Algorithm 5) finds what the best tree of any vector is worth; the product needs
+no more than best-first trees of vectors that fall, and that those are the best ones is what it proves here.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
-from exact_tree import fill_depths, optimal
 
 from offload.errors import UserError
 from offload.trees.topology import (
@@ -65,19 +69,6 @@ def brute_table(p: list[float], max_depth: int) -> np.ndarray:
     return G_ND
 
 
-def greedy(p: list[float], num_nodes: int) -> float:
-    """F of best-first without its guard, taking the best node whose parent and previous sibling are in."""
-    score_N = [1.0]
-    frontier = [(p[0], 0, 0)]  # (score, parent, rank)
-    while len(score_N) < num_nodes:
-        score, parent, rank = frontier.pop(frontier.index(max(frontier)))
-        frontier.append((score * p[0], len(score_N), 0))
-        if rank + 1 < len(p):
-            frontier.append((score_N[parent] * p[rank + 1], parent, rank + 1))
-        score_N.append(score)
-    return sum(score_N)
-
-
 def check_invariants(tree: Topology) -> None:
     order = list(zip(tree.depth_N.tolist(), tree.parent_N.tolist(), tree.rank_N.tolist(), strict=True))
     assert order == sorted(order)
@@ -95,47 +86,38 @@ def check_invariants(tree: Topology) -> None:
     assert all((tree.depth_N[level] == depth).all() for depth, level in enumerate(tree.levels))
 
 
-def dp_table(p: list[float], num_nodes: int, max_depth: int) -> np.ndarray:
-    """What the dynamic program says that its trees are worth, as `table_ND`; where n do not exist, the largest."""
-    value_DN, _ = fill_depths(check_acceptance(p), num_nodes, max_depth)
+def dp_table(p: AcceptanceVector, num_nodes: int, max_depth: int) -> np.ndarray:
+    """The best F (N, D) of exactly n nodes within d steps; where n do not exist, of the largest tree.
+
+    Siblings are chosen from the last rank to the first: the best of m nodes below the ranks k, k + 1, ...
+    is the maximum over s of p[k] * F[s, d - 1] and the best of m - s below the ranks k + 1, ...
+    """
+    value_DN = np.full((max_depth + 1, num_nodes + 1), -np.inf)
+    value_DN[:, 1] = 1.0
+    size_N = np.arange(num_nodes)
+    left_NN = np.maximum(size_N[:, None] - size_N, -1)  # m - s; -1 is the entry of what cannot be
+    for depth in range(1, max_depth + 1):
+        below_N = value_DN[depth - 1, :num_nodes]
+        rest_N = np.where(size_N == 0, 0.0, -np.inf)
+        for chance in check_acceptance(p)[::-1]:
+            own_N = np.where(np.isfinite(below_N), chance * np.nan_to_num(below_N, neginf=0), -np.inf)
+            own_N[0] = 0.0
+            rest_N = (own_N + np.append(rest_N, -np.inf)[left_NN]).max(1)
+        value_DN[depth, 1:] = 1.0 + rest_N
     return np.maximum.accumulate(value_DN, axis=1).T
 
 
-# -- optimality
-
-
-def test_brute_force_visits_every_ordered_tree_once() -> None:
-    catalan = [math.comb(2 * n - 2, n - 1) // n for n in range(1, BRUTE_NODES + 1)]
-    assert [sum(len(tree) == n for tree in TREES) for n in range(1, BRUTE_NODES + 1)] == catalan
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_dynamic_program_equals_brute_force(num_ranks: int, is_sorted: bool) -> None:
+def test_best_first_equals_brute_force(num_ranks: int) -> None:
+    """Every ordered tree of up to eight nodes, of each depth."""
     for seed in range(12):
-        p = random_p(seed, num_ranks, is_sorted)
-        brute_ND = brute_table(p, BRUTE_NODES)
-        table_ND = dp_table(p, BRUTE_NODES, BRUTE_NODES)
-        largest_ND = np.maximum.accumulate(brute_ND, axis=0)[1:]  # where n nodes do not exist, the largest tree goes on
-        np.testing.assert_allclose(table_ND[1:], largest_ND, rtol=1e-13)
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_optimal_rebuilds_the_tree_of_its_value(num_ranks: int, is_sorted: bool) -> None:
-    for seed in range(4):
-        p = random_p(seed, num_ranks, is_sorted)
-        table_ND = dp_table(p, 40, 12)
-        for num_nodes, max_depth in [(1, 0), (1, 5), (2, 1), (7, 3), (17, 4), (40, 2), (40, 7), (40, 12), (9, 12)]:
-            tree = optimal(p, num_nodes, max_depth)
-            check_invariants(tree)
-            assert tree.depth <= max_depth and tree.rank_N.max() < num_ranks
-            assert tree.num_nodes == min(num_nodes, sum(num_ranks**level for level in range(max_depth + 1)))
-            assert expected_tokens(tree, p) == pytest.approx(table_ND[num_nodes, max_depth], rel=1e-13)
-        free = optimal(p, 40)
-        check_invariants(free)
-        assert free.num_nodes == 40
-        assert expected_tokens(free, p) == pytest.approx(dp_table(p, 40, 39)[40, 39], rel=1e-13)
+        p = random_p(seed, num_ranks, is_sorted=True)
+        largest_ND = np.maximum.accumulate(brute_table(p, BRUTE_NODES), axis=0)
+        np.testing.assert_allclose(dp_table(p, BRUTE_NODES, BRUTE_NODES)[1:], largest_ND[1:], rtol=1e-13)
+        for num_nodes in range(1, BRUTE_NODES + 1):
+            for depth in range(BRUTE_NODES):
+                tree = best_first(p, num_nodes, depth)
+                assert expected_tokens(tree, p) == pytest.approx(largest_ND[num_nodes, depth], rel=1e-12)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 9])
@@ -146,46 +128,30 @@ def test_best_first_equals_the_dynamic_program(num_ranks: int) -> None:
         for num_nodes, max_depth in [(1, 3), (5, 0), (6, 2), (33, 5), (80, 3), (80, 14)]:
             tree = best_first(p, num_nodes, max_depth)
             check_invariants(tree)
-            assert tree.depth <= max_depth
-            assert tree.num_nodes == optimal(p, num_nodes, max_depth).num_nodes
+            assert tree.depth <= max_depth and tree.rank_N.max() < num_ranks
+            assert tree.num_nodes == min(num_nodes, sum(num_ranks**level for level in range(max_depth + 1)))
             assert expected_tokens(tree, p) == pytest.approx(table_ND[num_nodes, max_depth], rel=1e-12)
 
 
 def test_methods_agree_on_the_default_vector_at_a_working_size() -> None:
-    table_ND = dp_table(list(DEFAULT_ACCEPTANCE), 256, 16)
-    tree = best_first(DEFAULT_ACCEPTANCE, 256, 16)
+    table_ND, tree = dp_table(DEFAULT_ACCEPTANCE, 256, 16), best_first(DEFAULT_ACCEPTANCE, 256, 16)
     check_invariants(tree)
     assert expected_tokens(tree, DEFAULT_ACCEPTANCE) == pytest.approx(table_ND[256, 16], rel=1e-12)
-    assert table_ND[64, 16] > max(
-        expected_tokens(t, DEFAULT_ACCEPTANCE) for t in (chain(63), sequences(7, 9), k_ary(2, 64))
-    )
+    others = (chain(63), sequences(7, 9), k_ary(2, 64))
+    assert table_ND[64, 16] > max(expected_tokens(other, DEFAULT_ACCEPTANCE) for other in others)
+    assert len(DEFAULT_ACCEPTANCE) == 32 and 0.98 < check_acceptance(DEFAULT_ACCEPTANCE).sum() < 1
+    assert all(np.diff(DEFAULT_ACCEPTANCE) < 0)
 
 
-def test_dynamic_program_beats_greedy_where_p_rises() -> None:
-    """Rank 2 pays for rank 1, which greedy never buys; brute force says by how much at 4 nodes: 1.95 against 1.44."""
-    p = [0.3, 0.05, 0.6]
-    value, myopic = expected_tokens(optimal(p, 4), p), greedy(p, 4)
-    print(f"greedy {myopic:.4f} / optimal {value:.4f} = {myopic / value:.3f}")
-    assert value == pytest.approx(1.95) and myopic == pytest.approx(1.44)
-    with pytest.raises(UserError, match=r"p\[1\] = 0.05 < p\[2\] = 0.6: isotonic"):
-        best_first(p, 4, 4)
-
-
-def test_greedy_is_best_first_where_p_falls() -> None:
-    """So that the test above blames the vector, not the helper."""
-    p = [0.61, 0.2, 0.07]
-    assert greedy(p, 30) == pytest.approx(expected_tokens(best_first(p, 30, 30), p), rel=1e-13)
-
-
-def test_ties_go_to_the_shallower_tree() -> None:
+def test_small_trees_by_hand() -> None:
     assert best_first([1.0, 0.0], 3, 5).parent_N.tolist() == [-1, 0, 1]
-    assert best_first([0.5, 0.25, 0.25], 5, 9).depth_N.tolist() == [0, 1, 1, 1, 2]
-
-
-# -- shapes
-
-
-def test_topology_describes_a_small_tree() -> None:
+    assert best_first([0.5, 0.25, 0.25], 5, 9).depth_N.tolist() == [0, 1, 1, 1, 2], "ties go to the shallower tree"
+    assert best_first([0.7], 9, 30) == chain(8) and best_first([0.7], 9, 3) == chain(3), (
+        "a single rank has chains alone"
+    )
+    assert best_first([0.9, 0.01], 5, 3).parent_N.tolist() == [-1, 0, 0, 1, 3], (
+        "where a chain would be best, but for depth"
+    )
     tree = Topology.from_parents([-1, 0, 0, 1, 2, 2])
     assert tree.rank_N.tolist() == [0, 0, 1, 0, 0, 1]
     assert tree.depth_N.tolist() == [0, 1, 1, 2, 2, 2]
@@ -200,14 +166,15 @@ def test_topology_asserts_on_broken_parents(parents: list[int]) -> None:
         Topology.from_parents(parents)
 
 
-def test_topology_is_immutable_and_hashable() -> None:
-    tree = sequences(3, 2)
+def test_topologies_are_immutable_and_hashable_and_acceptance_is_copied() -> None:
+    tree, p_K = sequences(3, 2), np.array([0.7, 0.2, 0.1])
     with pytest.raises(dataclasses.FrozenInstanceError):
         tree.parent_N = tree.rank_N  # type: ignore[misc]
     with pytest.raises(ValueError, match="read-only"):
         tree.parent_N[1] = 0
     assert {tree: "same"}[sequences(3, 2)] == "same"
     assert tree != chain(6) and tree != "tree"
+    assert check_acceptance(p_K) is not p_K and check_acceptance([0.1] * 10).sum() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("tree", [chain(0), chain(9), sequences(1, 1), sequences(5, 4), k_ary(3, 20), k_ary(1, 4)])
@@ -232,37 +199,29 @@ def test_references_have_the_closed_forms() -> None:
     assert sequences(1, 6) == chain(6) == k_ary(1, 7) and sequences(4, 1) == k_ary(4, 5)
 
 
-def test_chain_is_the_best_tree_of_a_single_rank() -> None:
-    assert best_first([0.7], 9, 30) == optimal([0.7], 9) == optimal([0.7], 9, 8) == chain(8)
-    assert best_first([0.7], 9, 3) == optimal([0.7], 9, 3) == chain(3)
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: chain(-1), "got"),
+    (lambda: sequences(0, 3), "got"),
+    (lambda: sequences(3, 0), "got"),
+    (lambda: k_ary(0, 3), "got"),
+    (lambda: best_first([0.5], 0, 3), "num_nodes must be 1 or more, got 0"),
+    (lambda: best_first([0.5], 3, -1), "max_depth must be 0 or more, got -1"),
+    (lambda: best_first([0.3, 0.05, 0.6], 4, 4), r"p\[1\] = 0.05 < p\[2\] = 0.6: isotonic"),
+    (lambda: expected_tokens(k_ary(4, 5), [0.5, 0.2]), "highest rank, 3, got 2 entries"),
+    *((partial(check_acceptance, p), r"must|needs") for p in (
+        [], [[0.5]], 0.5, [0.5, -0.1], [1.1], [math.nan], [math.inf], [0.6, 0.5], ["half"], [[0.1], [0.1, 0.2]])),
+]  # fmt: skip
 
 
-def test_depth_bound_holds_where_a_chain_would_be_best() -> None:
-    assert optimal([0.9, 0.01], 5) == chain(4)
-    assert optimal([0.9, 0.01], 5, 3).parent_N.tolist() == [-1, 0, 0, 1, 3]
-    assert optimal([0.9, 0.01], 5, 3) == best_first([0.9, 0.01], 5, 3)
-
-
-@pytest.mark.parametrize(
-    "call", [lambda: chain(-1), lambda: sequences(0, 3), lambda: sequences(3, 0), lambda: k_ary(0, 3)]
-)
-def test_references_refuse_impossible_sizes(call: Callable[[], Topology]) -> None:
-    with pytest.raises(UserError, match="got"):
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_impossible_sizes_and_vectors_are_refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
         call()
 
 
-def test_sizes_are_checked() -> None:
-    with pytest.raises(UserError, match="num_nodes must be 1 or more, got 0"):
-        best_first([0.5], 0, 3)
-    with pytest.raises(UserError, match="max_depth must be 0 or more, got -1"):
-        best_first([0.5], 3, -1)
-
-
-# -- acceptance vectors
-
-
-def test_isotonic_falls_keeps_the_mean_and_leaves_sorted_vectors_alone() -> None:
+def test_isotonic_is_the_nearest_falling_vector_and_leaves_falling_ones_alone() -> None:
     assert isotonic([0.3, 0.05, 0.6, 0.05]).tolist() == pytest.approx([0.95 / 3] * 3 + [0.05])
+    rng = np.random.default_rng(0)
     for seed in range(40):
         p = random_p(seed, 7, is_sorted=False)
         smooth_K = isotonic(p)
@@ -271,38 +230,7 @@ def test_isotonic_falls_keeps_the_mean_and_leaves_sorted_vectors_alone() -> None
         assert isotonic(smooth_K).tolist() == smooth_K.tolist()
         assert isotonic(sorted(p, reverse=True)).tolist() == sorted(p, reverse=True)
         best_first(smooth_K, 20, 5)
-
-
-def test_isotonic_is_the_nearest_falling_vector() -> None:
-    """Least squares: no other falling vector, tried at random nearby, is closer."""
-    rng = np.random.default_rng(0)
-    p_K = np.array(random_p(11, 6, is_sorted=False))
-    nearest = ((isotonic(p_K) - p_K) ** 2).sum()
-    for _ in range(200):
-        other_K = np.sort(np.clip(isotonic(p_K) + rng.normal(0, 0.02, 6), 0, 1))[::-1]
-        assert ((other_K - p_K) ** 2).sum() >= nearest - 1e-15
-
-
-@pytest.mark.parametrize(
-    "p", [[], [[0.5]], 0.5, [0.5, -0.1], [1.1], [math.nan], [math.inf], [0.6, 0.5], ["half"], [[0.1], [0.1, 0.2]]]
-)
-def test_impossible_acceptance_is_refused(p: AcceptanceVector) -> None:
-    with pytest.raises(UserError, match=r"must|needs"):
-        check_acceptance(p)
-
-
-def test_acceptance_is_copied_and_may_sum_to_one() -> None:
-    p_K = np.array([0.7, 0.2, 0.1])
-    assert check_acceptance(p_K) is not p_K
-    assert check_acceptance([0.1] * 10).sum() == pytest.approx(1.0)
-
-
-def test_default_acceptance_falls_and_leaves_some_chance() -> None:
-    assert len(DEFAULT_ACCEPTANCE) == 32 and DEFAULT_ACCEPTANCE[:5] == (0.80, 0.11, 0.04, 0.02, 0.01)
-    assert 0.98 < check_acceptance(DEFAULT_ACCEPTANCE).sum() < 1
-    assert all(np.diff(DEFAULT_ACCEPTANCE) < 0)
-
-
-def test_a_tree_wider_than_the_vector_is_refused() -> None:
-    with pytest.raises(UserError, match="highest rank, 3, got 2 entries"):
-        expected_tokens(k_ary(4, 5), [0.5, 0.2])
+        nearest = ((smooth_K - p) ** 2).sum()
+        for _ in range(5):  # least squares: no other falling vector nearby is closer
+            other_K = np.sort(np.clip(smooth_K + rng.normal(0, 0.02, 7), 0, 1))[::-1]
+            assert ((other_K - p) ** 2).sum() >= nearest - 1e-15

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
+from tables import p_value
 from test_token_tree import random_topology
 from torch import Tensor
 
@@ -36,18 +37,18 @@ def accept(best: list[int], tokens: list[int] = TOKENS) -> Acceptance:
     return match(TokenTree(Topology.from_parents(PARENTS), torch.tensor(tokens)), scores(*best), GREEDY, 7)
 
 
-@pytest.mark.parametrize(
-    ("best", "nodes", "tokens"),
-    [
-        pytest.param([9, 0, 0, 0, 0, 0, 0, 0], [0], [9], id="never"),
-        pytest.param([1, 4, 0, 0, 8, 0, 0, 3], [0, 1, 4, 7], [1, 4, 8, 3], id="always"),
-        pytest.param([1, 6, 0, 0, 8, 7, 0, 3], [0, 1, 5], [1, 6, 7], id="sometimes"),
-        pytest.param([2, 4, 1, 0, 8, 0, 9, 3], [0, 2, 6], [2, 1, 9], id="second child"),
-        pytest.param([3, 4, 1, 7, 8, 0, 9, 3], [0, 3], [3, 7], id="a leaf's own token"),
-        pytest.param([1, 8, 0, 0, 8, 0, 0, 0], [0, 1], [1, 8], id="a grandchild is no child"),
-        pytest.param([5, 1, 0, 0, 0, 0, 0, 0], [0], [5], id="the root is not its own child"),
-    ],
-)
+WALKS: dict[str, tuple[list[int], list[int], list[int]]] = {
+    "never": ([9, 0, 0, 0, 0, 0, 0, 0], [0], [9]),
+    "always": ([1, 4, 0, 0, 8, 0, 0, 3], [0, 1, 4, 7], [1, 4, 8, 3]),
+    "sometimes": ([1, 6, 0, 0, 8, 7, 0, 3], [0, 1, 5], [1, 6, 7]),
+    "second child": ([2, 4, 1, 0, 8, 0, 9, 3], [0, 2, 6], [2, 1, 9]),
+    "a leaf's own token": ([3, 4, 1, 7, 8, 0, 9, 3], [0, 3], [3, 7]),
+    "a grandchild is no child": ([1, 8, 0, 0, 8, 0, 0, 0], [0, 1], [1, 8]),
+    "the root is not its own child": ([5, 1, 0, 0, 0, 0, 0, 0], [0], [5]),
+}
+
+
+@pytest.mark.parametrize(("best", "nodes", "tokens"), WALKS.values(), ids=WALKS)
 def test_the_walk_follows_the_targets_choices(best: list[int], nodes: list[int], tokens: list[int]) -> None:
     assert accept(best)[:2] == (nodes, tokens)
 
@@ -57,6 +58,7 @@ def test_of_equal_siblings_the_first_is_taken() -> None:
     references = [5, 1, 1, 1, 4, 6, 9, 8]
     assert accept([1, 4, 9, 0, 8, 0, 0, 2], references)[:2] == ([0, 1, 4, 7], [1, 4, 8, 2])
     assert accept([1, 9, 9, 0, 8, 0, 0, 2], references)[:2] == ([0, 1], [1, 9]), "node 6 is a child of the twin"
+    assert match(TokenTree(chain(0), torch.tensor([5])), scores(3), GREEDY, 0)[:2] == ([0], [3]), "a lone root"
 
 
 AT_ONCE = REFERENCES._replace(match_rows=match_rows_reference)
@@ -102,10 +104,6 @@ def test_a_draft_without_numbers_is_refused_when_its_distribution_is_needed(draf
     tree = TokenTree(k_ary(4, 5), torch.cat([torch.tensor([5]), token_1K[0]]), proposals)
     with pytest.raises(UserError, match="scores are not finite numbers"):
         ratio(tree, scores(1, 2, 3, 4, 5), sampler, 0)
-
-
-def test_a_lone_root_yields_one_token() -> None:
-    assert match(TokenTree(chain(0), torch.tensor([5])), scores(3), GREEDY, 0)[:2] == ([0], [3])
 
 
 VOCAB_SIZE = 7
@@ -171,26 +169,34 @@ def test_no_tree_changes_the_text(name: str, settings: dict[str, float]) -> None
     assert sweeps == 100 if name == "none" else sweeps < 70, "several tokens a sweep, or nothing was put to the test"
 
 
+class Redrawing:
+    """A sampler that takes a draw's position, or its row, for another."""
+
+    draws_rows = False
+
+    def __init__(self, sampler: Sampler, position_of: Callable[[Tensor, int], int]) -> None:
+        self._sampler, self._position_of = sampler, position_of
+
+    def draw(self, logits_V: Tensor, position: int) -> int:
+        return self._sampler.draw(logits_V, self._position_of(logits_V, position))
+
+
 def position_off_by_one(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
     """As if the root stood one further once there is a tree."""
     return match(tree, logits_NV, sampler, root_position + (tree.num_nodes > 1))
 
 
-class KeyedByNode:
-    """A sampler whose noise belongs to the node instead of to the position."""
-
-    draws_rows = False
-
-    def __init__(self, sampler: Sampler, logits_NV: Tensor, root_position: int) -> None:
-        self._sampler, self._logits_NV, self._root_position = sampler, logits_NV, root_position
-
-    def draw(self, logits_V: Tensor, position: int) -> int:
-        node = next(n for n, row_V in enumerate(self._logits_NV) if row_V.data_ptr() == logits_V.data_ptr())
-        return self._sampler.draw(logits_V, self._root_position + 1 + node)
-
-
 def noise_keyed_by_node(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
-    return match(tree, logits_NV, KeyedByNode(sampler, logits_NV, root_position), root_position)  # type: ignore[arg-type]
+    """The noise belongs to the node instead of to the position."""
+    node_of = {row_V.data_ptr(): node for node, row_V in enumerate(logits_NV)}
+    keyed: Any = Redrawing(sampler, lambda logits_V, _: root_position + 1 + node_of[logits_V.data_ptr()])
+    return match(tree, logits_NV, keyed, root_position)
+
+
+def noise_that_repeats(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
+    """Each token alone has the right distribution, two together do not."""
+    stuck: Any = Redrawing(sampler, lambda *_: 5)
+    return match(tree, logits_NV, stuck, root_position)
 
 
 def logits_of_the_parent(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
@@ -209,46 +215,21 @@ def test_planted_mistakes_are_caught(planted: Rule) -> None:
 def two_token_distribution(prompt: tuple[int, ...], temperature: float) -> np.ndarray:
     first_V = (next_logits(prompt) / temperature).softmax(0)
     rows = [(next_logits((*prompt, token)) / temperature).softmax(0) * first_V[token] for token in range(VOCAB_SIZE)]
-    return torch.stack(rows).numpy()
+    probs_VV = torch.stack(rows).double().numpy()
+    return probs_VV / probs_VV.sum()
 
 
-def p_value(pairs: list[tuple[int, int]], probs_VV: np.ndarray) -> float:
-    """Chi-square of two-token texts, pairs expected fewer than five times taken together."""
-    count_VV = np.zeros(probs_VV.shape)
-    np.add.at(count_VV, tuple(np.array(pairs).T), 1)
-    wanted_VV = probs_VV / probs_VV.sum(dtype=np.float64) * len(pairs)
-    is_rare = wanted_VV < 5
-    counts, wanted = [*count_VV[~is_rare], count_VV[is_rare].sum()], [*wanted_VV[~is_rare], wanted_VV[is_rare].sum()]
-    return float(chisquare(counts, wanted).pvalue)
-
-
-def texts(rule: Rule) -> list[tuple[int, int]]:
-    """First two tokens with trees of eight nodes, three deep."""
-    shape, pairs = best_first((0.5, 0.25, 0.15), 8, 3), []
+def count_pairs(rule: Rule) -> np.ndarray:
+    """First two tokens with trees of eight nodes, three deep: how often (V, V) each pair came."""
+    shape, count_VV = best_first((0.5, 0.25, 0.15), 8, 3), np.zeros((VOCAB_SIZE, VOCAB_SIZE))
     for seed in range(800):
         sampler = Sampler(Sampling(temperature=1.3, seed=seed), VOCAB_SIZE)
         first, second = tree_text(sampler, (3, 1), 2, shape, rule, seed)[0]
-        pairs.append((first, second))
-    return pairs
+        count_VV[first, second] += 1
+    return count_VV
 
 
 def test_texts_have_the_targets_distribution() -> None:
-    assert p_value(texts(match), two_token_distribution((3, 1), 1.3)) > 1e-3
-
-
-def noise_reused_at_the_next_position(
-    tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int
-) -> Acceptance:
-    """Each token alone has the right distribution, two together do not."""
-
-    class Stuck:
-        draws_rows = False
-
-        def draw(self, logits_V: Tensor, position: int) -> int:
-            return sampler.draw(logits_V, 5)
-
-    return match(tree, logits_NV, Stuck(), root_position)  # type: ignore[arg-type]
-
-
-def test_noise_that_repeats_is_caught() -> None:
-    assert p_value(texts(noise_reused_at_the_next_position), two_token_distribution((3, 1), 1.3)) < 1e-6
+    probs_VV = two_token_distribution((3, 1), 1.3)
+    assert p_value(count_pairs(match), probs_VV) > 1e-3
+    assert p_value(count_pairs(noise_that_repeats), probs_VV) < 1e-6
