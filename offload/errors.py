@@ -73,6 +73,12 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
+def require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    """Refuse a value that breaks a rule. Raises `UserError`."""
+    if not holds:
+        raise UserError(f"{rule}, got {value!s:.80}: {remedy}")
+
+
 @contextmanager
 def refusing(what: str, remedy: str) -> Iterator[None]:
     """Raise `UserError` for any exception inside that the input caused.

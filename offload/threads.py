@@ -17,7 +17,7 @@ the last one lost.
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from statistics import median
@@ -57,12 +57,23 @@ class StepModes(NamedTuple):
 
 
 class ThreadPolicy:
-    """The modes of one decoder, with counts from a rising ladder; `start` holds at first."""
+    """The modes of one decoder, with counts from a rising ladder; `start` holds at first.
 
-    def __init__(self, ladder: Sequence[int], start: StepModes) -> None:
+    Args:
+        seen_s: seconds, by mode, of products like those of drafting and of sweeps, as far as they
+            were measured at start; what was slow there is tried later.
+    """
+
+    def __init__(
+        self,
+        ladder: Sequence[int],
+        start: StepModes,
+        seen_s: Sequence[Mapping[Mode, float]] = ({}, {}),
+    ) -> None:
         self.most = ladder[-1]
         self.start = start
         self._ladder = ladder
+        self._seen_s = seen_s
         self._choices: dict[int, tuple[_Choice, _Choice]] = {}
 
     def modes(self, num_rows: int) -> StepModes:
@@ -78,22 +89,33 @@ class ThreadPolicy:
         Only comparable steps count: a prompt's step is like no other.
         """
         if num_rows not in self._choices:
-            draft, sweep = (_Choice(self._ladder, mode) for mode in self._found_nearby(num_rows))
+            starts = zip(self._found_nearby(num_rows), self._seen_s, strict=True)
+            draft, sweep = (_Choice(self._ladder, *start) for start in starts)
             self._choices[num_rows] = draft, sweep
-        for choice, seconds in zip(self._choices[num_rows], (draft_s, sweep_s), strict=True):
-            choice.took(seconds)
+        near = [
+            choices
+            for rows, choices in self._choices.items()
+            if _are_alike(rows, num_rows) and rows != num_rows
+        ]
+        for index, seconds in enumerate((draft_s, sweep_s)):
+            choice = self._choices[num_rows][index]
+            if choice.took(seconds):
+                for choices in near:
+                    choices[index].hear(choice)
 
     def _found_nearby(self, num_rows: int) -> StepModes:
         """Return the modes of steps with nearly as many rows, since trees vary among texts."""
-        near = [
-            rows for rows in self._choices if max(rows, num_rows) <= _ALIKE * min(rows, num_rows)
-        ]
+        near = [rows for rows in self._choices if _are_alike(rows, num_rows)]
         if not near:
             return self.start
         draft, sweep = self._choices[
             min(near, key=lambda rows: max(rows, num_rows) / min(rows, num_rows))
         ]
         return StepModes(draft.usual, sweep.usual)
+
+
+def _are_alike(rows: int, other_rows: int) -> bool:
+    return max(rows, other_rows) <= _ALIKE * min(rows, other_rows)
 
 
 def thread_ladder(most: int) -> list[int]:
@@ -111,32 +133,64 @@ _REVERSE = {"fewer": "more", "more": "fewer", "other way": "other way"}
 class _Choice:
     """The mode for one kind of work, and the trial of another."""
 
-    def __init__(self, ladder: Sequence[int], start: Mode) -> None:
+    def __init__(self, ladder: Sequence[int], start: Mode, seen_s: Mapping[Mode, float]) -> None:
         self._ladder = ladder
         self.mode = start
         self.usual = start
         self._move = ""
+        self._seen_s = seen_s
         self._recent, self._tried = deque[float](maxlen=_NUM_RECENT), list[float]()
-        # steps until each is tried
-        self._wait = dict.fromkeys(("other way", "fewer", "more"), _FIRST_WAIT)
+        self._wait = self._waits(_FIRST_WAIT)  # steps until each is tried
         self._compared_s = float("inf")  # the usual time when modes were last compared
+        self._has_judged = False
 
-    def took(self, seconds: float) -> None:
+    def took(self, seconds: float) -> bool:
+        """Whether a trial has ended with this step."""
         if self._move:
             self._tried.append(seconds)
-            self._judge()
-            return
+            return self._judge()
         self._recent.append(seconds)
         self._wait = {move: wait - 1 for move, wait in self._wait.items()}
         if self._has_slowed():
+            # what was usual before is over
+            self._recent = deque(list(self._recent)[-_NUM_TRIED:], _NUM_RECENT)
             # others are there: leave more
             self._compared_s, self._wait["fewer"] = median(self._recent), 0
             if not self.usual.is_asleep:
                 self._wait["other way"] = 0
         self._try_next()
+        return False
+
+    def hear(self, other: "_Choice") -> None:
+        """Adopt what steps of nearly as many rows have found, until a trial of these tells more."""
+        if self._has_judged or self._move:
+            return
+        if self.usual != other.usual:
+            self.mode = self.usual = other.usual
+            self._recent.clear()
+            self._compared_s = float("inf")
+        self._wait = dict(other._wait)
+
+    def _waits(self, least: int) -> dict[str, int]:
+        """Steps until each move is tried, by what it led to at start."""
+        usual_s = self._seen_s.get(self.usual)
+        modes = {move: self._after(move) for move in ("other way", "fewer", "more")}
+        lost_s = {
+            move: self._seen_s.get(mode, 0.0) - (usual_s or 0.0)
+            for move, mode in modes.items()
+            if mode
+        }
+        return {
+            move: max(least, _steps_for(lost_s[move], usual_s))
+            if usual_s and lost_s.get(move, 0.0) > 0
+            else least
+            for move in modes
+        }
 
     def _has_slowed(self) -> bool:
         lately = list(self._recent)[-_NUM_TRIED:]
+        if len(lately) == _NUM_TRIED and self._compared_s == float("inf"):
+            self._compared_s = median(lately)  # where there is nothing to try for long
         return len(lately) == _NUM_TRIED and median(lately) > _SLOWED * self._compared_s
 
     def _try_next(self) -> None:
@@ -161,15 +215,17 @@ class _Choice:
         at = self._ladder.index(count) + (1 if move == "more" else -1)
         return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
 
-    def _judge(self) -> None:
-        """End a trial by the median of a few steps, since neighbours slow single ones.
+    def _judge(self) -> bool:
+        """End a trial by the median of a few steps; return whether it has ended.
 
-        A mode that is much slower is given up at its first step.
+        Single steps are slowed by neighbours. A mode that is much slower is given up at its first
+        step.
         """
         usual_s = median(self._recent)
         tried_s = median(self._tried)
         if len(self._tried) < _NUM_TRIED and min(self._tried) < _HOPELESS * usual_s:
-            return
+            return False
+        self._has_judged = True
         takes_more = _cores_taken(self.mode) > _cores_taken(self.usual)
         if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
             self._wait[self._move] = _steps_for(
@@ -178,10 +234,12 @@ class _Choice:
             self.mode = self.usual
             self._move = ""
         else:
-            self._wait = dict.fromkeys(self._wait, 1)
+            self.usual, self._recent = self.mode, deque(self._tried, _NUM_RECENT)
+            self._wait = self._waits(1)
             self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
-            self.usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
+            self._move = ""
             self._compared_s = tried_s
+        return True
 
 
 def _cores_taken(mode: Mode) -> tuple[int, bool]:
@@ -232,18 +290,36 @@ def _keep_team(started: threading.Event, ended: threading.Event) -> None:
     ended.wait()
 
 
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Fastest(NamedTuple):
+    """The mode, and the seconds of each that was tried."""
+
+    mode: Mode
+    seen_s: dict[Mode, float]
+
+
 def fastest_mode(
-    ladder: Sequence[int], num_rows: int, width: int, dtype: torch.dtype, *, budget_s: float = 0.06
-) -> Mode:
+    ladder: Sequence[int],
+    num_rows: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    budget_s: float = 0.06,
+    multiply: Multiply = linear,
+) -> Fastest:
     """Return the mode with the shortest product of `num_rows` rows and a (width, width) matrix.
 
     The time includes elementwise work between products. Counts are those of the rising `ladder`.
     Ties within a tenth go to fewer threads, and to sleeping ones: these leave the cores to others.
+    `multiply` is how models here compute such products.
     """
     weight = torch.ones(width, width, dtype=dtype)
     rows = torch.ones(num_rows, width, dtype=dtype)
     before = torch.get_num_threads()
-    best = (float("inf"), Mode(ladder[0], is_asleep=True))
+    best = Mode(ladder[0], is_asleep=True)
+    seen_s = dict[Mode, float]()
     modes = [
         Mode(count, is_asleep)
         for count in ladder
@@ -254,18 +330,15 @@ def fastest_mode(
         for mode in modes:
             torch.set_num_threads(mode.num_threads)
             waiting.let_sleep(mode.is_asleep)
-            _compute(rows, weight)  # the first is not like the others
-            elapsed_s = median_s(
-                partial(timed, partial(_compute, rows, weight)),
-                budget_s / len(modes),
-                least_rounds=3,
-            )
-            if elapsed_s < 0.9 * best[0]:
-                best = (elapsed_s, mode)
+            compute = partial(_compute, rows, weight, multiply)
+            compute()  # the first is not like the others
+            seen_s[mode] = median_s(partial(timed, compute), budget_s / len(modes), least_rounds=3)
+            if seen_s[mode] < 0.9 * seen_s[best]:
+                best = mode
     torch.set_num_threads(before)
-    return best[1]
+    return Fastest(best, seen_s)
 
 
-def _compute(rows: torch.Tensor, weight: torch.Tensor) -> None:
+def _compute(rows: torch.Tensor, weight: torch.Tensor, multiply: Multiply) -> None:
     """Compute two products with elementwise work between: three waits of all threads."""
-    linear(silu(linear(rows, weight)), weight)
+    multiply(silu(multiply(rows, weight)), weight)

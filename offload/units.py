@@ -18,10 +18,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from offload.errors import UserError
+from offload.declaration import check_numbers, number, option, options_of, whole_number
+from offload.errors import UserError, require
 
 NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every level of its tree
 MOST_PENALTY = 100  # logits are about as large, and scores must stay finite
@@ -43,6 +43,10 @@ _UNITS = {
 }
 
 
+_WRITE = ("generate", "chat")
+_ALL = ("http", "batch", "chat", "harness")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Sampling:
     """How the next token is drawn from the target's logits; temperature 0 is greedy.
@@ -50,60 +54,78 @@ class Sampling:
     Penalties and biases are applied to logits first, and hold for greedy text as well.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0  # tokens go that are less likely than this part of the likeliest
-    seed: int = 0
-    # divides logits of tokens in prompt or new text, multiplies negative ones
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0  # taken off tokens that are new text already, once
-    frequency_penalty: float = 0.0  # ... and as often as they are
-    # added to tokens' logits; kept as pairs
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    # A table, as in `offload.options`.
+    # fmt: off
+    temperature: float = option(
+        "--temp", "--temperature", default=0.0, metavar="T", within="0 or more",
+        remedy="0 is greedy", help="0 is greedy", commands=(*_WRITE, "tune", "demo"),
+        differs={name: {"help": "0 is greedy; default: as the model suggests"} for name in _WRITE},
+        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        doc="0 is greedy; `generate` and `chat` [ask the model](#sampling) where neither this "
+        "nor `--top-p`, `--top-k` or `--min-p` is given, other commands are greedy",
+        page=("0", "10"),
+    )
+    top_p: float = option(
+        "--top-p", default=1.0, metavar="P", within="(0, 1]", remedy="1 keeps every token",
+        help="keep the likeliest tokens that sum to this", commands=(*_WRITE, "tune"),
+        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        page=("0.0001", "1"),
+    )
+    top_k: int = option(
+        "--top-k", default=0, metavar="K", within="0 or more", remedy="0 keeps every token",
+        help="keep so many of the likeliest tokens; 0 keeps all", commands=(*_WRITE, "tune"),
+        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        page=("0", "1000000"),
+    )
+    min_p: float = option(
+        "--min-p", default=0.0, metavar="P", within="[0, 1]", remedy="0 keeps every token",
+        help="keep tokens at least P times as likely as the likeliest", commands=_WRITE,
+        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        doc="keep tokens at least P times as likely as the likeliest; after `--top-p`",
+        page=("0", "1"),
+    )
+    seed: int = option(
+        "--seed", default=0, metavar="N", within="[0, 2^63)", remedy="0 is as good as any",
+        keeps_default=True, help="same seed, same text; with the rules match and topk for any tree",
+        commands=(*_WRITE, "tune", "demo"), doors=("http", "batch", "chat", "page"),
+        page=("0", "9007199254740991"),
+    )
+    repeat_penalty: float = option(
+        "--repeat-penalty", default=1.0, metavar="R",
+        within=f"{1 / MOST_PENALTY:g} to {MOST_PENALTY}", remedy="1 is none",
+        help="above 1: against tokens that are in the prompt or the answer", commands=_WRITE,
+        is_suggested=True, doors=_ALL, called={"harness": "repetition_penalty"},
+        doc="above 1: [divides logits](#penalties-and-biases) of tokens in the prompt or the "
+        "answer",
+    )
+    presence_penalty: float = option(
+        "--presence-penalty", default=0.0, metavar="A", within=f"-{MOST_PENALTY} to {MOST_PENALTY}",
+        remedy="0 is none", help="off the logits of tokens that are in the answer, once",
+        commands=_WRITE, doors=_ALL, http_within=(-2, 2),
+    )
+    frequency_penalty: float = option(
+        "--frequency-penalty", default=0.0, metavar="A",
+        within=f"-{MOST_PENALTY} to {MOST_PENALTY}", remedy="0 is none",
+        help="off the logits of tokens that are in the answer, as many times as they are there",
+        commands=_WRITE, doors=_ALL, http_within=(-2, 2),
+    )
+    # kept as pairs
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option(
+        "--logit-bias", default=(), metavar="ID:NUMBER", kind=str, is_several=True,
+        help="added to a token's logit; may be given several times", commands=_WRITE,
+        doors=("http", "batch"), http_within=(-100, 100),
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
-            object.__setattr__(self, name, whole_number(getattr(self, name), f"`{name}`"))
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repeat_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            object.__setattr__(self, name, _number(getattr(self, name), f"`{name}`"))
+        check_numbers(self)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        require(
-            0 <= self.temperature < float("inf"),
-            "`temperature` must be 0 or more",
-            self.temperature,
-            "0 is greedy",
-        )
         is_safe = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
         require(
             is_safe,
             f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}",
             self.temperature,
             "0 is greedy",
-        )
-        require(
-            0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token"
-        )
-        require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
-        require(
-            0 <= self.min_p <= 1, "`min_p` must lie in [0, 1]", self.min_p, "0 keeps every token"
-        )
-        is_safe = 1 / MOST_PENALTY <= self.repeat_penalty <= MOST_PENALTY
-        rule = f"`repeat_penalty` must lie between {1 / MOST_PENALTY:g} and {MOST_PENALTY}"
-        require(is_safe, rule, self.repeat_penalty, "1 is none")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            rule = f"`{name}` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
-            require(abs(value) <= MOST_PENALTY, rule, value, "0 is none")
-        require(
-            0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "0 is as good as any"
         )
 
     def __repr__(self) -> str:
@@ -137,6 +159,11 @@ class Sampling:
             for name in used
             if name != "seed"
         }
+
+
+# Options that choose among tokens that are drawn, and of them those that need a temperature beside them.
+DRAWING = tuple(name for name, one in options_of(Sampling).items() if one.is_drawing)
+NARROWING = tuple(name for name in DRAWING if name != "temperature")
 
 
 class ChildSampling(Enum):
@@ -185,7 +212,7 @@ def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None)
     Args:
         sampling: how tokens will be drawn; None is not known yet.
     """
-    lenience = _number(lenience, "`lenience`")
+    lenience = number(lenience, "`lenience`")
     require(
         0 < lenience <= 1, "`lenience` must lie in (0, 1]", lenience, "1 is exact, and the default"
     )
@@ -198,26 +225,66 @@ def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None)
     return lenience
 
 
-def parse_size(text: str | int, flag: str) -> int:
+class ByteSize(int):
+    """Bytes as a person gave them, printed in powers of two or, where they were given like that, of ten.
+
+    Attributes:
+        is_decimal: whether they were given as `8GB` or `8G`, and not as `8GiB`.
+    """
+
+    is_decimal = False
+
+    @classmethod
+    def parse(cls, given: str | int, flag: str) -> Self:
+        """A size from `512MiB`, `1.2GB`, `4G` or a number of bytes; what is parsed stays. Raises `UserError`."""
+        if isinstance(given, cls):
+            return given
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(given).lower())
+        if match is None:
+            raise UserError(
+                f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(given)!r}"
+            )
+        size = cls(float(match[1]) * _UNITS[match[2]])
+        require(size > 0, f"{flag} must be more than zero", given, "try 4GiB")
+        size.is_decimal = len(match[2]) == 1
+        return size
+
+    def __str__(self) -> str:
+        return format_bytes(int(self), is_decimal=self.is_decimal)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class Rate(ByteSize):
+    """Bytes per second."""
+
+    @classmethod
+    def parse(cls, given: str | int, flag: str) -> Self:
+        """A rate from what is a size, with or without `/s`. Raises `UserError`."""
+        return super().parse(given.removesuffix("/s") if isinstance(given, str) else given, flag)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}/s"
+
+
+def parse_size(given: str | int, flag: str) -> int:
     """Return the bytes of `512MiB`, `1.2GB`, `4G` (decimal) or a number. Raises `UserError`."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
-    if match is None:
-        raise UserError(f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(text)!r}")
-    size_bytes = int(float(match[1]) * _UNITS[match[2]])
-    require(size_bytes > 0, f"{flag} must be more than zero", text, "try 4GiB")
-    return size_bytes
+    return int(ByteSize.parse(given, flag))
 
 
-def parse_rate(text: str | int | None, flag: str) -> int | None:
+def parse_rate(given: str | int | None, flag: str) -> int | None:
     """Return the bytes per second of `400MB`, with or without `/s`; None stays None.
 
     Raises `UserError`.
     """
-    return None if text is None else parse_size(str(text).removesuffix("/s"), flag)
+    return None if given is None else int(Rate.parse(given, flag))
 
 
 def is_decimal(size: str | int | None) -> bool:
     """Return whether a size is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
+    if isinstance(size, ByteSize):
+        return size.is_decimal
     return re.search(r"[kmgt]b?\s*$", str(size).lower()) is not None
 
 
@@ -237,30 +304,6 @@ def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def whole_number(value: object, what: str) -> int:
-    """Return `value` as Python's int, whatever library it comes from.
-
-    Raises `UserError` where it is no whole number.
-    """
-    try:
-        return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
-    except TypeError:
-        raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
-
-
-def _number(value: object, what: str) -> float:
-    """Return `value` as Python's float, whatever library it comes from.
-
-    Raises `UserError` where it is no number.
-    """
-    try:
-        if not isinstance(value, str):
-            return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass  # of whatever kind it is
-    raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
-
-
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Return (token, bias) pairs, sorted by token. Raises `UserError`."""
     try:
@@ -273,7 +316,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
             f"`logit_bias` must be pairs of token and number, got {given!r:.80}: try {{5: -1}}"
         ) from None
     tokens = [whole_number(token, "a token of `logit_bias`") for token, _ in pairs]
-    numbers = [_number(number, "a number of `logit_bias`") for _, number in pairs]
+    numbers = [number(value, "a number of `logit_bias`") for _, value in pairs]
     is_sound = all(abs(number) <= MOST_PENALTY for number in numbers)
     rule = f"numbers of `logit_bias` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
     require(is_sound, rule, numbers, f"-{MOST_PENALTY} is as good as never")
@@ -290,9 +333,3 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
         "leave others out",
     )
     return tuple(sorted(zip(tokens, numbers, strict=True)))
-
-
-def require(holds: bool, rule: str, value: object, remedy: str) -> None:
-    """Raise `UserError` unless a rule holds."""
-    if not holds:
-        raise UserError(f"{rule}, got {value!s:.80}: {remedy}")

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 
 from offload import machine as cores
 from offload.calibration.link import LOCAL_BYTES_PER_S, link_bytes_per_s
@@ -37,6 +38,7 @@ from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.planner import ModelFiles
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
+from offload.model.wide_products import product_for
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import NOTHING, Costs, Curve
 from offload.planning.options import LoadOptions
@@ -53,7 +55,7 @@ from offload.planning.selector import FindProfile, Trees, routing_in
 from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
 from offload.streaming.disk import ByteSource
-from offload.threads import Mode, StepModes, ThreadPolicy, fastest_mode, thread_ladder
+from offload.threads import Fastest, StepModes, ThreadPolicy, fastest_mode, thread_ladder
 from offload.timer import median_s, timed
 from offload.trees.topology import Topology, chain, sequences
 from offload.units import Sampling, drafting_of, require
@@ -270,12 +272,15 @@ def pick_threads(
     ladder = thread_ladder(max(1, cores.num_cores() // (1 if place is None else place.num_on_host)))
     sweep = _fastest(ladder, target, num_rows)
     drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
-    return ThreadPolicy(ladder, StepModes(drafting, sweep))
+    return ThreadPolicy(
+        ladder, StepModes(drafting.mode, sweep.mode), (drafting.seen_s, sweep.seen_s)
+    )
 
 
-def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Mode:
+def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fastest:
     width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
-    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype)
+    multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
+    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply=multiply)
 
 
 def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:

@@ -10,17 +10,12 @@ from typing import Any
 from offload.checkpoint.download import is_hub_id, not_on_the_hub
 from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.checkpoint.t5 import has_encoder
+from offload.declaration import options_at
 from offload.errors import UserError
 from offload.units import Sampling
 
 _NAME = "generation_config.json"
-_FIELDS = {
-    "temperature": (int, float),
-    "top_p": (int, float),
-    "top_k": (int,),
-    "min_p": (int, float),
-}
-_PENALTY = "repetition_penalty"
+_SUGGESTED = {key: one for key, one in options_at("harness", Sampling).items() if one.is_suggested}
 
 
 def suggested_sampling(model: str, seed: int) -> Sampling:
@@ -31,15 +26,16 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
     no sense.
     """
     found = _read(model)
-    fields = _FIELDS if found.get("do_sample", False) is True else {}
-    given = {name: found[name] for name in fields if found.get(name) is not None}
-    if found.get(_PENALTY) is not None:
-        given["repeat_penalty"] = found[_PENALTY]
+    is_drawn = found.get("do_sample", False) is True
+    given = {}
     try:
-        for name, value in given.items():
-            if type(value) not in fields.get(name, (int, float)):
-                raise UserError(f"`{name}` must be a number, got {value!r:.80}")
-        return Sampling(**{"temperature": 1.0 if fields else 0.0, **given}, seed=seed)
+        for key, one in _SUGGESTED.items():
+            value = found.get(key)
+            if value is not None and (is_drawn or not one.is_drawing):
+                if type(value) not in ((int,) if one.kind is int else (int, float)):
+                    raise UserError(f"`{one.name}` must be a number, got {value!r:.80}")
+                given[one.name] = value
+        return Sampling(**{"temperature": 1.0 if is_drawn else 0.0, **given, "seed": seed})
     except UserError as error:
         raise UserError(
             f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`"

@@ -6,6 +6,7 @@ nothing else.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -13,19 +14,19 @@ from typing import Any
 
 from offload.checkpoint.files import read_given
 from offload.cli.prompt_input import decode, with_system
-from offload.engine.request import Prompt, Request
-from offload.engine.wishes import samples_of
-from offload.errors import UserError
-from offload.sampling.grammar import find_grammar
-from offload.units import MOST_SAMPLES, Sampling, require
+from offload.declaration import listed, options_at
+from offload.engine.request import Prompt, Request, samples_of
+from offload.errors import UserError, require
+from offload.options import TextOptions
+from offload.sampling.grammar import GRAMMARS, find_grammar
+from offload.units import MOST_SAMPLES, NARROWING, Sampling
 
-_DRAWING = tuple(field.name for field in fields(Sampling))
-_GRAMMARS = ("json_schema", "regex", "grammar")
-_FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", *_GRAMMARS, *_DRAWING)
-_OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
+_DRAWING = options_at("batch", Sampling)
+_TEXT = options_at("batch", TextOptions)
+_FIELDS = ("id", "prompt", "messages", *_TEXT, *_DRAWING)
 # but for what the first three hold
 _NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept", "is_named")
-_UNSET = [(name, getattr(Sampling(), name)) for name in _DRAWING]
+_UNSET = [(one.name, one.default) for one in fields(Sampling)]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
 ]
@@ -75,12 +76,7 @@ def read_tasks(
                 for sample, one in enumerate(varied(request, num_samples))
             ]
         except UserError as error:
-            rule = (
-                str(error)
-                .replace("`max_new_tokens`", "max_tokens")
-                .replace("num_logprobs", "logprobs")
-                .replace("`", "")
-            )
+            rule = re.sub(r"`(\w+)`", lambda match: _called(match[1]), str(error))
             raise UserError(f"{file}, line {number}: {rule}") from None
     return tasks
 
@@ -115,17 +111,20 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     stop = told.get("stop", common.stop)
     is_text = stop is None or isinstance(stop, str | list | tuple)
     require(is_text, "stop must be text or a list of texts", f"{stop!r:.80}", "mend it")
+    own = {one.name: told[key] for key, one in _TEXT.items() if key in told}
+    kept = find_grammar(**{key: own.pop(key) for key in GRAMMARS if key in own})
+    prompt = _prompt(told, system, raw=common.raw)
+    sampling = _sampling(told, common.sampling)
     request = replace(
-        common,
-        prompt=_prompt(told, system, raw=common.raw),
-        sampling=_sampling(told, common.sampling),
-        stop=stop,
-        max_new_tokens=told.get("max_tokens", common.max_new_tokens),
-        num_logprobs=told.get("logprobs", common.num_logprobs),
-        grammar=find_grammar(**{key: told.get(key) for key in _GRAMMARS}) or common.grammar,
+        common, prompt=prompt, sampling=sampling, grammar=kept or common.grammar, **own
     )
     request.check()
     return name, request
+
+
+def _called(name: str) -> str:
+    """The key of an option that the library's errors name."""
+    return next((key for key, one in {**_TEXT, **_DRAWING}.items() if one.name == name), name)
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -166,7 +165,7 @@ def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt
 
 def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
     """Of the line, and where it says nothing of the command."""
-    own = {key: told[key] for key in _DRAWING if key in told}
+    own = {one.name: told[key] for key, one in _DRAWING.items() if key in told}
     if not own:  # of a million lines most, and what was checked needs no check
         return common
     if isinstance(biases := own.get("logit_bias"), dict):  # JSON's keys are text
@@ -174,8 +173,8 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
             int(key) if key.isdecimal() else key: value for key, value in biases.items()
         }
     sampling = replace(common, **own)
-    useless = [key for key in _OF_DRAWN_TEXT if key in own]
-    rule = "top_p, top_k and min_p choose among tokens that are drawn: there must be a temperature"
+    useless = [name for name in NARROWING if name in own]
+    rule = f"{listed(NARROWING)} choose among tokens that are drawn: there must be a temperature"
     require(not (sampling.is_greedy and useless), rule, ", ".join(useless), "give one as well")
     return sampling
 

@@ -4,18 +4,26 @@ import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from offload.cli.console import Console, turn_line
-from offload.cli.sampling_choice import sampling_words
+from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
+from offload.declaration import listed, options_at
 from offload.engine.chat import Chat
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.units import format_bytes
+from offload.options import TextOptions
+from offload.units import Sampling, format_bytes
 
 LEAVE = ("/bye", "/exit", "/quit")
-_HELP = """\
+_SAMPLING = options_at("chat", Sampling)
+_TEXT = options_at("chat", TextOptions)
+_NAMES = [*_SAMPLING, *_TEXT]
+_SHORT = {"temp": "temperature", "n": "max-tokens"}
+_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: what is set", 70)
+_HELP = f"""\
 /help            this list
 /clear           begin anew, with the system prompt alone
 /system TEXT     tell the model this before the first question; without TEXT: what it is told
@@ -23,16 +31,10 @@ _HELP = """\
 /load FILE       go on with a conversation that was kept
 /retry           another answer to the last question
 /undo            forget the last question and its answer
-/set NAME VALUE  temperature, top-p, top-k, min-p, seed, repeat-penalty, presence-penalty,
-                 frequency-penalty, max-tokens or stop; alone: what is set
+/set NAME VALUE  {f"{chr(10)}{' ' * 17}".join(_SET_LINES)}
 /stats           figures of the last answer
 /bye             leave, as do /exit, /quit and Ctrl-D
 \"""             begins and ends a question of several lines; a pasted one needs no quotes"""
-_SAMPLING = {
-    "temperature": float, "top-p": float, "top-k": int, "min-p": float, "seed": int,
-    "repeat-penalty": float, "presence-penalty": float, "frequency-penalty": float,
-}  # fmt: skip
-_NAMES = ", ".join([*_SAMPLING, "max-tokens", "stop"])
 
 
 class ChatCommands:
@@ -107,17 +109,22 @@ class ChatCommands:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         name = name.lower().replace("_", "-")
-        name = {"temp": "temperature", "n": "max-tokens"}.get(name, name)
-        value = value.strip()
-        if name == "stop":
-            self._chat.stop = value or None
-        elif name == "max-tokens":
-            self._chat.max_new_tokens = _number(name, int, value, least=1)
-        elif name in _SAMPLING:
-            changed: Any = {name.replace("-", "_"): _number(name, _SAMPLING[name], value)}
-            self._chat.sampling = replace(self._chat.sampling, **changed)
+        name, value = _SHORT.get(name, name), value.strip()
+        if name in _SAMPLING:
+            one = _SAMPLING[name]
+            self._chat.sampling = replace(
+                self._chat.sampling, **{one.name: _number(name, one.kind, value)}
+            )
+        elif name in _TEXT:
+            one = _TEXT[name].of("chat")
+            own = (
+                _number(name, int, value, least=one.least or 0)
+                if one.kind is int
+                else value or None
+            )
+            setattr(self._chat, one.name, own)
         elif name:
-            raise UserError(f"/set knows {_NAMES}, got {name}: try /set temperature 0.7")
+            raise UserError(f"/set knows {', '.join(_NAMES)}, got {name}: try /set temperature 0.7")
         chat = self._chat
         length = (
             f"at most {chat.max_new_tokens} tokens"

@@ -40,7 +40,7 @@ class Console:
     """
 
     def __init__(
-        self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | None = None
+        self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None
     ) -> None:
         self._is_quiet, self._is_verbose, self.is_decimal = (
             is_quiet,

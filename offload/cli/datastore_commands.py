@@ -16,6 +16,7 @@ from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.machine import available_ram_bytes
+from offload.options import OutputOptions
 from offload.units import parse_size
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def _group(context: typer.Context) -> None:
         print(context.get_help())
 
 
-@datastore.command(
+@flags.command(
+    datastore,
     short_help="Make a store.",
     epilog="""Examples:
 
@@ -71,17 +73,16 @@ def build(
         str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")
     ],
     out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
+    output: OutputOptions,
     ram: Ram = None,
     skip_bad: SkipBad = False,
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
 ) -> None:
     """Make a store of text, code or chats. A line of a .jsonl file has text, messages,
     conversations or a prompt.
     """
     from offload.datastore import build as building
 
-    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
+    with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
         _write(
             console,
             partial(building.build, out.expanduser()),
@@ -89,11 +90,12 @@ def build(
             files,
             ram,
             skip_bad,
-            as_json=as_json,
+            as_json=output.as_json,
         )
 
 
-@datastore.command(
+@flags.command(
+    datastore,
     short_help="Add to a store.",
     epilog="""Examples:
 
@@ -104,14 +106,13 @@ def build(
 def append(
     store: Store,
     files: Files,
+    output: OutputOptions,
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was"),
     ] = None,
     ram: Ram = None,
     skip_bad: SkipBad = False,
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
 ) -> None:
     """Add text to a store, in chunks of its own; whoever has the store open goes on with what it
     was.
@@ -120,12 +121,21 @@ def append(
     from offload.datastore.store import read_store
 
     found = read_store(store)
-    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
+    with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
         write = partial(building.append, found.path)
-        _write(console, write, tokenizer or found.tokenizer, files, ram, skip_bad, as_json=as_json)
+        _write(
+            console,
+            write,
+            tokenizer or found.tokenizer,
+            files,
+            ram,
+            skip_bad,
+            as_json=output.as_json,
+        )
 
 
-@datastore.command(
+@flags.command(
+    datastore,
     short_help="What is in a store?",
     epilog="""Examples:
 
@@ -133,18 +143,17 @@ def append(
 
     offload datastore info python.store --json""",
 )
-def info(store: Store, as_json: flags.Json = False) -> None:
-    """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk
-    took.
-    """
+def info(store: Store, output: OutputOptions) -> None:
+    """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk took."""
     from offload.cli.datastore_run import info_lines
     from offload.datastore.store import read_store
 
     found = read_store(store)
-    print(json.dumps(found.as_dict()) if as_json else fitted(info_lines(found), sys.stdout))
+    print(json.dumps(found.as_dict()) if output.as_json else fitted(info_lines(found), sys.stdout))
 
 
-@datastore.command(
+@flags.command(
+    datastore,
     short_help="Is a store whole?",
     epilog="""Examples:
 
@@ -152,18 +161,18 @@ def info(store: Store, as_json: flags.Json = False) -> None:
 
     offload datastore verify python.store --json""",
 )
-def verify(store: Store, as_json: flags.Json = False, quiet: flags.Quiet = False) -> None:
+def verify(store: Store, output: OutputOptions) -> None:
     """Read every byte of a store: sizes, checksums, tokens, and the order of every position."""
     from offload.cli.datastore_run import store_line
     from offload.datastore.store import read_store
     from offload.datastore.store import verify as check
 
     found = read_store(store)
-    with Console(is_quiet=quiet or as_json) as console:
+    with Console(is_quiet=output.quiet or output.as_json) as console:
         check(found, partial(console.bytes_landed, label="reading"))
     print(
         json.dumps({**found.as_dict(), "is_sound": True})
-        if as_json
+        if output.as_json
         else f"{store_line(found)}: sound"
     )
 

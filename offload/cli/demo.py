@@ -77,7 +77,7 @@ def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     )
 
 
-def budget(size_bytes: int, ram: str | None, tree: str, rule: str) -> str | int:
+def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str | int:
     """What a target of that size may take: a quarter of it, or the least that works. Raises
     `UserError`.
 

@@ -2,9 +2,7 @@
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from offload.cli import flags
 from offload.cli.app import app
@@ -12,56 +10,49 @@ from offload.cli.console import Console, ModelNames
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import read_prompt
 from offload.memory.plan import MemoryPlan
+from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.units import Sampling, parse_size
 
 if TYPE_CHECKING:
     from offload.engine.generation import Run
 
 
-@app.command(
+@flags.command(
+    app,
     epilog="""Examples:
 
     offload demo
 
-    offload demo --size 2GB --tree 64x16 -p "def main(argv):" --temp 0.6"""
+    offload demo --size 2GB --tree 64x16 -p "def main(argv):" --temp 0.6""",
 )
 def demo(
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Python code to go on with")
-    ] = None,
-    max_tokens: flags.NumTokens = 96,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
-    ram: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="memory budget; default: a quarter of the size, if that works"
-        ),
-    ] = None,
-    tree: flags.Tree = "dynamic:128x20",
-    rule: flags.RuleName = "match",
-    temp: flags.Temp = 0.0,
-    seed: flags.Seed = 0,
-    link_limit: flags.LinkLimit = None,
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = False,
+    text: TextOptions,
+    made: DemoOptions,
+    load: ModelOptions,
+    sampling: Sampling,
+    output: OutputOptions,
 ) -> None:
     """See it work on a packaged model, here and now."""
-    size_bytes = parse_size(size, "--size")
-    sampling = Sampling(temperature=temp, seed=seed)
-    shown = Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram or size)
+    size_bytes = parse_size(made.size, "`size`")
+    ram, tree, rule = load.ram, load.tree, load.rule
+    max_tokens = text.max_new_tokens or 0
+    shown = Console(
+        is_quiet=output.quiet or output.as_json,
+        is_verbose=output.verbose,
+        sizes_like=ram or made.size,
+    )
     with shown as console, libraries(console):
         from offload.cli import demo as run
         from offload.engine.request import Request
 
         request = Request(
-            run.PROMPT if prompt is None else read_prompt(prompt, None),
+            run.PROMPT if text.prompt is None else read_prompt(text.prompt, None),
             sampling,
             max_tokens,
             raw=True,
         )
         options = run.demo_options(
-            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit
+            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=load.link_limit
         )
         run.check(request)
         target = run.inflated_target(
@@ -72,10 +63,10 @@ def demo(
             console.open(
                 ModelNames(target.name, "of the package"), decoder, decoder.tree_choice(sampling)
             )
-            show = partial(_show, console, decoder.plan, is_silent=as_json)
+            show = partial(_show, console, decoder.plan, is_silent=output.as_json)
             limits = {"num_plain": min(16, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
-    if as_json:
+    if output.as_json:
         both = {"none": result.plain.as_dict(), "tree": result.tree.as_dict()}
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))
     console.say(run.comparison_lines(result))

@@ -1,356 +1,239 @@
-"""Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is
-imported.
+"""Flags, made of what is declared in `offload.options`: a command is a function of records of options.
+
+Values that are not given come from a file of one's own and, before it, from environment variables. The file
+is a TOML file of flag names, `ram = "8GiB"`; those in a table, `[chat]`, are for that command alone and come
+first. What holds for all commands, as every variable does, holds for those that take a model; the demo brings
+its own.
 """
 
+import inspect
+import os
 import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from offload import machine as cores
+from offload.checkpoint.files import read_small
+from offload.declaration import Option, build, options_of
+from offload.errors import UserError, reason, require
+from offload.options import RECORDS, ModelOptions
 from offload.rank_roles import RankInfo, find_place, own_value
-from offload.units import RULES, require
+
+_DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
+
+
+def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command whose flags are the options, of the records that it takes, that name the command.
+
+    Other parameters are typer's own.
+    """
+
+    def wrap(main: Callable[..., None]) -> Callable[..., None]:
+        taken = inspect.signature(main, eval_str=True).parameters
+        kinds = {
+            name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
+        }
+        records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+        params = [one for name, one in taken.items() if name not in records]
+        for record in records.values():
+            params += [
+                _parameter(one.of(main.__name__))
+                for one in options_of(record).values()
+                if main.__name__ in one.commands
+            ]
+
+        def run(**given: Any) -> None:
+            main(
+                **{
+                    name: build(records[name], given) if name in records else given[name]
+                    for name in taken
+                }
+            )
+
+        params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
+        run.__name__, run.__doc__ = main.__name__, main.__doc__
+        run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in params}
+        app.command(**how)(run)
+        return main
+
+    return wrap
+
+
+def annotation(one: Option) -> Any:
+    """A flag as typer takes it."""
+    kind = list[one.kind] if one.is_several else one.kind  # type: ignore[name-defined]
+    more: dict[str, Any] = {"min": one.least, "max": one.most} if one.kind in (int, float) else {}
+    if one.is_per_rank and one.kind is int:
+        more = {"parser": str, "callback": _own_number}
+    elif one.is_per_rank:
+        more = {"callback": _of_this_rank}
+    is_open = (one.default is None or one.is_several) and not one.is_required
+    told = typer.Option(
+        *one.flags,
+        metavar=one.metavar,
+        help=one.help,
+        hidden=one.is_hidden,
+        is_eager=one.is_eager,
+        **more,
+    )
+    return Annotated[kind | None if is_open else kind, told]
+
+
+def _parameter(one: Option) -> inspect.Parameter:
+    default = (
+        inspect.Parameter.empty if one.is_required else None if one.is_several else one.default
+    )
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation(one)
+    )
+
+
+GpuMem = annotation(
+    options_of(ModelOptions)["gpu_memory"]
+)  # of benches, which name the others otherwise
+
+
+def as_flags(message: str) -> str:
+    """A line of the library, which names arguments in backticks, with the flags that they are given by."""
+    return re.sub(
+        r"`(\w+)`",
+        lambda match: _DECLARED[match[1]].flag if match[1] in _DECLARED else match[0],
+        message,
+    )
 
 
 def _place(context: typer.Context) -> RankInfo | None:
-    """Of this process, where the command runs on many ranks; what else sets RANK, a job that calls
-    it, is not asked.
-    """
-    # of `plan` it is a file
-    return find_place() if isinstance(context.params.get("ranks"), str) else None
+    """This process's place, where the command runs on many ranks: RANK may also be that of a job which calls it."""
+    return None if context.params.get("ranks") is None else find_place()
 
 
 def _of_this_rank(
     context: typer.Context, param: typer.CallbackParam, text: str | None
 ) -> str | None:
-    """Of one value per rank its own; a list where there are no ranks is left to whoever reads the
-    value.
-    """
+    """This rank's own of one value per rank; a list where there are no ranks is left to what reads the value."""
     return None if text is None else own_value(text, param.opts[0], _place(context))
 
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help="folder, GGUF file or hub id of the target"
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        metavar="MODEL",
-        help="small model with the same vocabulary; self:int4, self:int8: a copy",
-    ),
-]
-DraftDtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored"
-    ),
-]
-Prompt = Annotated[
-    str | None,
-    typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input"),
-]
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        "-f",
-        metavar="FILE",
-        help="read the prompt from a UTF-8 file; many of them from a .jsonl",
-    ),
-]
-Parallel = Annotated[
-    int,
-    typer.Option(
-        metavar="B", min=1, help="texts that are written at a time, for one pass over the weights"
-    ),
-]
-Results = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="of many prompts: go on with the results in this file; default: stdout",
-    ),
-]
-Samples = Annotated[
-    int,
-    typer.Option(metavar="K", min=1, help="so many texts of a prompt, by seeds that follow --seed"),
-]
-LargestTree = Annotated[
-    str | None,
-    typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24"),
-]
-Config = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL", help="folder or hub id of what a GGUF target was made from; docs/gguf.md"
-    ),
-]
-Ram = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        callback=_of_this_rank,
-        help="memory budget, such as 8GiB, or one per rank; default: 3/4 of what is free",
-    ),
-]
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
-GpuMem = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")
-]
-Context = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096"),
-]
-Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
-Tree = Annotated[
-    str,
-    typer.Option(
-        metavar="TREE",
-        help="auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L, chain:auto (L as guesses fare), sequences:KxL",
-    ),
-]
-Lenience = Annotated[
-    float,
-    typer.Option(
-        metavar="L",
-        help="below 1 NOT EXACT: more guesses pass, no token at over 1/L times its chance",
-    ),
-]
-RuleName = Annotated[
-    str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")
-]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")
-]
-
-
-def _own_threads(context: typer.Context, text: str | None) -> int | None:
-    """A whole number, this rank's own where there is one for each."""
+def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | None) -> int | None:
+    """A whole number, this rank's own where there is one for each; not more than there are of what it counts."""
     if text is None:
         return None
-    own = own_value(text, "--threads", _place(context))
+    own = own_value(text, param.opts[0], _place(context))
     if not (own.isascii() and own.isdigit()):
         raise typer.BadParameter(f"{own!r} is not a valid integer.")
     if int(own) < 1:
         raise typer.BadParameter(f"{own} is not greater than or equal to 1.")
-    return _at_most_cores(int(own))
+    if _DECLARED[str(param.name)].counts == "cores":
+        # More threads than cores only wait for each other, and thousands are more than a process may start.
+        most = cores.num_cores()
+        rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
+        require(int(own) <= most, rule, own, "leave it out to have it measured")
+    return int(own)
 
 
-def _at_most_cores(num_threads: int) -> int:
-    """More than there are cores only wait for each other, and thousands are more than a process may
-    start.
-    """
-    if num_threads > (most := cores.num_cores()):
-        rule = f"--threads must be at most {most}, the cores that this process may use"
-        require(False, rule, num_threads, "leave it out to have it measured")
-    return num_threads
+class Defaults(NamedTuple):
+    """What a file and the environment set."""
+
+    commands: Mapping[str, Any]  # {name: what the option parser runs}
+    by_command: dict[str, dict[str, Any]]  # as a context takes it: {command: {parameter: value}}
+    sources: dict[tuple[str, str], str]  # {(command, parameter): the variable or file that sets it}
+
+    def blame(self, message: str, given: list[str]) -> str:
+        """An error's line, with where its flag was set if not in `given`, the arguments of the command line."""
+        name = given[0]
+        if not any(command == name for command, _ in self.sources):
+            return message
+        context = self.commands[name].make_context(name, given[1:], resilient_parsing=True)
+        for param in context.command.params:
+            source = self.sources.get((name, param.name))
+            origin = context.get_parameter_source(param.name)
+            flags = "|".join([*param.opts, *param.secondary_opts])
+            is_given = origin is not None and origin.name == "COMMANDLINE"
+            if source and not is_given and re.search(rf"(?<![\w-])({flags})(?![\w-])", message):
+                return f"{message} (--{_key(param)} is set by {source})"
+        return message
+
+    def set(self, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str) -> None:
+        """Set a flag of those commands of `scope` that have it; an empty value takes back what the file says.
+
+        Raises `UserError` for a key that is no flag of theirs.
+        """
+        if isinstance(value, dict) or not any(key in known for known in scope.values()):
+            known = ", ".join(sorted({flag for flags in scope.values() for flag in flags}))
+            raise UserError(
+                f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}"
+            )
+        for name, param in ((name, flags[key]) for name, flags in scope.items() if key in flags):
+            self.by_command[name].pop(param.name, None)
+            self.sources.pop((name, param.name), None)
+            if value != "":
+                is_one = param.multiple and not isinstance(value, list)
+                self.by_command[name][param.name] = [value] if is_one else value
+                self.sources[name, param.name] = source
 
 
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        parser=str,
-        callback=_own_threads,
-        help="compute threads; default: the fastest, by what steps take",
-    ),
-]
-ProfileFile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="FILE",
-        help="of offload tune, or none; default: the one that fits this run",
-    ),
-]
-LinkLimit = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        callback=_of_this_rank,
-        help="slow the stream down to this per second",
-        hidden=True,
-    ),
-]
-Experts = Annotated[
-    str,
-    typer.Option(
-        metavar="HOW",
-        help="experts of a mixture: demand (those that a pass needs), layers (all of them), auto",
-    ),
-]
-Ranks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ROLES",
-        is_eager=True,
-        help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md",
-    ),  # eager: values of one rank among many are read by it
-]
-Pipeline = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODE", help="of stages: async, sync or plain, with settings; see docs/ranks.md"
-    ),
-]
-SlowLayer = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0, help="every layer takes longer", hidden=True)
-]
-Invariant = Annotated[
-    bool | None,
-    typer.Option(
-        "--invariant/--no-invariant",
-        help="the same bits with every tree; default: where layers are streamed",
-    ),
-]
-Lookup = Annotated[
-    bool | None,
-    typer.Option(
-        "--lookup/--no-lookup",
-        help="guess that text goes on as it did before; default: without a draft, and with --tree auto --rule match",
-    ),
-]
-LookupLength = Annotated[
-    str,
-    typer.Option(
-        metavar="MIN:MAX", help="tokens that must agree for a guess by --lookup or --datastore"
-    ),
-]
-Ngram = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE|STORE", help="guess by what follows on a token in a text or a store"
-    ),
-]
-Datastore = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="STORE", help="guess by what follows in a store of offload datastore build"
-    ),
-]
-OwnTemp = Annotated[
-    float | None,
-    typer.Option(
-        "--temp", "--temperature", metavar="T", help="0 is greedy; default: as the model suggests"
-    ),
-]
-OwnTopP = Annotated[
-    float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")
-]
-OwnTopK = Annotated[
-    int | None,
-    typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all"),
-]
-OwnMinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p", metavar="P", help="keep tokens at least P times as likely as the likeliest"
-    ),
-]
-RepeatPenalty = Annotated[
-    float | None,
-    typer.Option(metavar="R", help="above 1: against tokens that are in the prompt or the answer"),
-]
-PresencePenalty = Annotated[
-    float | None,
-    typer.Option(metavar="A", help="off the logits of tokens that are in the answer, once"),
-]
-FrequencyPenalty = Annotated[
-    float | None, typer.Option(metavar="A", help="... and as many times as they are there")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(metavar="ID:NUMBER", help="added to a token's logit; may be given several times"),
-]
-Logprobs = Annotated[
-    int | None,
-    typer.Option(
-        "--logprobs", metavar="K", help="with --json: of each new token, and of K of the likeliest"
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT", help="what the model is told before the prompt or the first question"
-    ),
-]
-Greedy = Annotated[
-    bool, typer.Option("--greedy", help="the likeliest token always, whatever else is said")
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="end before this string; may be given several times"),
-]
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        "--json-schema", metavar="FILE", help="write JSON that this schema allows; docs/grammar.md"
-    ),
-]
-Regex = Annotated[
-    str | None,
-    typer.Option(
-        "--regex", metavar="TEXT", help="write what this regular expression matches as a whole"
-    ),
-]
-LarkGrammar = Annotated[
-    Path | None,
-    typer.Option(
-        "--grammar", metavar="FILE", help="write what these rules in Lark's notation allow"
-    ),
-]
-Session = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="keep tokens, keys and values there, and go on from there; see docs/flags.md",
-    ),
-]
-Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
-TopP = Annotated[
-    float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")
-]
-TopK = Annotated[
-    int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        metavar="N", help="same seed, same text; with the rules match and topk for any tree"
-    ),
-]
-NumTokens = Annotated[
-    int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")
-]
-
-# The library's errors name arguments, in backticks; a person at the command line knows them by
-# these names.
-_FLAG_OF = {
-    "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
-    "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
-    "experts": "--experts", "frequency_penalty": "--frequency-penalty", "gpu_memory": "--gpu-mem",
-    "grammar": "--grammar", "greedy": "--greedy", "hardware": "--hardware", "invariant": "--invariant",
-    "json_schema": "--json-schema", "lenience": "--lenience", "link_limit": "--link-limit",
-    "logit_bias": "--logit-bias", "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n",
-    "min_p": "--min-p", "ngram": "--ngram", "num_logprobs": "--logprobs", "out": "--out", "parallel": "--parallel",
-    "pipeline": "--pipeline", "presence_penalty": "--presence-penalty", "profile": "--profile", "ram": "--ram",
-    "ranks": "--ranks", "raw": "--raw", "regex": "--regex", "repeat_penalty": "--repeat-penalty", "rule": "--rule",
-    "samples": "--samples", "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer",
-    "stop": "--stop", "system": "--system", "temperature": "--temp", "threads": "--threads",
-    "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
-    "verify": "--verify", "host": "--host", "port": "--port", "manifest": "--manifest", "write": "--write",
-}  # fmt: skip
+def find_defaults(commands: Mapping[str, Any]) -> Defaults:
+    """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
+    flags = {name: _settings(command) for name, command in commands.items()}
+    shared = {
+        name: {key: param for key, param in known.items() if _may(param, "is_shared")}
+        for name, known in flags.items()
+        if "model" in known
+    }
+    path = config_file()
+    found = Defaults(commands, {name: {} for name in flags}, {})
+    told = _read(path) if path else {}
+    tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
+    for key, value in told.items():
+        found.set(shared, key, value, str(path))
+    for name, table in tables.items():
+        for key, value in table.items():
+            found.set({name: flags[name]}, key, value, str(path))
+    for key in {key for known in shared.values() for key in known}:
+        variable = f"OFFLOAD_{key.upper().replace('-', '_')}"
+        if variable in os.environ:
+            found.set(shared, key, os.environ[variable], variable)
+    return found
 
 
-def as_flags(message: str) -> str:
-    """A line of the library with the flags that its arguments are given by."""
-    return re.sub(r"`(\w+)`", lambda match: _FLAG_OF.get(match[1], match[0]), message)
+def config_file() -> Path | None:
+    """Where the file is looked for; None where there is no home."""
+    folder = os.environ.get("XDG_CONFIG_HOME")
+    try:
+        return Path(folder or Path.home() / ".config") / "offload" / "config.toml"
+    except RuntimeError:
+        return None
+
+
+def _settings(command: Any) -> dict[str, Any]:
+    """What may be set of a command by key."""
+    return {
+        key: one
+        for one in command.params
+        if (key := _key(one)) not in ("", "help") and _may(one, "is_setting")
+    }
+
+
+def _may(param: Any, what: str) -> bool:
+    """What is declared of a parameter; others may all."""
+    return param.name not in _DECLARED or bool(getattr(_DECLARED[param.name], what))
+
+
+def _key(param: Any) -> str:
+    """The first long name without its dashes."""
+    return next((name[2:] for name in param.opts if name.startswith("--")), "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_small(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:  # among them what is no UTF-8 or no TOML
+        raise UserError(f"cannot read {path} ({reason(error)}): mend it or move it away") from None

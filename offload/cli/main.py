@@ -21,7 +21,6 @@ from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
-from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.errors import RankError, RunError, UserError
 from offload.rank_roles import RankInfo
 
@@ -34,7 +33,7 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given = sys.argv[1:] or ["--help"]
-    own = OwnDefaults({}, {}, {})
+    own = flags.Defaults({}, {}, {})
     place = None
     try:
         command: Any = typer.main.get_command(app)
@@ -43,7 +42,7 @@ def main() -> None:
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--version"} & {*given}:
-            own = own_defaults(
+            own = flags.find_defaults(
                 {name: one for name, one in command.commands.items() if name != "bench"}
             )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))

@@ -15,7 +15,9 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.progress import plural
-from offload.units import format_bytes, require
+from offload.errors import require
+from offload.options import OutputOptions, PackOptions
+from offload.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.packing.pack import PackResult
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
 
 
-@app.command(
+@flags.command(
+    app,
     short_help="Make a bf16 model a quarter smaller, without loss.",
     epilog="""Examples:
 
@@ -41,15 +44,8 @@ def pack(
             help="folder or hub id of a model in bf16; to --verify, of a packed one",
         ),
     ],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="folder to make")] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="instead decode all of a packed model and compare its checksums"
-        ),
-    ] = False,
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    done: PackOptions,
+    output: OutputOptions,
 ) -> None:
     """Code a bf16 model without loss in three quarters of its bytes; runs as it is, and streams in
     3/4 of the time.
@@ -59,6 +55,7 @@ def pack(
     Where it was interrupted, the same command goes on.
     """
     _require_named(model)
+    out, verify = done.out, done.verify
     given = "neither" if out is None else "both"
     require(
         verify == (out is None),
@@ -66,7 +63,7 @@ def pack(
         given,
         "--out names a folder to make",
     )
-    with Console(is_quiet=quiet or as_json) as console, libraries(console):
+    with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
         from offload.kernels.compiled import HAS_NUMBA
         from offload.packing import pack as packing
 
@@ -81,12 +78,13 @@ def pack(
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(_outcome_line(found, is_decimal=console.is_decimal, is_verified=out is None))
-    if as_json:
+    if output.as_json:
         proved = {} if found.num_kept else {"is_sound": True}
         print(json.dumps({**found.as_dict(), **proved, "elapsed_s": elapsed_s}))
 
 
-@app.command(
+@flags.command(
+    app,
     short_help="Give back the model that a packed one was made from.",
     epilog="""Examples:
 
@@ -97,14 +95,13 @@ def unpack(
         str, typer.Option("--model", "-m", metavar="DIR", help="folder that offload pack has made")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="folder to make")],
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    output: OutputOptions,
 ) -> None:
     """Write the files that a model was packed from, byte for byte. An interrupted command goes on
     where it stopped.
     """
     _require_named(model)
-    with Console(is_quiet=quiet or as_json) as console, libraries(console):
+    with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
         from offload.packing.pack import unpack as restore
 
         started_s = time.monotonic()
@@ -114,7 +111,7 @@ def unpack(
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(f"{folder}: the files that {model} was packed from, byte for byte")
-    if as_json:
+    if output.as_json:
         print(json.dumps({"folder": str(folder), "elapsed_s": elapsed_s}))
 
 

@@ -7,10 +7,9 @@ a slot. A second one ends the program.
 
 import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput
@@ -21,6 +20,7 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
+from offload.options import TextOptions
 from offload.planning.options import LoadOptions
 from offload.units import Sampling
 
@@ -60,74 +60,64 @@ class InterruptFlag:
         self._is_pulled = True
 
 
-class ChatOptions(NamedTuple):
-    """What the flags of a conversation say."""
-
-    sampling: Sampling
-    note: str  # for the user, about the sampling
-    system: str | None = None
-    max_new_tokens: int | None = None
-    stop: Sequence[str] | None = None
-    session: Path | None = None  # gone on from where it is there, and written after every answer
-
-
 def converse(
-    model: str, draft: str | None, options: LoadOptions, console: Console, wishes: ChatOptions
-) -> None:
-    """Load a model, and answer questions with it until the user leaves. Raises `UserError`."""
+    model: str, draft: str | None, options: LoadOptions, console: Console, text: TextOptions, sampling: Sampling, *,
+    note: str,
+) -> None:  # fmt: skip
+    """Load a model, and answer questions with it until the user leaves. Raises `UserError`.
+
+    Args:
+        text: its session is gone on from where it is there, and written after every answer.
+        note: for the user, about the sampling.
+    """
     brake = InterruptFlag()
-    sampling = wishes.sampling
 
     def on_layer() -> None:
         console.layer_done()
         brake.check()
 
-    first = _any_question(wishes)
+    first = _any_question(text, sampling)
     hooks = console.hooks._replace(on_layer=on_layer)
     with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
         console.open(
             ModelNames.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling)
         )
-        console.say(wishes.note)
+        console.say(note)
         chat = Chat(
-            decoder,
-            sampling,
-            system=wishes.system,
-            max_new_tokens=wishes.max_new_tokens,
-            stop=wishes.stop,
-        )
+            decoder, sampling, system=text.system, max_new_tokens=text.max_new_tokens, stop=text.stop
+        )  # fmt: skip
         if first.session is not None:
-            _go_on(chat, wishes, console)
+            _go_on(chat, text, console)
         console.say(HINT)
-        answer_lines(chat, decoder.plan, console, brake, wishes.session)
+        answer_lines(chat, decoder.plan, console, brake, text.session)
 
 
-def _any_question(wishes: ChatOptions) -> Request:
+def _any_question(text: TextOptions, sampling: Sampling) -> Request:
     """What is wrong with it, such as a model without a chat template, is wrong with every question."""
-    opening = [{"role": "system", "content": wishes.system}] if wishes.system else []
-    found = wishes.session if wishes.session and wishes.session.exists() else None
+    opening = [{"role": "system", "content": text.system}] if text.system else []
+    found = text.session if text.session and text.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
     return Request(
         question,
-        wishes.sampling,
+        sampling,
         max_new_tokens=1,
-        stop=wishes.stop,
+        stop=text.stop,
         session=found,
-        is_kept=wishes.session is not None,
+        is_kept=text.session is not None,
     )
 
 
-def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
+def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
     """With what is in the session's file, but for a system prompt that was given anew."""
-    assert wishes.session is not None, "there is a file"
+    assert text.session is not None, "there is a file"
     console.wait("reading the session")
-    chat.load(wishes.session)
+    chat.load(text.session)
     console.clear()
-    if wishes.system:
-        chat.system = wishes.system
+    if text.system:
+        chat.system = text.system
     asked = [message["content"] for message in chat.messages if message["role"] == "user"]
     last = f", the last one asked was {asked[-1]!r:.60}" if asked else ""
-    console.say(f"going on with {wishes.session}: questions {len(asked)}{last}")
+    console.say(f"going on with {text.session}: questions {len(asked)}{last}")
 
 
 def answer_lines(

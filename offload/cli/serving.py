@@ -8,17 +8,17 @@ are told, and nothing is left behind.
 
 from pathlib import Path
 from threading import Event, Timer
-from typing import NamedTuple
 
 from offload.checkpoint.files import read_small
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.cli.console import Console, ModelNames
 from offload.cli.progress import plural
-from offload.cli.sampling_choice import sampling_words
+from offload.cli.sampling import sampling_words
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.scheduler import Closing, Engine
 from offload.errors import UserError, reason
+from offload.options import ServerOptions
 from offload.planning.options import LoadOptions
 from offload.server.app import create_app
 from offload.server.network import Listening, bind
@@ -26,29 +26,18 @@ from offload.server.protocol import ServerSettings, is_loopback
 from offload.units import Sampling, parse_size
 
 
-class ServerWishes(NamedTuple):
-    """What the flags of a server say."""
-
-    host: str
-    port: int
-    api_key_file: Path | None
-    num_waiting: int
-    grace_s: float
-    max_body: str
-
-
 def serve_model(
-    model: str, draft: str | None, options: LoadOptions, console: Console, wishes: ServerWishes
+    model: str, draft: str | None, options: LoadOptions, console: Console, server: ServerOptions
 ) -> None:
     """Serve until a signal ends it. Raises `UserError` and `RunError`."""
-    keys = read_keys(wishes.api_key_file, wishes.host)
-    max_body_bytes = parse_size(wishes.max_body, "--max-body")
+    keys = read_keys(server.api_key_file, server.host)
+    max_body_bytes = parse_size(server.max_body, "`max_body`")
     sampling = served_sampling(str(options.config or model))
     names = ModelNames.of(model, draft)
     settings = ServerSettings(
         model_id=names.model,
         sampling=sampling,
-        host=wishes.host,
+        host=server.host,
         api_keys=keys,
         max_body_bytes=max_body_bytes,
     )
@@ -63,7 +52,7 @@ def serve_model(
 
     hooks = console.hooks._replace(on_layer=on_layer)
     with (
-        Listening(app, bind(wishes.host, wishes.port), console.say) as server,
+        Listening(app, bind(server.host, server.port), console.say) as listening,
         open_decoder(model, draft, options, first, hooks=hooks) as decoder,
     ):
         if decoder.tokenizer is None:
@@ -72,10 +61,10 @@ def serve_model(
             )
         console.open(names, decoder, decoder.tree_choice(sampling))
         console.say(f"{sampling_words(sampling)} where a request does not say how to draw")
-        with Engine(decoder, max_waiting=wishes.num_waiting) as engine:
+        with Engine(decoder, max_waiting=server.queue) as engine:
             app.state.engine = engine
-            console.say(f"serving {settings.model_id} at {server.address}/v1, Ctrl-C ends it")
-            _wait(server, engine, console, wishes.grace_s, brake)
+            console.say(f"serving {settings.model_id} at {listening.address}/v1, Ctrl-C ends it")
+            _wait(listening, engine, console, server.grace, brake)
 
 
 def _wait(

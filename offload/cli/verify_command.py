@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +16,9 @@ from offload.cli.flags import as_flags
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
 from offload.cli.progress import plural
-from offload.errors import UserError
-from offload.units import format_bytes, require
+from offload.errors import UserError, require
+from offload.options import OutputOptions, VerifyOptions
+from offload.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.checkpoint.whole import Damage
@@ -28,7 +28,8 @@ _DAMAGED = 1
 _SHOWN = 10
 
 
-@app.command(
+@flags.command(
+    app,
     short_help="Is a model whole?",
     epilog="""Examples:
 
@@ -43,33 +44,22 @@ def verify(
         str,
         typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded"),
     ],
-    manifest: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="checksums to compare with; default: beside it, and written there"
-        ),
-    ] = None,
-    write: Annotated[
-        bool,
-        typer.Option(
-            "--write", help="write FILE of --manifest, too, once nothing speaks against the model"
-        ),
-    ] = False,
-    as_json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    compared: VerifyOptions,
+    output: OutputOptions,
 ) -> None:
     """Read all of a model at the speed of the disk: sizes, numbers, checksums of the hub and of an
     earlier time.
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
+    manifest, write = compared.manifest, compared.write
     require(
         manifest is not None or not write,
         "`write` goes with `manifest`",
         "no FILE",
         "name one, or leave it out",
     )
-    with Console(is_quiet=quiet or as_json) as console:
+    with Console(is_quiet=output.quiet or output.as_json) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
         from offload.integrity import verify as check
@@ -81,7 +71,7 @@ def verify(
         console.clear()
         told = (
             json.dumps(report.as_dict())
-            if as_json
+            if output.as_json
             else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
         )
     print(told)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.distributed.orders import error_message, sampling_of
+from offload.distributed.orders import error_message, sampling_of, text_of
 from offload.distributed.transport import Channel, Kind, Message, RankError, Transport
 from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
@@ -359,7 +359,7 @@ class _Service:
             self._answer([])
         sampling = sampling_of(message)
         sharpness = self._sharpness[replace(sampling, seed=0)]
-        self._tree.begin(message.numbers[3:], Sampler(sampling, self._vocab_size), sharpness)
+        self._tree.begin(text_of(message), Sampler(sampling, self._vocab_size), sharpness)
 
     def _answer(self, told: Sequence[DraftNodeUpdate]) -> None:
         self._asked = None

@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from offload.distributed.orders import reset_message
 from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError
@@ -299,12 +300,9 @@ class Head:
                 self._transport.send(*way, Message(Kind.STOP))
 
     def _reset(self, num_kept: int, sampling: Sampling) -> None:
-        numbers = [num_kept, sampling.seed, sampling.top_k]
-        law = torch.tensor(
-            [sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64
-        )
-        self._data(Kind.RESET, numbers, law)
-        self._ask_draft(Message(Kind.RESET, [*numbers, *self._tokens], law))
+        message = reset_message(num_kept, sampling)
+        self._data(Kind.RESET, message.numbers, message.payload)
+        self._ask_draft(reset_message(num_kept, sampling, self._tokens))
 
     def _issue_prompt(self, lo: int, hi: int) -> None:
         """Positions [lo, hi) of the prompt; only the very last row is drawn."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from offload.declaration import options_of
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, UserError, ensure, reason
 from offload.units import Sampling
@@ -75,12 +76,28 @@ def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
     return Commit(rows[:num_path], rows[num_path:])
 
 
+# A text is drawn by numbers: whole ones, and others, each in the order of their declaration.
+_WHOLE = [name for name, one in options_of(Sampling).items() if one.kind is int]
+_REAL = [name for name, one in options_of(Sampling).items() if one.kind is float]
+
+
+def reset_message(num_kept: int, sampling: Sampling, tokens: Sequence[int] = ()) -> Message:
+    """RESET: how the tokens of a text are drawn, behind so many that are kept; to a draft with the text itself."""
+    numbers = [num_kept, *(getattr(sampling, name) for name in _WHOLE), *tokens]
+    law = torch.tensor([getattr(sampling, name) for name in _REAL], dtype=torch.float64)
+    return Message(Kind.RESET, numbers, law)
+
+
 def sampling_of(reset: Message) -> Sampling:
     """How the tokens of a text are drawn."""
     assert reset.payload is not None, "a text is reset with its temperature"
-    temperature, top_p, min_p = reset.payload.tolist()
-    _, seed, top_k = reset.numbers[:3]
-    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    own = dict(zip(_REAL, reset.payload.tolist(), strict=True))
+    return Sampling(**own, **dict(zip(_WHOLE, reset.numbers[1:], strict=False)))  # type: ignore[arg-type]
+
+
+def text_of(reset: Message) -> Sequence[int]:
+    """Tokens of the text that a draft is told to begin."""
+    return reset.numbers[1 + len(_WHOLE) :]
 
 
 def error_message(error: Exception) -> Message:

@@ -26,13 +26,23 @@ from offload.drafting.base import Drafter
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.generation import Generation, Run, RunInfo
 from offload.engine.many import in_order
-from offload.engine.request import Prompt, Request, Tool, encode, whole_numbers, with_start
+from offload.engine.request import (
+    Prompt,
+    Request,
+    Tool,
+    encode,
+    request_of,
+    samples_of,
+    several_of,
+    whole_numbers,
+    with_start,
+)
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
 from offload.engine.sequence import CachePool, Caches, DecoderLock, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.step import SpeculationStep
 from offload.engine.text import TextStream, Tokenizer
-from offload.engine.wishes import Wishes, request_of, samples_of, several_of
+from offload.engine.text_arguments import TextArguments
 from offload.errors import UserError
 from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
@@ -216,7 +226,7 @@ class Decoder:
         num_samples: Literal[1] = 1,
         tree: str | None = None,
         rule: str | None = None,
-        **wishes: Unpack[Wishes],
+        **how: Unpack[TextArguments],
     ) -> Generation: ...
 
     @overload
@@ -227,7 +237,7 @@ class Decoder:
         num_samples: int = 1,
         tree: str | None = None,
         rule: str | None = None,
-        **wishes: Unpack[Wishes],
+        **how: Unpack[TextArguments],
     ) -> list[Generation]: ...
 
     def generate(
@@ -237,7 +247,7 @@ class Decoder:
         num_samples: int = 1,
         tree: str | None = None,
         rule: str | None = None,
-        **wishes: Unpack[Wishes],
+        **how: Unpack[TextArguments],
     ) -> Generation | list[Generation]:
         """Generate to the end: one text, or as many at a time as the decoder was loaded for.
 
@@ -250,7 +260,7 @@ class Decoder:
             tree: another tree than the one given to `load`, no larger than that one.
             rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or
                 topk.
-            wishes: `max_new_tokens`, `temperature` and the others of `Wishes`.
+            how: `max_new_tokens`, `temperature` and the others of `TextArguments`.
 
         Raises:
             UserError: empty prompt, no room for it, settings out of range, or a decoder that
@@ -260,16 +270,14 @@ class Decoder:
         several = several_of(prompt)
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
             with self._turn.held():
-                run = self.start(request_of(prompt, wishes), tree=tree, rule=rule)  # type: ignore[arg-type]
+                run = self.start(request_of(prompt, how), tree=tree, rule=rule)  # type: ignore[arg-type]
                 try:
                     deque(run, maxlen=0)
                 finally:
                     self._pool.release(run.sequence)
                 return run.result()
         prompts: abc.Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
-        requests = [
-            one for own in prompts for one in samples_of(request_of(own, wishes), num_samples)
-        ]
+        requests = [one for own in prompts for one in samples_of(request_of(own, how), num_samples)]
         with self._turn.held():
             return in_order(self, requests, tree=tree, rule=rule)
 
@@ -279,10 +287,10 @@ class Decoder:
         *,
         tree: str | None = None,
         rule: str | None = None,
-        **wishes: Unpack[Wishes],
+        **how: Unpack[TextArguments],
     ) -> Iterator[str]:
         """Yield pieces of one text as they are accepted; the arguments are those of `generate`."""
-        return iter(self.start(request_of(prompt, wishes), tree=tree, rule=rule))
+        return iter(self.start(request_of(prompt, how), tree=tree, rule=rule))
 
     def run(
         self,

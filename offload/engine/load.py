@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from operator import le
 from pathlib import Path
@@ -32,6 +32,7 @@ from offload.calibration.link import device_link_bytes_per_s, with_rates
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import settled_dtype
+from offload.declaration import as_in, called_with
 from offload.distributed.transport import Transport
 from offload.engine.build import (
     ModelPair,
@@ -47,6 +48,7 @@ from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
 from offload.engine.team import Hooks, LoadContext, Progress, Team
+from offload.errors import require
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.machine import num_cores
@@ -54,6 +56,7 @@ from offload.memory.plan import LayerTier, MemoryPlan
 from offload.memory.planner import ModelFiles
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
+from offload.options import ModelChoice, ModelOptions
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.room import MemoryBudget
@@ -66,7 +69,7 @@ from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import Layers, open_layers
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 from offload.trees.verification import find_rule, not_exact_line
-from offload.units import Sampling, check_lenience, require
+from offload.units import Sampling, check_lenience
 
 _LIBRARY = "transformers"
 
@@ -108,81 +111,36 @@ PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
 _NOBODY = Hooks()
 
 
-def load(
-    model: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None = None,
-    ram: str | int | None = None,
-    tree: str = "auto",
-    rule: str = "match",
-    *,
-    config: str | os.PathLike[str] | None = None,
-    lenience: float = 1.0,
-    device: str | Device = "auto",
-    gpu_memory: str | int | None = None,
-    dtype: str = "auto",
-    draft_dtype: str | None = None,
-    context: int | None = None,
-    threads: int | None = None,
-    request: Request | None = None,
-    profile: str | os.PathLike[str] | None = None,
-    link_limit: str | int | None = None,
-    invariant: bool | None = None,
-    lookup: bool | None = None,
-    lookup_length: str = "1:16",
-    experts: str = "auto",
-    ngram: str | os.PathLike[str] | None = None,
-    datastore: str | os.PathLike[str] | None = None,
-    parallel: int = 1,
-    ranks: str | None = None,
-    pipeline: str | None = None,
-    open_source: OpenSource = DiskReader,
-    on_bytes: Progress = lambda done, total: None,
-    on_layer: Callable[[], None] = lambda: None,
-) -> Decoder:
+@dataclass(frozen=True)
+class LoadArguments(ModelOptions, ModelChoice):
+    """Arguments of `load`: options, and what only a program can give."""
+
+    _: KW_ONLY
+    device: str | Device = as_in(ModelOptions, "device")  # type: ignore[assignment]
+    request: Request | None = None
+    open_source: OpenSource = DiskReader
+    on_bytes: Progress = lambda done, total: None
+    on_layer: Callable[[], None] = lambda: None
+
+
+@called_with(LoadArguments)
+def load(given: LoadArguments) -> Decoder:
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders, GGUF files or hub ids of the target and a small model of its
-            vocabulary; or `self:int4`.
-        config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
-        ram: budget such as `8GiB` for all that this call and later generations allocate; default:
-            3/4 of what is free.
-        tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for
-            this machine, and `chain:auto` the length of chains, again in every step.
-        rule: of acceptance, one of `config.RULES`; generations may choose another that needs no
-            more memory.
-        lenience: 1 is exact; less accepts more guesses, and the text is no longer the target's, see
-            `verification`.
-        device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default:
-            what is free there.
-        dtype: to compute in, `auto` as stored; draft_dtype: `int8` or `int4` to hold the draft in,
-            see docs/drafts.md.
-        context: room for prompt and new tokens, default 4096 or the model's.
-        request: the first run, refused here if it must be; its sampling is that of the tree which
-            sets the memory.
-        threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest,
-            the cached one.
-        invariant: give every token the same bits whatever tree, draft or prompt it comes with;
-            default: where layers are streamed, since the arithmetic then waits for the link anyway.
-                See `Decoder.invariance`.
-        lookup, lookup_length, ngram, datastore: guesses without a model, see
-            `LoadOptions.looks_up`, docs/lookup.md.
-        parallel: texts that may be written at a time, by one pass over the weights for all of them.
-        ranks, pipeline: share the target among the processes that torchrun has started, see
-            docs/ranks.md. On rank 0 this returns; any other serves until that decoder is closed,
-            and then raises `SystemExit`.
-        experts: of a mixture `demand` reads the experts that a pass needs, `layers` all of them
-            with their layers.
-        open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it
-            slows the target's to.
-        on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the
-            layers that stay.
-        on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the
-            next one may begin.
+        {arguments}
+        request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
+        open_source: opens weight files.
+        on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
+        on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
+
+    `device` may be one that is open; `ranks` are the processes that torchrun has started: on rank 0 this returns, any
+    other serves until that decoder is closed, and then raises `SystemExit`. docs/flags.md says more of each option.
 
     Raises:
         UserError: whatever the user can mend, in one line.
     """
+    device = given.device
     is_device = isinstance(device, str) or hasattr(device, "place")
     require(
         is_device,
@@ -190,38 +148,17 @@ def load(
         repr(device),
         "try `device` auto",
     )
-    options = LoadOptions(
-        config=config,
-        device=device if isinstance(device, str) else "cuda",
-        gpu_memory=gpu_memory,
-        ram=ram,
-        dtype=dtype,
-        context=context,
-        tree=tree,
-        rule=rule,
-        threads=threads,
-        profile=profile,
-        link_limit=link_limit,
-        invariant=invariant,
-        lenience=lenience,
-        lookup=lookup,
-        lookup_length=lookup_length,
-        ngram=ngram,
-        datastore=datastore,
-        ranks=ranks,
-        pipeline=pipeline,
-        draft_dtype=draft_dtype,
-        experts=experts,
-        parallel=parallel,
-    )
+    opened = None if isinstance(device, str) else device
+    options = LoadOptions.of(given if opened is None else replace(given, device="cuda"))
+    hooks = Hooks(on_bytes=given.on_bytes, on_layer=given.on_layer)
     return _without_warnings(
-        model,
-        draft,
+        given.model,
+        given.draft,
         options,
-        request,
-        device=None if isinstance(device, str) else device,
-        open_source=open_source,
-        hooks=Hooks(on_bytes=on_bytes, on_layer=on_layer),
+        given.request,
+        device=opened,
+        open_source=given.open_source,
+        hooks=hooks,
     )
 
 

@@ -20,6 +20,7 @@ from offload.distributed.orders import all_gather_objects, try_together
 from offload.distributed.transport import Transport
 from offload.engine.team import LoadContext
 from offload.memory.plan import MemoryPlan
+from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
 from offload.rank_roles import require_place
 from offload.streaming.summing import with_sum
@@ -119,7 +120,6 @@ def _compute_s(given: LoadContext) -> float:
     rows = torch.zeros(_TYPICAL_ROWS, width, **how)
     weight = torch.zeros(width, width, **how)
     # A number on the host is the sign that a device is done as well.
-    once_s = median(
-        timed(lambda: float(functional.linear(rows, weight)[0, 0])) for _ in range(_NUM_TIMES)
-    )
+    multiply = product_for(functional.linear, rows)
+    once_s = median(timed(lambda: float(multiply(rows, weight)[0, 0])) for _ in range(_NUM_TIMES))
     return once_s * model_shape(files.target, dtype).num_weights / width**2

@@ -4,14 +4,16 @@ Loading checks the first request before a weight is read, the decoder checks eve
 """
 
 import os
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from offload.declaration import options_at, options_of, whole_number
 from offload.engine.text import Tokenizer, encode_messages, encode_prompt
-from offload.errors import UserError
-from offload.sampling.grammar import Grammar
-from offload.units import Sampling, require, whole_number
+from offload.errors import UserError, require
+from offload.options import TextOptions
+from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
+from offload.units import MOST_SAMPLES, Sampling
 
 # role (system, user, assistant, tool) and content; calls of tools beside it
 Message = Mapping[str, Any]
@@ -122,6 +124,46 @@ class Request:
                 f"{context}{remedy}shorten the prompt or lower `max_new_tokens`"
             )
         return ids
+
+
+def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
+    """The request that keywords of `Decoder.generate` ask for.
+
+    Raises `UserError`, and `TypeError` for a name that there is not.
+    """
+    drawing = options_of(Sampling)
+    known = [*options_at("python", TextOptions), *drawing]
+    if unknown := arguments.keys() - {*known}:
+        raise TypeError(
+            f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(known)}"
+        )
+    left = dict(arguments)
+    sampling = Sampling(**{name: left.pop(name) for name in drawing if name in left})
+    kept = find_grammar(**{name: left.pop(name) for name in GRAMMARS if name in left})
+    return Request(prompt, sampling, grammar=kept, **left)
+
+
+def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
+    """A request so many times, each with a seed of its own. Raises `UserError`."""
+    is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
+    require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
+    for number in range(num_samples):
+        yield replace(
+            request,
+            sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63),
+        )
+
+
+def several_of(prompt: Any) -> Sequence[Prompt] | None:
+    """The prompts of a list of them; None for one prompt. Raises `UserError` for an empty list of nothing."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return None
+    is_one = isinstance(prompt[0], Mapping | int) or not isinstance(prompt[0], str | Sequence)
+    if is_one:
+        return None
+    if not all(isinstance(one, str | Sequence) for one in prompt):
+        raise UserError("several prompts must each be text, messages or token ids: mend the list")
+    return prompt
 
 
 def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:

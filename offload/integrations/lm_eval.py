@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, NoReturn
 
+from offload.declaration import options_at
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
@@ -21,8 +22,8 @@ from offload.engine.many import write_all
 from offload.engine.request import Request
 from offload.engine.template_process import TemplateFailed
 from offload.engine.text import render_chat
-from offload.errors import RunError, UserError
-from offload.units import Sampling, require
+from offload.errors import RunError, UserError, require
+from offload.units import Sampling
 
 try:
     from lm_eval import utils
@@ -47,16 +48,7 @@ Tokens = tuple[Any, list[int], list[int]]
 
 _TEXTS_PER_CALL = 4096  # scored between two results that are kept, where lm-eval keeps any
 _ANY_DEVICE = "cuda:0"
-_OURS = {"repetition_penalty": "repeat_penalty"}  # settings that are called differently here
-_SETTINGS = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    *_OURS,
-}
+_SETTINGS = options_at("harness", Sampling)
 
 
 @register_model("offload")
@@ -271,7 +263,7 @@ class OffloadLM(TemplateLM):
         for name, value in told.items():
             rule = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
             require(name in _SETTINGS, rule, f"{name}={value!r}", "leave it out")
-        drawing = {_OURS.get(name, name): value for name, value in told.items()}
+        drawing = {_SETTINGS[name].name: value for name, value in told.items()}
         sampling = Sampling(
             **drawing | ({} if is_drawn else {"temperature": 0.0}), seed=self._seed + repetition
         )

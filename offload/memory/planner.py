@@ -35,6 +35,7 @@ from offload.memory.tiers import ExpertPoolSize, Filling, MemoryTier, fill_all
 from offload.units import (
     DTYPES,
     EXPERTS,
+    ByteSize,
     drafting_of,
     format_bytes,
     is_decimal,
@@ -380,13 +381,11 @@ def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
 
 def ram_warning(ram: str | int) -> str | None:
     """Return a line for the user who allows more than there is."""
-    wanted_bytes = parse_size(ram, "`ram`")
+    wanted = ByteSize.parse(ram, "`ram`")
     free_bytes = available_ram_bytes()
-    if wanted_bytes <= free_bytes:
+    if wanted <= free_bytes:
         return None
-    wanted, free = (
-        format_bytes(size, is_decimal=is_decimal(ram)) for size in (wanted_bytes, free_bytes)
-    )
+    free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
     return f"`ram` {wanted} is more than the {free} free here: it may not hold"
 
 

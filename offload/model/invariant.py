@@ -29,6 +29,9 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from offload.model import wide_products
+from offload.model.wide_products import product_for
+
 MAX_ROWS = 256  # of one product on a CPU
 LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
 # On a GPU there is time enough for the first of them; more take fewer launches, where their bits
@@ -235,15 +238,6 @@ _LEAST_STACKED = 32  # the same for stacks
 # at once on a GPU: from there on each gets the same threads (ATen's Reduce.cuh,
 # set_block_dimension)
 _LEAST_SUMS = 16
-_PRODUCTS = (
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    torch.bmm,
-    Tensor.bmm,
-    torch.mm,
-    Tensor.mm,
-)
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
                 Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
 _SUMS = (torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var)
@@ -270,7 +264,9 @@ class InvariantRows(TorchFunctionMode):
         # of a CPU's weights: as many rows need no padding, nor to be cut
         self._plain: dict[Any, RowSizes] = {}
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
-        self._own |= {product: partial(self._multiply_whole, product) for product in _PRODUCTS}
+        self._own |= {
+            product: partial(self._multiply_whole, product) for product in wide_products.MULTIPLY
+        }
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
         self._own |= {function: partial(self._sum, function) for function in _SUMS}
 
@@ -282,14 +278,14 @@ class InvariantRows(TorchFunctionMode):
             (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
         )
         if sizes is not None and input.ndim == 3 and len(input) == 1 and input.shape[1] in sizes:
-            return functional.linear(input, weight, bias)
+            return product_for(functional.linear, input)(input, weight, bias)
         num_columns = weight.shape[0]
         left = _widened(input, _LEAST_WIDTH)
         widened = _widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
         bias = None if bias is None else _widened(bias, _LEAST_WIDTH)
         rows = left.reshape(-1, left.shape[-1])
         is_host = left.device.type == "cpu"
-        multiply = functional.linear if is_host else _linear_into
+        multiply = product_for(functional.linear, left) if is_host else _linear_into
         sizes, work = (
             self._sizes_of(multiply, widened, bias),
             lambda part, **out: multiply(part, widened, bias, **out),
@@ -307,8 +303,13 @@ class InvariantRows(TorchFunctionMode):
         """
         return self.multiply(product, *args, **kwargs).contiguous()
 
-    def multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """By `matmul` or what is like it; of a stack the rows are those of each factor in it."""
+    def multiply(
+        self, product: Multiply, *args: Tensor, out: Tensor | None = None, **kwargs: Tensor
+    ) -> Tensor:
+        """By `matmul` or what is like it; of a stack the rows are those of each factor in it.
+
+        `out` is a place for the result, which need not be used.
+        """
         left, right = (*args, *kwargs.values())
         # of a single number nothing is added up
         if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:
@@ -319,9 +320,11 @@ class InvariantRows(TorchFunctionMode):
         left = _widened(left, least)
         right = _widened(_lengthened(right, least), least)
         rows = left if is_stack or left.ndim == 2 else left.reshape(-1, left.shape[-1])
-        out = in_parts(lambda part: product(part, right), rows, self._sizes_of(product, right))[
-            ..., :num_columns
-        ]
+        product = product_for(product, left)
+        sizes = self._sizes_of(product, right)
+        if out is not None and rows.shape[-2] in sizes and right.shape[-1] == num_columns:
+            return product(rows, right, out=out)
+        out = in_parts(lambda part: product(part, right), rows, sizes)[..., :num_columns]
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _sizes_of(
@@ -332,7 +335,7 @@ class InvariantRows(TorchFunctionMode):
         """
         if factor.device.type != "cpu" and factor.data_ptr() % 16:
             return DEVICE_LADDER[:1]
-        is_transposed = product not in _PRODUCTS
+        is_transposed = product in _LINEAR
         what = (
             product,
             factor.shape[-2:],
@@ -343,7 +346,10 @@ class InvariantRows(TorchFunctionMode):
         )
         key = (*what, bias is None)
         if key not in self._found:
-            more = () if bias is None else (torch.zeros_like(bias),)
+            factor = (
+                wide_products.typical_part(factor) if product is wide_products.linear else factor
+            )
+            more = () if bias is None else (bias.new_zeros(len(factor)),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
             settings = (
                 find_sizes,
@@ -397,6 +403,9 @@ def _linear_into(
         if bias is None
         else torch.addmm(bias, rows, weight.t(), out=out)
     )
+
+
+_LINEAR = (functional.linear, _linear_into, wide_products.linear)
 
 
 def in_parts(

@@ -18,6 +18,7 @@ run for itself. Weights are added up by the same products, as one column of the 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,8 @@ from torch.nn.functional import pad
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
 from offload.memory.plan import PATH_SCRATCH_BYTES
-from offload.model.invariant import MOST_STACKED_ROWS, InvariantRows, Multiply, in_whole_vectors
+from offload.model.invariant import MOST_STACKED_ROWS, InvariantRows, in_whole_vectors
+from offload.model.scratch import Scratch
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
@@ -40,9 +42,9 @@ _LEAST_WIDTH = 32  # of keys and values: narrower ones are multiplied in ways of
 # scores are exponents of 2: the exponential of -inf takes a multiple of the time
 _LOG2_E = math.log2(math.e)
 _NUM_TRIALS = 16  # places for the columns of a path
-# a product, its rows and its second factor
-MultiplyBy = Callable[[Multiply, Tensor, Tensor], Tensor]
-_PLAINLY: MultiplyBy = lambda product, left, right: product(left, right)  # noqa: E731
+# a product, its rows, its second factor, and as `out` where to put the result
+MultiplyBy = Callable[..., Tensor]
+_PLAINLY: MultiplyBy = lambda product, left, right, out=None: product(left, right, out=out)  # noqa: E731
 
 
 def path_rows(
@@ -97,13 +99,16 @@ def path_attention(
     *,
     multiply: MultiplyBy = _PLAINLY,
     shared_columns: int = _SHARED_COLUMNS[0],
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that
     `multiply` makes.
 
     Few groups are computed at once, so that their scores stay in a processor's cache. At most
-    `shared_columns` are looked at by rows together.
+    `shared_columns` are looked at by rows together. `scratch` is what they are computed in; another
+    caller must not use it meanwhile.
     """
+    scratch = scratch or Scratch(0)
     (num_heads, num_rows, _), num_groups = query_HTK.shape, len(key_GSK)
     group = num_heads // num_groups
     pieces = rows.kept.get((num_rows, group))
@@ -115,7 +120,8 @@ def path_attention(
         step = max(1, _TILE_BYTES // (4 * group * piece.num_scores))
         for first in range(0, num_groups, step):
             some = slice(first, first + step)
-            call = _Call(piece, rows.window, _terms_of(terms, some, num_groups), multiply)
+            scratch.begin()
+            call = _Call(piece, rows.window, _terms_of(terms, some, num_groups), multiply, scratch)
             mean_GTIV = call.attend(
                 query_GTIK[some, piece.lo : piece.hi], key_GSK[some], value_GSK[some]
             )
@@ -130,6 +136,7 @@ class InvariantAttention:
 
     def __init__(self, invariant: InvariantRows) -> None:
         self._invariant, self._shared_columns = invariant, dict[int, int]()
+        self._scratch = Scratch(PATH_SCRATCH_BYTES // 2)  # the other half is left to products
 
     def __call__(
         self,
@@ -142,7 +149,9 @@ class InvariantAttention:
         num_shared = self._columns_to_share(value_GSK.shape[2])
         multiply = self._invariant.multiply
         what = (query_HTK, key_GSK, value_GSK, rows, terms)
-        return path_attention(*what, multiply=multiply, shared_columns=num_shared)
+        return path_attention(
+            *what, multiply=multiply, shared_columns=num_shared, scratch=self._scratch
+        )
 
     def try_out(self, key_GSK: Tensor, value_GSK: Tensor) -> None:
         """Try all products that scores of longer texts are, for heads as wide as these."""
@@ -323,19 +332,25 @@ class _Call:
     """Attention of a piece, for some groups."""
 
     def __init__(
-        self, piece: _Piece, window: Window, terms: ScoreTerms, multiply: MultiplyBy
+        self,
+        piece: _Piece,
+        window: Window,
+        terms: ScoreTerms,
+        multiply: MultiplyBy,
+        scratch: Scratch,
     ) -> None:
         self._piece = piece
         self._window = window
         self._terms = terms
         self._multiply = multiply
+        self._scratch = scratch
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
         """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each
         of G.
         """
         num_rows, (lo, hi) = query_GTIK.shape[1], self._piece.shared
-        query_GTIK = _in_float32(query_GTIK).mul_(
+        query_GTIK = self._in_float32(query_GTIK).mul_(
             self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E)
         )
         shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in range(lo, hi, _SPAN)]
@@ -355,11 +370,8 @@ class _Call:
         shared, own = (
             [in_whole_vectors(Tensor.exp2_, part) for part in some] for some in (shared, own)
         )
-        sums = [
-            *self._shared_sums(shared, value_GSV),
-            *self._own_sums(own, value_GSV[:, self._piece.base :], num_rows),
-        ]
-        sum_GTIW = reduce(Tensor.add_, sums)
+        own_sums = self._own_sums(own, value_GSV[:, self._piece.base :], num_rows)
+        sum_GTIW = reduce(Tensor.add_, chain(self._shared_sums(shared, value_GSV), own_sums))
         width = value_GSV.shape[2]
         total_GTI1 = sum_GTIW[..., width : width + 1]
         if sink_GTIs is not None:
@@ -369,7 +381,7 @@ class _Call:
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
         """Of the span that begins there."""
         hi = min(lo + _SPAN, self._piece.shared[1])
-        keys_GKS = _in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
+        keys_GKS = self._in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
         score_GTIS = self._capped(
             self._times(query_GTIK.flatten(1, 2), keys_GKS).unflatten(1, query_GTIK.shape[1:3])
         )
@@ -398,7 +410,7 @@ class _Call:
         if runs.num_made_up > num_rows:
             query_GTIK = pad(query_GTIK, (0, 0, 0, 0, 0, runs.num_made_up - num_rows))
         query_EAK = query_GTIK.reshape(num_groups * num_runs, -1, width)
-        key_ECK = _in_float32(key_GUK.index_select(1, runs.column_RC.flatten())).reshape(
+        key_ECK = self._in_float32(key_GUK.index_select(1, runs.column_RC.flatten())).reshape(
             -1, num_columns, width
         )
         score_EAC = self._capped(self._times(query_EAK, key_ECK.transpose(1, 2)))
@@ -407,14 +419,17 @@ class _Call:
         return score_GRTIC.flatten(1, 2)
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
-        """Of each block, in (G, T, I, W)."""
+        """Of each block, in (G, T, I, W); those behind the first lie in one place, and last until
+        the next is made.
+        """
+        place_GAW = None
         lo = self._piece.shared[0]
-        extended_GBW = _extended(value_GSV, BLOCK)
+        extended_GBW = self._extended(value_GSV, BLOCK)
         for weight_GTIB in (block for part in weights for block in part.split(BLOCK, 3)):
             extended_GBW[..., : value_GSV.shape[2]].copy_(value_GSV[:, lo : lo + BLOCK])
-            yield self._times(weight_GTIB.flatten(1, 2), extended_GBW).unflatten(
-                1, weight_GTIB.shape[1:3]
-            )
+            sum_GAW = self._times(weight_GTIB.flatten(1, 2), extended_GBW, place_GAW)
+            yield sum_GAW.unflatten(1, weight_GTIB.shape[1:3])
+            place_GAW = sum_GAW if lo > self._piece.shared[0] else None
             lo += BLOCK
 
     def _own_sums(
@@ -422,7 +437,7 @@ class _Call:
     ) -> Iterator[Tensor]:
         for runs, weight_GTIC in zip(self._piece.runs, weights, strict=True):
             num_groups, num_all, group, num_columns = weight_GTIC.shape
-            extended_GEW = _extended(value_GUV, runs.column_RC.numel())
+            extended_GEW = self._extended(value_GUV, runs.column_RC.numel())
             extended_GEW[..., : value_GUV.shape[2]].copy_(
                 value_GUV.index_select(1, runs.column_RC.flatten())
             )
@@ -436,8 +451,13 @@ class _Call:
         cap = self._terms.cap
         return score_GTIS if cap is None else score_GTIS.div_(cap).tanh_().mul_(cap * _LOG2_E)
 
-    def _times(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._multiply(torch.bmm, left, right)
+    def _times(self, left: Tensor, right: Tensor, place: Tensor | None = None) -> Tensor:
+        place = (
+            self._scratch.take((*left.shape[:2], right.shape[2]), left.device)
+            if place is None
+            else place
+        )
+        return self._multiply(torch.bmm, left, right, out=place)
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor | None:
         """A column of scores where the family has sinks."""
@@ -450,23 +470,26 @@ class _Call:
             .repeat(1, num_rows, 1, 1)
         )
 
+    def _in_float32(self, states: Tensor) -> Tensor:
+        """A copy without gaps, with zeros behind narrow ones, which are multiplied in the same way
+        then.
+        """
+        num_missing = max(0, _LEAST_WIDTH - states.shape[-1])
+        wide = self._scratch.take(
+            (*states.shape[:-1], states.shape[-1] + num_missing), states.device
+        )
+        if num_missing:
+            wide[..., -num_missing:].zero_()
+            wide[..., :-num_missing].copy_(states)
+            return wide
+        return wide.copy_(states)
 
-def _in_float32(states: Tensor) -> Tensor:
-    """A copy without gaps, with zeros behind narrow ones, which are multiplied in the same way
-    then.
-    """
-    num_missing = max(0, _LEAST_WIDTH - states.shape[-1])
-    if not num_missing:
-        return torch.empty(states.shape, dtype=torch.float32, device=states.device).copy_(states)
-    wide = torch.zeros(*states.shape[:-1], _LEAST_WIDTH, dtype=torch.float32, device=states.device)
-    wide[..., :-num_missing].copy_(states)
-    return wide
-
-
-def _extended(value_GSV: Tensor, num_columns: int) -> Tensor:
-    """Room for so many values, (G, C, W), with ones behind them."""
-    num_groups, _, width = value_GSV.shape
-    shape = (num_groups, num_columns, _extended_width(width))
-    extended_GCW = torch.zeros(shape, dtype=torch.float32, device=value_GSV.device)
-    extended_GCW[..., width] = 1.0
-    return extended_GCW
+    def _extended(self, value_GSV: Tensor, num_columns: int) -> Tensor:
+        """Room for so many values, (G, C, W), with ones behind them."""
+        num_groups, _, width = value_GSV.shape
+        extended_GCW = self._scratch.take(
+            (num_groups, num_columns, _extended_width(width)), value_GSV.device
+        )
+        extended_GCW[..., width:].zero_()
+        extended_GCW[..., width] = 1.0
+        return extended_GCW

@@ -14,7 +14,7 @@ bit, what the whole model computes over the same rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +34,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import BatchMask, BatchPart, lay, seen_by, take_rows_in_parts
 from offload.model.path_attention import InvariantAttention, path_attention, path_rows
+from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.sampler import Logits
 
 Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]  # by window; None: nothing is masked
@@ -80,6 +81,8 @@ class StreamedModel(BoundModel):
         self._invariant: InvariantRows | None = None
         self._invariant_attention: InvariantAttention | None = None
         self._is_by_path = False
+        is_narrow = place.type == "cpu" and lacks_products(self.dtype)
+        self._products: AbstractContextManager[Any] = WideProducts() if is_narrow else nullcontext()
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
@@ -200,7 +203,7 @@ class StreamedModel(BoundModel):
         decoder.forward = lambda *_, **__: out
         try:
             nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
-            with self._invariant or nullcontext():
+            with self._invariant or self._products:
                 return self._call(nothing, logits_to_keep=hi - lo).logits[0]
         finally:
             del decoder.forward
@@ -220,7 +223,7 @@ class StreamedModel(BoundModel):
         `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same as paths.
         """
         self._masks, first = masks, masks[self._windows[0]]
-        with self._invariant or nullcontext():
+        with self._invariant or self._products:
             out = self._call(
                 (token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
                 # layers get their own from `_give_mask`

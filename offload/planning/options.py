@@ -5,13 +5,16 @@ weight is read, and torch is not imported.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from offload.checkpoint.download import is_hub_id
 from offload.checkpoint.hub import open_headers
 from offload.datastore.store import read_store
+from offload.declaration import whole_number
+from offload.errors import require
 from offload.memory.planner import require_dtype, require_experts, require_positions
+from offload.options import ModelOptions
 from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.profile import parse_profile
 from offload.rank_roles import (
@@ -23,41 +26,22 @@ from offload.rank_roles import (
     require_place,
 )
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
-from offload.units import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
+from offload.units import ByteSize, Rate, check_lenience, drafting_of, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOptions:
+@dataclass(frozen=True)
+class LoadOptions(ModelOptions):
     """Arguments of `offload.load`, which explains them.
 
     Raises `UserError` for what no model and machine could satisfy.
     """
 
-    config: str | os.PathLike[str] | None = None
-    device: str = "auto"
-    gpu_memory: str | int | None = None
-    ram: str | int | None = None
-    dtype: str = "auto"
-    context: int | None = None
-    tree: str = "auto"
-    rule: str = "match"
-    threads: int | None = None
-    profile: str | os.PathLike[str] | None = None
-    link_limit: str | int | None = None
-    invariant: bool | None = None
-    lookup: bool | None = None
-    lookup_length: str = "1:16"
-    ngram: str | os.PathLike[str] | None = None
-    datastore: str | os.PathLike[str] | None = None
-    lenience: float = 1.0
-    ranks: str | None = None
-    pipeline: str | None = None
-    slow_layer_s: float = 0.0
-    draft_dtype: str | None = None
-    experts: str = "auto"
-    parallel: int = 1
+    @classmethod
+    def of(cls, options: ModelOptions) -> "LoadOptions":
+        """Return these options, checked. Raises `UserError`."""
+        return cls(**{one.name: getattr(options, one.name) for one in fields(cls)})
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -113,10 +97,9 @@ class LoadOptions:
             parse_pipeline(self.pipeline)
 
     def _check_sizes(self) -> None:
-        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
-            if size is not None:
-                parse_size(size, name)
-        parse_rate(self.link_limit, "`link_limit`")
+        for name, kind in (("ram", ByteSize), ("gpu_memory", ByteSize), ("link_limit", Rate)):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, kind.parse(given, f"`{name}`"))
         require_dtype(self.dtype)
         require_experts(self.experts)
         if self.context is not None:

@@ -16,6 +16,7 @@ from offload.memory.prompt_rows import USUAL_GPU, Rates
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
+from offload.units import ByteSize
 
 _ROOMY = 1 << 59
 
@@ -24,8 +25,8 @@ _ROOMY = 1 << 59
 class MemoryBudget:
     """What all memory plans of a run have in common; the fields are arguments of `plan_memory`."""
 
-    ram: str | int
-    gpu: str | int | None  # None on a CPU
+    ram: int  # a `ByteSize` where the user gave it
+    gpu: int | None  # None on a CPU
     dtype: str
     context: int | None
     rule: str
@@ -39,8 +40,9 @@ class MemoryBudget:
 
         `place` is the device that computes, None without one.
         """
-        ram = options.ram
+        ram = None if options.ram is None else ByteSize.parse(options.ram, "`ram`")
         gpu = options.gpu_memory
+        gpu = None if gpu is None else ByteSize.parse(gpu, "`gpu_memory`")
         return cls(
             ram=default_ram_bytes() if ram is None else ram,
             gpu=default_gpu_bytes(place) if gpu is None and place is not None else gpu,

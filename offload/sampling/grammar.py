@@ -41,9 +41,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.errors import UserError, reason, refusing
+from offload.errors import UserError, reason, refusing, require
 from offload.sampling.adjustments import Send, stay
-from offload.units import require
 
 KINDS = ("json_schema", "json_object", "regex", "lark")
 # that it is given by
@@ -94,6 +93,9 @@ class Grammar:
     def __str__(self) -> str:
         name = _ARGUMENT_OF.get(self.kind)
         return f"`{name}`" if name else f"a grammar of kind {self.kind}"
+
+
+GRAMMARS = ("json_schema", "regex", "grammar")  # the arguments of `find_grammar`
 
 
 def find_grammar(

@@ -32,6 +32,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from offload.declaration import Option, options_at
 from offload.engine.scheduler import Engine, EngineFigures, PassDone, Ticket
 from offload.errors import RunError
 from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
@@ -51,6 +52,7 @@ from offload.server.protocol import (
     refusal_of,
 )
 from offload.server.stream import Arrivals, ClientGone, EventStream
+from offload.units import Sampling
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -137,6 +139,7 @@ def _family(name: str, kind: str, what: str, values: dict[str, float]) -> list[s
 
 
 _FILE = Path(__file__).with_name("page.html")
+_PLACE = "      <!-- options of drawing -->"
 
 
 class Page(NamedTuple):
@@ -151,6 +154,9 @@ def read_page(path: Path = _FILE) -> Page:
     or styles.
     """
     text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
+    text = text.replace(
+        _PLACE, "\n".join(_field(one) for one in options_at("page", Sampling).values())
+    )
     script, style = (f"'sha256-{_hash_of(text, tag)}'" for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
@@ -164,6 +170,16 @@ def read_page(path: Path = _FILE) -> Page:
         "Cache-Control": "no-cache",
     }
     return Page(text.encode(), headers)
+
+
+def _field(one: Option) -> str:
+    """A field of the settings for an option of drawing."""
+    low, high = one.page
+    step = "1" if one.kind is int else "any"
+    absent = "as the model suggests" if one.is_suggested else "a new one each time"
+    label = one.at("chat").capitalize()
+    bounds = f'min="{low}" max="{high}" step="{step}"'
+    return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
 
 
 def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from offload.declaration import options_at
 from offload.engine.request import Request
 from offload.engine.scheduler import Closing, Engine, EngineFigures, QueueFull, Ticket
 from offload.errors import RunError, UserError
@@ -152,25 +153,28 @@ class Extension(BaseModel):
     rule: str | None = None
 
 
-class Body(BaseModel):
+def _fields() -> dict[str, Any]:
+    """Options of drawing that a request may have, each a field that is left out where it is not given."""
+    found: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        low, high = one.http_within or (None, None)
+        kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
+        found[name] = (kind | None if one.is_number else dict[str, kind] | None, None)
+    return found
+
+
+Drawing = create_model("Drawing", __config__=_STRICT, **_fields())
+
+
+class Body(Drawing):  # type: ignore[misc, valid-type]
     """What requests for chat and for text have in common."""
 
-    model_config = _STRICT
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | Stops | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     offload: Extension | None = None
     # Without meaning here.
     user: Any = None
@@ -454,15 +458,6 @@ def is_loopback(host: str) -> bool:
 
 _LARGEST_SEED = 2**63 - 1
 _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
-_DRAWN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repeat_penalty",
-)
 
 
 class RequestBody(NamedTuple):
@@ -548,11 +543,13 @@ def _room(engine: Engine, ids: list[int], wanted: RequestBody) -> int:
 
 def _sampling(settings: ServerSettings, body: Body) -> Sampling:
     """What a body says, else what the server was told; without a seed any."""
-    given = {name: value for name in _DRAWN if (value := getattr(body, name)) is not None}
-    if body.logit_bias:
-        given["logit_bias"] = _biases(body.logit_bias)
+    given: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        value = getattr(body, name)
+        if value not in (None, {}):
+            given[one.name] = value if one.is_number else _biases(value)
     seed = secrets.randbelow(_LARGEST_SEED) if body.seed is None else body.seed & _LARGEST_SEED
-    return replace(settings.sampling, seed=seed, **given)
+    return replace(settings.sampling, **{**given, "seed": seed})
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:

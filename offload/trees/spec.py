@@ -8,6 +8,7 @@ before every step, by how guesses fared in the steps before.
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from offload.errors import UserError
@@ -69,6 +70,9 @@ class TreeSpec:
         """Whether it is not named but chosen, by what was measured."""
         return self.kind in ("auto", "auto_chain")
 
+    def __str__(self) -> str:
+        return self.label
+
     @property
     def label(self) -> str:
         size = f"{self.count}x{self.depth}"
@@ -113,22 +117,23 @@ def label_of(shape: Shape) -> str:
 
 
 def parse_tree(text: str) -> TreeSpec:
-    """`NxD` is N nodes, at most D deep; `dynamic:NxD` the same bounds, without a fixed shape.
-    Raises `UserError`.
-    """
+    """`NxD` is N nodes, at most D deep; `dynamic:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
+    spec, numbers = _parsed(str(text))
+    if spec is None:
+        raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
+    rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
+    require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try `tree` 64x16")
+    return spec
+
+
+@cache
+def _parsed(text: str) -> tuple[TreeSpec | None, list[int]]:
+    """A tree in words and its numbers; None where they name none."""
     for kind, form in _TREE_FORMS.items():
-        if match := re.fullmatch(form, str(text), re.ASCII):
+        if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]
-            spec = TreeSpec(kind, *(1, *numbers)[-2:])
-            rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
-            require(
-                all(numbers) and spec.num_nodes <= MAX_TREE_NODES,
-                rule,
-                repr(text),
-                "try `tree` 64x16",
-            )
-            return spec
-    raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
+            return TreeSpec(kind, *(1, *numbers)[-2:]), numbers
+    return None, []
 
 
 def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = False) -> TreeSpec:

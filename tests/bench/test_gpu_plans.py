@@ -34,7 +34,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     found = list[MemoryPlan]()
 
     def open_pair(files: Any, options: Any, *_: Any, **__: Any) -> NoReturn:
-        room = load.Room.of(options, "cuda")
+        room = load.MemoryBudget.of(options, "cuda")
         found.append(room.plan(files, options.tree_spec(has_draft=True).num_nodes))
         raise _AdmittedError
 

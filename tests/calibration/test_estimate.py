@@ -266,7 +266,7 @@ def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], 
     path.write_text(json.dumps({**machine, "memory_bytes_per_s": 60e9, "flops_per_s": 1e12}))
     whole = ask(configs, context=512, hardware=str(path), tree=found[0].predictions[1].label)
     assert not whole.is_link_alone and whole.predictions[1].step.compute_s > 1 and whole.predictions[1].step.draft_s > 1
-    with pytest.raises(UserError, match="laptop has no GPU, got 8GiB: leave it out"):
+    with pytest.raises(UserError, match="laptop has no GPU, got 8 GiB: leave it out"):
         ask(configs, hardware=str(path), gpu_memory="8GiB")
 
 

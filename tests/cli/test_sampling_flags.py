@@ -8,7 +8,7 @@ from reciting import NUM_SAID, PROMPT, SAID, generate_json, open_decoder
 from refusals import assert_refused, generate
 from shell import shell
 
-from offload.cli.sampling_choice import sampling_words
+from offload.cli.sampling import sampling_words
 from offload.engine.request import Request
 from offload.engine.stages import check_stages
 from offload.errors import UserError

@@ -12,6 +12,7 @@ from shell import shell
 
 from offload.cli.verify_command import verify
 from offload.errors import UserError
+from offload.options import OutputOptions, VerifyOptions
 
 
 def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
@@ -83,4 +84,4 @@ def test_what_the_machine_refuses_is_not_told_as_damage(
 
     monkeypatch.setattr("offload.integrity.verify", refuse)
     with pytest.raises(UserError, match=line):
-        verify(str(sound), quiet=True)
+        verify(str(sound), VerifyOptions(), OutputOptions(quiet=True))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.distributed.head import Head, RowPrice, RunEvent
+from offload.distributed.orders import text_of
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.rank_roles import PipelineOptions, Roles
 from offload.units import Sampling
@@ -299,7 +300,7 @@ class _Draft:
         self._is_busy = False
         if message.kind == Kind.RESET:
             self._numbers, self._news = itertools.count(1), list[tuple[_Guess, int]]()
-            self._root = _Guess(0, tuple(message.numbers[3:]), 1.0, 1.0, {}, True)
+            self._root = _Guess(0, tuple(text_of(message)), 1.0, 1.0, {}, True)
         elif message.kind == Kind.ACCEPT:
             for token in message.numbers:
                 self._descend(token)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.distributed.draft import DraftNodeUpdate, DraftTree, serve_draft
+from offload.distributed.orders import reset_message
 from offload.distributed.transport import Channel, Kind, Message
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration
@@ -243,9 +244,7 @@ def serving(model: object, num_rows: int = 64) -> Iterator[tuple[InMemory, Draft
 
 
 def reset(transport: InMemory, tokens: Sequence[int], sampling: Sampling = WARM) -> None:
-    law = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
-    numbers = [0, sampling.seed, sampling.top_k, *tokens]
-    transport.send(1, Channel.DRAFT, Message(Kind.RESET, numbers, law))
+    transport.send(1, Channel.DRAFT, reset_message(0, sampling, tokens))
 
 
 def grow(transport: InMemory, num_nodes: int, least_f: float = 0.0, least_p: float = 0.0) -> None:
@@ -264,7 +263,7 @@ def answer(transport: InMemory) -> list[DraftNodeUpdate]:
 
 
 def test_a_question_has_one_answer_and_a_token_nobody_guessed_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.distributed.draft.Sharpness", Fixed)
+    monkeypatch.setattr("offload.distributed.draft.DraftCalibration", Fixed)
     with serving(BigramModel()) as (transport, _):
         head, text, tokens = Listener(), (), [4, 0]
         reset(transport, tokens)

@@ -10,6 +10,7 @@ from in_memory import in_memory
 from simulator import Speeds, World, own_text, simulated, written
 
 from offload.distributed.head import Head, RowPrice, TokenTime
+from offload.distributed.orders import sampling_of
 from offload.distributed.transport import Channel, Kind, Message
 from offload.errors import RankError, UserError
 from offload.memory.plan import PROMPT_ROWS
@@ -26,12 +27,14 @@ def sent(world: World, *kinds: Kind) -> list[tuple[int, Channel, Message]]:
 
 def test_a_text_is_told_as_the_messages_say() -> None:
     world = simulated(parse_pipeline("plain"), 0, roles=Roles(2, (0, 1)))
-    world.head.begin([3, 1, 4], Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.25, seed=11), 6)
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.25, seed=11)
+    world.head.begin([3, 1, 4], sampling, 6)
     first, second = world.head.advance(), world.head.advance()
     assert [*first, *second, *world.head.advance()] == own_text([3, 1, 4], 6) and world.head.advance() == []
     assert {(to, channel) for to, channel, _ in world.sent} == {(0, Channel.DATA)}
     reset, *others = [message for _, _, message in world.sent]
-    assert list(reset.numbers) == [0, 11, 7] and reset.payload.tolist() == [0.5, 0.9, 0.25]
+    assert list(reset.numbers) == [0, 7, 11] and reset.payload.tolist()[:3] == [0.5, 0.9, 0.25]
+    assert sampling_of(reset) == sampling
     assert [(message.kind, list(message.numbers)) for message in others] == [
         (Kind.RUN, [0, 0, 3, 1, *(3, 0), *(1, 1), *(4, 2), *(1, 0), *(2, 0, 1), *(3, 0, 1, 2)]),
         (Kind.COMMIT, [3, 0, 1, 2]),

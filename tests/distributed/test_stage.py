@@ -14,7 +14,7 @@ from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
 
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.distributed.orders import read_run
+from offload.distributed.orders import read_run, reset_message
 from offload.distributed.stage import Neighbours, PipelineStage, _Cancellations, serve_stage
 from offload.distributed.transport import Channel, Kind, Message
 from offload.engine.build import resident_model
@@ -102,8 +102,7 @@ class TinyHead:
         self.reset(0, sampling)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
-        payload = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
-        self._data(Kind.RESET, [num_kept, sampling.seed, sampling.top_k], payload)
+        self.transport.send(0, Channel.DATA, reset_message(num_kept, sampling))
         self._alone.reset(num_kept, sampling)
         self._rows, self._length = [], num_kept
 

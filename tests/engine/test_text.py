@@ -15,12 +15,12 @@ from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
-from offload.engine.request import Request
+from offload.declaration import whole_number
+from offload.engine.request import Request, samples_of
 from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
-from offload.engine.wishes import samples_of
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
-from offload.units import MOST_SAMPLES, Sampling, whole_number
+from offload.units import MOST_SAMPLES, Sampling
 
 PIECES = ["the", " the", "he", "END", "EN", "D\n", "日", "日本", "é", b"\xe6\x97", b"\xa5x"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"

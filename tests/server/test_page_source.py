@@ -54,7 +54,7 @@ def breaches(text: str) -> list[str]:
 
 
 def test_the_page_keeps_the_rules() -> None:
-    text = FILE.read_text(encoding="utf-8")
+    text = read_page().body.decode()
     assert breaches(text) == []
     script = text[text.index("<script>") :]
     ids = set(re.findall(r' id="([\w-]+)"', text))

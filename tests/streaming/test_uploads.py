@@ -141,12 +141,12 @@ def test_nothing_gets_to_the_card_but_by_send(
 
 def learn_by_a_copy(patch: pytest.MonkeyPatch) -> str:
     """The mistake that was."""
-    learn = drafting.Sharpness.learn
+    learn = drafting.DraftCalibration.learn
 
     def copied(self: Any, score_TV: Tensor, token_T: Tensor) -> None:
         learn(self, score_TV, torch.tensor(token_T.tolist(), device=score_TV.device))
 
-    patch.setattr(drafting.Sharpness, "learn", copied)
+    patch.setattr(drafting.DraftCalibration, "learn", copied)
     return "dynamic"
 
 

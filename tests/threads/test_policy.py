@@ -157,7 +157,7 @@ def test_the_start_is_measured_and_ties_go_to_what_leaves_more_to_others(
 ) -> None:
     before, told = torch.get_num_threads(), iter([1.0, asleep_s, looking_s])
     monkeypatch.setattr(fastest, "median_s", lambda *_, **__: next(told))
-    assert fastest.fastest_mode([1, 2], 4, 8, torch.float32) == mode
+    assert fastest.fastest_mode([1, 2], 4, 8, torch.float32).mode == mode
     assert torch.get_num_threads() == before
 
 
@@ -166,6 +166,39 @@ def test_trees_of_another_size_begin_with_what_was_found_for_the_next_one() -> N
     assert usual_modes(policy, 64) == both(1) and policy.modes(128) == policy.modes(16) == both(1)
     policy.took(128, draft_s=1.0, sweep_s=1.0)
     assert policy.modes(128) == both(1) and policy.modes(1024) == both(2), "which is far from all"
+
+
+QUIET_S, HOGGED_S = (
+    {Mode(1, is_asleep=True): one_s, Mode(2, is_asleep=True): asleep_s, Mode(2): looking_s}
+    for one_s, asleep_s, looking_s in ((1.24, 1.0, 0.82), (1.31, 1.36, 3.6))
+)
+
+
+@pytest.mark.parametrize("sizes", [[64] * 20, [16, 64, 128, 256] * 5, [16] * 5 + [64] * 5 + [128] * 5 + [256] * 5])
+@pytest.mark.parametrize("seen_s", [QUIET_S, HOGGED_S])
+def test_the_first_steps_are_as_quick_as_in_the_best_mode(seen_s: dict[Mode, float], sizes: list[int]) -> None:
+    best = min(seen_s, key=seen_s.__getitem__)
+    policy, took = ThreadPolicy([1, 2], StepModes(best, best), (seen_s, seen_s)), 0.0
+    for num_rows in sizes:
+        seconds = num_rows * seen_s[policy.modes(num_rows).sweep]
+        policy.took(num_rows, draft_s=seconds, sweep_s=seconds)
+        took += seconds
+    assert took <= 1.05 * sum(sizes) * seen_s[best]
+
+
+def test_a_process_that_takes_a_core_is_noticed_while_nothing_is_tried() -> None:
+    policy, took = ThreadPolicy([1, 2], StepModes(Mode(2), Mode(2)), (QUIET_S, QUIET_S)), list[float]()
+    for step in range(40):
+        took.append((QUIET_S if step < 10 else HOGGED_S)[policy.modes(64).sweep])
+        policy.took(64, draft_s=took[-1], sweep_s=took[-1])
+    assert max(took[:10]) == QUIET_S[Mode(2)], "nothing was"
+    assert max(took[12:]) < 1.05 * min(HOGGED_S.values())
+
+
+def test_what_a_trial_has_found_is_found_for_trees_of_nearly_that_size() -> None:
+    policy = ThreadPolicy(thread_ladder(2), both(2))
+    policy.took(128, draft_s=1.0, sweep_s=1.0)
+    assert usual_modes(policy, 64) == policy.modes(128) == both(1)
 
 
 # Cores

@@ -1,0 +1,110 @@
+"""What is written of the declared options: the table in docs/flags.md, and keywords of `Decoder.generate` for editors.
+
+    python -m offload.cli.option_docs
+
+writes both into a checkout; a test compares them.
+"""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from offload.declaration import Option, options_at, options_of
+from offload.options import RECORDS, TextOptions
+from offload.units import Sampling
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ROOT / "docs" / "flags.md"
+ARGUMENTS = ROOT / "offload" / "engine" / "text_arguments.py"
+_BEGIN, _END = (
+    "<!-- options: made by python -m offload.cli.option_docs -->\n",
+    "<!-- end of options -->\n",
+)
+_DOORS = {
+    "python": "Python",
+    "http": "HTTP",
+    "batch": "files",
+    "chat": "`/set`",
+    "harness": "lm-eval",
+}
+_HEAD = '''"""Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
+
+Made by `python -m offload.cli.option_docs` of what is declared: change that.
+"""
+
+import collections.abc
+import typing
+
+
+class TextArguments(typing.TypedDict, total=False):
+    """What may be asked of a text; all may be left out."""
+
+'''
+
+
+def main() -> None:
+    """Write both anew."""
+    FLAGS.write_text(with_table(FLAGS.read_text("utf-8")), "utf-8")
+    ARGUMENTS.write_text(text_arguments(), "utf-8")
+
+
+def with_table(text: str) -> str:
+    """The page with the table as it is to be."""
+    head, _, rest = text.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    table = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n" + "".join(_rows())
+    return f"{head}{_BEGIN}\n{table}\n{_END}{tail}"
+
+
+def text_arguments() -> str:
+    """The source of a module with keywords and their types."""
+    types = {one.name: one.type for record in (TextOptions, Sampling) for one in fields(record)}
+    lines = []
+    for name, one in {**options_at("python", TextOptions), **options_of(Sampling)}.items():
+        kind = types[name]
+        lines += [f"    # {line}" for line in textwrap.wrap(one.help, 92)]
+        lines.append(f"    {name}: {kind.__name__ if isinstance(kind, type) else kind}")
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _rows() -> Iterator[str]:
+    """A row for each option; where a record leaves those of another open, they stand with that one."""
+    seen = set[tuple[tuple[str, ...], ...]]()
+    for record in RECORDS:
+        for one in options_of(record).values():
+            if not one.is_hidden and (one.flags, one.commands) not in seen:
+                seen.add((one.flags, one.commands))
+                yield _row(one)
+
+
+def _row(one: Option) -> str:
+    names = ", ".join(f"`{flag}`" for flag in one.flags) + (
+        f" `{one.metavar}`" if one.metavar else ""
+    )
+    own = {one.of(command).default: f" ({command})" for command in one.commands}
+    defaults = {
+        one.default: "",
+        **{value: told for value, told in own.items() if value != one.default},
+    }
+    shown = [
+        f"`{value}`{told}"
+        for value, told in defaults.items()
+        if str(value) not in ("None", "False", "", "()")
+    ]
+    doors = [f"{_DOORS[door]} `{one.at(door)}`" for door in one.doors if door in _DOORS]
+    cells = (
+        names,
+        ", ".join(one.commands),
+        ", ".join(shown),
+        ", ".join(doors),
+        one.doc or one.help,
+    )
+    return (
+        "".join(f"| {cell.replace('|', chr(92) + '|')} ".replace("  ", " ") for cell in cells)
+        + "|\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""How tokens are drawn and what they keep, as the flags say; where they say nothing the model suggests how to draw."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.files import read_given
+from offload.checkpoint.generation_config import suggested_sampling
+from offload.declaration import listed, options_of
+from offload.errors import UserError
+from offload.options import SamplingOptions, TextOptions
+from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
+from offload.units import DRAWING, NARROWING, Sampling
+
+_OFF = Sampling()
+
+
+class SamplingChoice(NamedTuple):
+    """What a run samples with."""
+
+    sampling: Sampling
+    note: str  # for the user, where it is the model's
+
+
+class GivenSampling(NamedTuple):
+    """What the flags say."""
+
+    sampling: Sampling | None  # None leaves it to the model
+    laid_over: Mapping[str, Any]  # that holds for greedy text as well, over what the model suggests
+
+
+def given_sampling(options: SamplingOptions) -> GivenSampling:
+    """What the flags say. Raises `UserError` for what makes no sense.
+
+    One flag that chooses among tokens, and nothing is left to the model.
+    """
+    given = dict(options.given)
+    if biases := given.get("logit_bias"):
+        given["logit_bias"] = tuple(_bias(text) for text in biases)
+    own = Sampling(**given)
+    laid_over = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
+    if options.greedy:
+        return GivenSampling(Sampling(**laid_over, seed=own.seed), {})
+    is_drawn = any(name in given for name in DRAWING)
+    if is_drawn and "temperature" not in given:
+        names = listed([f"`{name}`" for name in NARROWING])
+        raise UserError(f"{names} choose among tokens that are drawn: give `temperature` as well")
+    return GivenSampling(own if is_drawn else None, {**laid_over, "seed": own.seed})
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, number = text.partition(":")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise UserError(f"`logit_bias` must be ID:NUMBER, got {text!r:.80}: try 42:-1.5") from None
+
+
+def choose_sampling(
+    model: str, given: GivenSampling, on_phase: Callable[[str], None]
+) -> SamplingChoice:
+    """The user's own, or the model's suggestion. Raises `UserError` for one that makes no sense."""
+    if given.sampling is not None:
+        return SamplingChoice(given.sampling, "")
+    if not os.path.isdir(os.path.expanduser(model)):
+        on_phase("asking the hub")
+    suggested = suggested_sampling(model, given.laid_over["seed"])
+    chosen = replace(suggested, **given.laid_over)
+    if suggested == Sampling(seed=suggested.seed):
+        return SamplingChoice(chosen, "")
+    but = ", but for flags" if len(given.laid_over) > 1 else ""
+    return SamplingChoice(
+        chosen, f"sampling as the model suggests{but}: {sampling_words(chosen)}; --greedy for none"
+    )
+
+
+def sampling_words(sampling: Sampling) -> str:
+    """`temperature 0.6, top-p 0.9`: what is not off."""
+    words = []
+    for name, one in options_of(Sampling).items():
+        is_told = one.is_number and name != "seed" and not (sampling.is_greedy and name in DRAWING)
+        if is_told and getattr(sampling, name) != getattr(_OFF, name):
+            called = one.at("chat").replace("-penalty", " penalty")
+            words.append(f"{called} {getattr(sampling, name):g}")
+    words += [f"biases {len(sampling.logit_bias)}"] if sampling.logit_bias else []
+    return ", ".join(["greedy", *words] if sampling.is_greedy else words)
+
+
+def found_grammar(text: TextOptions) -> Grammar | None:
+    """What a text must keep; files hold a schema, or rules in Lark's notation. Raises `UserError`."""
+    given = {name: getattr(text, name) for name in GRAMMARS}
+    return find_grammar(
+        **{name: _read(one, name) if isinstance(one, Path) else one for name, one in given.items()}
+    )
+
+
+def _read(file: Path, name: str) -> str:
+    try:
+        return read_given(file).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"no UTF-8 at byte {error.start}"
+        raise UserError(
+            f"`{name}` must be a file that can be read, got {file} ({why}): check the path"
+        ) from None

@@ -1,0 +1,247 @@
+"""How an option is declared: once, as a field of a record, with all that its doors need to know.
+
+The command line, the environment, config.toml, HTTP, files of prompts, a chat's `/set`, lm-eval, documents and error
+words are made of what stands there. Nothing is imported that takes time. Invariant: what a door knows of an option it
+has from here.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, wraps
+from inspect import Parameter, Signature, signature
+from operator import index
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin
+
+from offload.errors import UserError, require
+
+P = ParamSpec("P")
+Record = TypeVar("Record")
+Result = TypeVar("Result")
+_KEY = "option"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option, as it is declared."""
+
+    name: str = ""  # of the field, and of the argument in Python
+    flags: tuple[str, ...]  # the first one stands in error lines
+    help: str
+    default: Any = None
+    kind: Any = str  # that the command line makes of its text
+    metavar: str | None = None
+    commands: tuple[str, ...] = ()  # that take it
+    differs: Mapping[str, Mapping[str, Any]] | None = None  # {command: what is another there}
+    within: str = ""  # such as `[0, 1)`, `-1 to 1`, `0 or more`: checked by the record
+    remedy: str = ""
+    least: float | None = None  # refused by the command line itself
+    most: float | None = None
+    is_required: bool = False
+    is_several: bool = False  # may be given several times
+    is_hidden: bool = False
+    is_setting: bool = True  # may be set by the environment and by config.toml
+    is_shared: bool = True  # may be set there for all commands, not just in the table of its own
+    is_per_rank: bool = False  # may have one value for each rank
+    keeps_default: bool = False  # also in a record that leaves others open, see `unset`
+    is_eager: bool = False  # read before the others
+    counts: str = ""  # what a number may not exceed, by name: `cores`
+    is_drawing: bool = (
+        False  # chooses among tokens that are drawn, and means nothing to greedy text
+    )
+    is_suggested: bool = False  # a model may suggest it in its generation_config.json
+    doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
+    called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
+    http_within: tuple[float, float] | None = (
+        None  # bounds of OpenAI's protocol, where they are narrower
+    )
+    page: tuple[str, str] = ("", "")  # bounds of its field on the chat page
+    doc: str = ""  # what docs/flags.md says instead of `help`
+
+    def of(self, command: str) -> "Option":
+        """The option as one command has it."""
+        return replace(self, **(self.differs or {}).get(command, {}))
+
+    def at(self, door: str) -> str:
+        """Its name at a door; a chat writes it with dashes."""
+        usual = self.name.replace("_", "-") if door == "chat" else self.name
+        return (self.called or {}).get(door, usual)
+
+    @cached_property
+    def flag(self) -> str:
+        """The name that error lines have for it."""
+        return self.flags[0].partition("/")[0]
+
+    @cached_property
+    def setting(self) -> str:
+        """The key in config.toml: the first long name without its dashes."""
+        long = [flag for flag in self.flags if flag.startswith("--")]
+        return long[0].partition("/")[0].removeprefix("--")
+
+    @property
+    def is_number(self) -> bool:
+        """Whether its value is a plain number."""
+        return self.kind in (int, float) and not self.is_several
+
+    def checked(self, value: Any) -> Any:
+        """The value as a number of Python, within its bounds. Raises `UserError`."""
+        own = (
+            whole_number(value, f"`{self.name}`")
+            if self.kind is int
+            else number(value, f"`{self.name}`")
+        )
+        rule, holds = interval(self.within)
+        require(holds(own), f"`{self.name}` must {rule}", own, self.remedy)
+        return own
+
+
+def option(*flags: str, help: str, default: Any = None, **more: Any) -> Any:
+    """Declare a field of a record as an option; what else it may say is a field of `Option`."""
+    declared = {"flags": flags, "help": help, "default": default, **more}
+    return field(default=default, metadata={_KEY: declared})
+
+
+def unset(record: type) -> Any:
+    """Declare a field that holds what was given of another record's options: `{name: value}`."""
+    return field(default_factory=dict, metadata={"of": record})
+
+
+def as_in(record: type, name: str) -> Any:
+    """Declare a field as an option of another record, whose value may be of other types here."""
+    own = next(one for one in fields(record) if one.name == name)
+    return field(default=own.default, metadata=own.metadata)
+
+
+@cache
+def options_of(record: type) -> Mapping[str, Option]:
+    """Options of a record by name, in the order of their declaration; of several bases as the record has them."""
+    return dict(_all_options(record))
+
+
+def options_at(door: str, *records: type) -> dict[str, Option]:
+    """Options of records that one door takes, by their names there."""
+    declared = [one for record in records for one in options_of(record).values()]
+    return {one.at(door): one for one in declared if door in one.doors}
+
+
+def build(record: type[Record], given: Mapping[str, Any]) -> Record:
+    """A record of those of its options that are given."""
+    values: dict[str, Any] = {}
+    for own in fields(record):  # type: ignore[arg-type]
+        other = own.metadata.get("of")
+        if other is not None:
+            names = options_of(other)
+            values[own.name] = {
+                name: given[name] for name in names if given.get(name) not in (None, [], ())
+            }
+        elif own.name in given:
+            values[own.name] = given[own.name]
+    return record(**values)
+
+
+def check_numbers(record: Any) -> None:
+    """Prove every number of a frozen record, and keep it as a number of Python. Raises `UserError`."""
+    for name, one in options_of(record.__class__).items():
+        if one.within:
+            object.__setattr__(record, name, one.checked(getattr(record, name)))
+
+
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """`a, b and c`."""
+    return f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def called_with(
+    arguments: Callable[P, Record],
+) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
+    """Let a function of one record be called with the record's fields, which are its signature to every reader."""
+
+    def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
+        taken = signature(arguments).parameters.values()
+        # What must be given says so, though its field has a default as those that follow have.
+        needed = {name for name, one in options_of(arguments).items() if one.is_required}
+        shown = Signature(
+            [one.replace(default=Parameter.empty) if one.name in needed else one for one in taken]
+        )
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            shown.bind(
+                *args, **kwargs
+            )  # whose TypeError names no record, and no default of what must be given
+            return function(arguments(*args, **kwargs))
+
+        returns = signature(function).return_annotation
+        call.__signature__ = shown.replace(return_annotation=returns)  # type: ignore[attr-defined]
+        call.__doc__ = with_arguments(function.__doc__ or "", arguments)
+        return call
+
+    return decorate
+
+
+def with_arguments(doc: str, record: Any) -> str:
+    """A docstring whose line `{arguments}` is what is told of each option of a record."""
+    lines = [f"        {name}: {one.help}" for name, one in options_of(record).items()]
+    return doc.replace("        {arguments}", "\n".join(lines))
+
+
+@cache
+def interval(text: str) -> tuple[str, Callable[[float], bool]]:
+    """What a number must do, in words, and whether one does: `[0, 1)`, `-1 to 1`, `0 or more`."""
+    if found := re.fullmatch(r"(\S+) or more", text):
+        low = _bound(found[1])
+        return f"be {text}", lambda value: low <= value < math.inf
+    if found := re.fullmatch(r"(\S+) to (\S+)", text):
+        low, high = _bound(found[1]), _bound(found[2])
+        return f"lie between {found[1]} and {found[2]}", lambda value: low <= value <= high
+    found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
+    assert found is not None, f"{text!r} is no interval"
+    low, high = _bound(found[2]), _bound(found[3])
+    opens, closes = found[1] == "(", found[4] == ")"
+    return (
+        f"lie in {text}",
+        lambda value: (
+            low <= value <= high and not (opens and value == low) and not (closes and value == high)
+        ),
+    )
+
+
+def _bound(text: str) -> float:
+    base, _, power = text.partition("^")
+    return int(base) ** int(power) if power else float(base)
+
+
+def whole_number(value: object, what: str) -> int:
+    """`value` as an int of Python, whichever library's it is. Raises `UserError` where it is no whole number."""
+    try:
+        return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
+    except TypeError:
+        raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
+
+
+def number(value: object, what: str) -> float:
+    """`value` as a float of Python, whichever library's it is. Raises `UserError` where it is no number."""
+    try:
+        if not isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass  # of whatever kind it is
+    raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
+
+
+def _all_options(record: type) -> Iterator[tuple[str, Option]]:
+    for own in fields(record):
+        if (other := own.metadata.get("of")) is not None:
+            for name, one in options_of(other).items():
+                yield name, one if one.keeps_default else replace(one, default=None)
+        elif (declared := own.metadata.get(_KEY)) is not None:
+            kind = declared.get("kind") or _kind(own.type)
+            yield own.name, Option(**{**declared, "name": own.name, "kind": kind})
+
+
+def _kind(annotation: Any) -> Any:
+    """The first type of a field's annotation."""
+    first = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
+    return get_origin(first) or first

@@ -1,0 +1,149 @@
+"""Products of 16-bit numbers where the processor has no instructions for them: in float32, block by
+block.
+
+oneDNN multiplies bfloat16 on processors with AVX-512 and float16 on fewer still. Elsewhere torch
+adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60: a pass over a tree
+would take ten times as long. So a block of the weight is widened, stays in the processor's cache,
+and is multiplied there. Sums are in float32 and rounded once, as where the library does it. What is
+held and read stays 16 bits wide.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends import mkldnn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from offload.machine import num_cores
+from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
+
+MULTIPLY = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.mm,
+    Tensor.mm,
+)
+_ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
+# of the weight in float32: half a MiB of cache for each core
+_BLOCK_BYTES = min(6, max(2, num_cores())) << 19
+_LEAST_COLUMNS = 64  # of a result at once: products of fewer are slow
+_STEP_ROWS = 16
+_IS_SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+
+
+def lacks_products(dtype: torch.dtype) -> bool:
+    """Whether the library of this processor has no product for numbers of this type."""
+    if dtype not in _IS_SUPPORTED or not mkldnn.is_available():
+        return False
+    is_supported = getattr(torch.ops.mkldnn, _IS_SUPPORTED[dtype], None)
+    return is_supported is not None and not (mkldnn.enabled and is_supported())
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear`, whose sums are in float32 and of which a few rows and a block are wide
+    at once.
+    """
+    rows = input.reshape(-1, input.shape[-1])
+    out = input.new_empty(*input.shape[:-1], len(weight))
+    at_once = min(
+        INNER_ROWS, max(_STEP_ROWS, _ROWS_BYTES // (4 * rows.shape[1]) // _STEP_ROWS * _STEP_ROWS)
+    )
+    for some, place in zip(
+        rows.split(at_once), out.view(-1, len(weight)).split(at_once), strict=True
+    ):
+        _multiply_blocks(some.float(), weight, bias, place)
+    return out
+
+
+def _multiply_blocks(
+    row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
+) -> None:
+    num_columns, width = weight_NK.shape
+    at_once = _block_columns(weight_NK)
+    block_BK = row_TK.new_empty(at_once, width)
+    for lo in range(0, num_columns, at_once):
+        some = slice(lo, min(lo + at_once, num_columns))
+        wide_BK = block_BK[: some.stop - lo].copy_(weight_NK[some])
+        if bias_N is None:
+            out_TN[:, some] = torch.mm(row_TK, wide_BK.t())
+        else:
+            out_TN[:, some] = torch.addmm(bias_N[some].float(), row_TK, wide_BK.t())
+
+
+def _block_columns(weight_NK: Tensor) -> int:
+    num_columns, width = weight_NK.shape
+    return min(
+        num_columns,
+        max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * width) // _LEAST_COLUMNS * _LEAST_COLUMNS),
+    )
+
+
+def typical_part(weight_NK: Tensor) -> Tensor:
+    """As much of a weight as has a block of each size that `linear` makes of it: one is multiplied
+    like the next.
+    """
+    at_once = _block_columns(weight_NK)
+    return weight_NK[: at_once + len(weight_NK) % at_once]
+
+
+def product_for(product: Callable[..., Tensor], numbers: Tensor) -> Callable[..., Tensor]:
+    """The product itself, or the one that stands for it where these numbers are too narrow for this
+    processor.
+    """
+    if numbers.device.type != "cpu" or not lacks_products(numbers.dtype):
+        return product
+    return _WIDE[product]
+
+
+def _widened(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        return product(left.float(), right.float()).to(left.dtype)
+
+    return multiply
+
+
+_WIDE: dict[Any, Callable[..., Tensor]] = {functional.linear: linear} | {
+    one: _widened(one) for one in MULTIPLY
+}
+
+
+class WideProducts(TorchFunctionMode):
+    """While it is entered, products of several rows are made so, and attention is computed in
+    float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = _OWN.get(func)
+        return func(*args, **(kwargs or {})) if own is None else own(func, *args, **(kwargs or {}))
+
+
+def _product(
+    product: Callable[..., Tensor], left: Tensor, right: Tensor, *more: Any, **named: Any
+) -> Tensor:
+    # for which torch has a quick way
+    is_row = product is functional.linear and left.numel() == left.shape[-1]
+    return (product if is_row else product_for(product, left))(left, right, *more, **named)
+
+
+def _attend(
+    attention: Callable[..., Tensor], *states: Tensor, attn_mask: Tensor | None = None, **more: Any
+) -> Tensor:
+    dtype = states[0].dtype
+    mask = attn_mask
+    if not lacks_products(dtype):
+        return attention(*states, attn_mask=mask, **more)
+    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    return attention(*(one.float() for one in states), attn_mask=mask, **more).to(dtype)
+
+
+_OWN: dict[Any, Callable[..., Tensor]] = dict.fromkeys(_WIDE, _product)
+_OWN[functional.scaled_dot_product_attention] = _attend

@@ -1,0 +1,57 @@
+"""What users meet of the options is what it was: help, settings, doors, refusals, plans.
+
+`GOLDENS=write pytest tests/goldens` writes the files anew, after a change that is meant; the diff shows it.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import observed
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.usefixtures("_instant_link", "_no_weights")]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal so wide that no help is broken into lines."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.mark.parametrize("name", ["help", "settings", "http", "doors", "errors", "plans"])
+def test_nothing_is_lost(name: str, tmp_path: Path, sound: Path) -> None:
+    found = observe(name, tmp_path, sound)
+    file = HERE / f"{name}.json"
+    if os.environ.get("GOLDENS") == "write":
+        file.write_text(compact(found))
+    assert json.loads(file.read_text()) == json.loads(json.dumps(found))
+
+
+def observe(name: str, folder: Path, model: Path) -> Any:
+    (folder / "empty").mkdir()
+    if name == "errors":
+        found = observed.error_lines(folder / "empty", model)
+        return json.loads(json.dumps(found).replace(str(model), "MODEL").replace(str(folder), "FOLDER"))
+    how = {
+        "help": observed.help_texts,
+        "settings": lambda: observed.settings(folder),
+        "http": observed.http_schemas,
+        "doors": lambda: observed.names_of_doors(folder, model),
+        "plans": lambda: observed.plans(folder),
+    }
+    return how[name]()
+
+
+def compact(found: Any) -> str:
+    """One entry a line, two levels deep."""
+    lines = []
+    for name, one in found.items():
+        inner = (
+            [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in one.items()] if isinstance(one, dict) else []
+        )
+        body = "{\n" + ",\n".join(inner) + "\n }" if inner else json.dumps(one)
+        lines.append(f" {json.dumps(name)}: {body}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,0 +1,123 @@
+"""An option is declared in one place: one that is made up there is found at every door, and documents are current."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offload
+from offload.cli import option_docs
+
+PACKAGE = Path(offload.__file__).parent
+MADE_UP = """\
+    made_up: float = option(
+        "--made-up", default=0.5, metavar="X", within="[0, 1]", remedy="0.5 is usual", help="nothing at all",
+        commands=_WRITE, doors=(*_ALL, "page"), page=("0", "1"),
+    )
+"""
+LOOK = """
+import json, sys
+from unittest.mock import patch
+import typer
+from offload.cli import batch_file, chat_commands, main, option_docs
+from offload.units import Sampling
+from offload.engine.request import request_of
+from offload.distributed.orders import reset_message, sampling_of
+from offload.server.app import read_page
+from offload.server.protocol import ChatBody
+from offload.declaration import options_at
+
+def refusal(*arguments):
+    with patch.object(sys, "argv", ["offload", "generate", "-m", "nowhere/at-all", "-p", "x", *arguments]):
+        with patch.object(main, "_fail", side_effect=lambda line, *_: sys.exit(line)):
+            try:
+                main.main()
+            except SystemExit as leaving:
+                return str(leaving.code)
+
+command = typer.main.get_command(main.app).commands["generate"]
+context = command.make_context("generate", [], resilient_parsing=True)
+found = {
+    "help": command.get_help(context),
+    "flag": refusal("--made-up", "2"),
+    "HTTP": sorted(ChatBody.model_fields),
+    "a file of prompts": batch_file._FIELDS,
+    "/set": chat_commands._HELP,
+    "page": read_page().body.decode(),
+    "Python": request_of("x", {"made_up": 0.25}).sampling.made_up,
+    "ranks": sampling_of(reset_message(0, Sampling(made_up=0.25))).made_up,
+    "lm-eval": [*options_at("harness", Sampling)],
+    "docs": option_docs.with_table(""),
+    "arguments": option_docs.text_arguments(),
+}
+import os
+os.environ["OFFLOAD_MADE_UP"] = "3"
+found["a variable"] = refusal()
+del os.environ["OFFLOAD_MADE_UP"]
+with open(main.flags.config_file(), "w") as file:
+    file.write("made-up = 4")
+found["config.toml"] = refusal()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a copy of the program shows of an option that was added to it in one place."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, folder / "offload", ignore=shutil.ignore_patterns("demo_pair", "__pycache__"))
+    for name in ("bench", "kernels", "pyproject.toml"):
+        (folder / name).symlink_to(PACKAGE.parent / name)
+    source = folder / "offload" / "units.py"
+    before, mark, after = source.read_text().partition("    seed: int = option(")
+    assert mark, "there is a place for it"
+    source.write_text(before + MADE_UP + mark + after)
+    (folder / "offload-settings" / "offload").mkdir(parents=True)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CONFIG_HOME": str(folder / "offload-settings")}
+    command = [sys.executable, "-c", LOOK]
+    told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+@pytest.mark.parametrize(
+    ("door", "words"),
+    [
+        ("help", ("--made-up X", "nothing at all")),
+        ("flag", ("--made-up must lie in [0, 1], got 2.0: 0.5 is usual",)),
+        ("a variable", ("got 3.0", "(--made-up is set by OFFLOAD_MADE_UP)")),
+        ("config.toml", ("got 4.0", "(--made-up is set by ", "config.toml)")),
+        ("HTTP", ("made_up",)),
+        ("a file of prompts", ("made_up",)),
+        ("/set", ("made-up",)),
+        ("page", ('<label>Made-up<input id="made_up" type="number" min="0" max="1" step="any"',)),
+        ("lm-eval", ("made_up",)),
+        ("docs", ("| `--made-up` `X` | generate, chat | `0.5` |", "`/set` `made-up`", "nothing at all")),
+        ("arguments", ("    made_up: float",)),
+    ],
+)
+def test_an_option_is_found_at_every_door(door: str, words: tuple[str, ...], doors: dict[str, str]) -> None:
+    for word in words:
+        assert word in doors[door], doors[door]
+
+
+def test_its_value_reaches_a_text(doors: dict[str, str]) -> None:
+    assert doors["Python"] == doors["ranks"] == 0.25
+
+
+def test_documents_are_current() -> None:
+    """`python -m offload.cli.option_docs` writes both."""
+    assert option_docs.FLAGS.read_text("utf-8") == option_docs.with_table(option_docs.FLAGS.read_text("utf-8"))
+    assert option_docs.ARGUMENTS.read_text("utf-8") == option_docs.text_arguments()
+
+
+def test_no_other_file_names_an_option_of_drawing() -> None:
+    """Beside its declaration `min_p` stands where it is computed, and where a profile says that it knows none."""
+    sources = (path for path in PACKAGE.rglob("*.py") if "min_p" in path.read_text("utf-8"))
+    generated = "engine/text_arguments.py"
+    allowed = {"units.py", "sampling/sampler.py", "planning/profile.py", generated}
+    assert {path.relative_to(PACKAGE).as_posix() for path in sources} == allowed
