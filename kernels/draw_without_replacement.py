@@ -1,10 +1,9 @@
-"""Draws without replacement from many distributions: the K largest of log(u) / q in each row
-(exponential sort).
+"""Draws without replacement from many distributions: the K largest of log(u) / q in each row.
 
-This is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers are a hash of
-(seed, number of the row, token), as in keyed_gumbel under another seed; kernel and reference draw
-the same tokens. Invariant: a row's number is used once in a generation (the caller counts), and no
-number is one of the shared noise. W rows in this file.
+This exponential sort is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers
+are a hash of (seed, number of the row, token), as in `keyed_gumbel` under another seed; kernel and
+reference draw the same tokens. Invariant: a row's number is used once in a generation (the caller
+counts), and no uniform number is one of the shared noise. W rows in this file.
 """
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.keyed_gumbel import log_uniform, row_key, row_keys, signed_seed_key, uniform
 
-_FRESH = 0x6F66666C6F616421  # turns the seed into that of another stream than the shared noise's
+_FRESH = 0x6F66666C6F616421  # turns the seed into one of another stream than the shared noise
 _BLOCK = 1024  # tokens of one program
 _MAX_KEYS = 1 << 19  # float64 numbers that the reference holds at once
 
@@ -21,10 +20,10 @@ _MAX_KEYS = 1 << 19  # float64 numbers that the reference holds at once
 def draw_without_replacement_reference(
     probs_WV: Tensor, num_draws: int, seed: int, first_row: int
 ) -> Tensor:
-    """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch; rows need
-    not sum to one.
+    """Return tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch.
 
-    Tokens without mass come last and among themselves in uniform order, Sequoia's fall-back.
+    Rows need not sum to one. Tokens without mass come last and among themselves in uniform order,
+    Sequoia's fall-back.
     """
     num_rows, vocab_size = probs_WV.shape
     number_W1 = torch.arange(first_row, first_row + num_rows, device=probs_WV.device)[:, None]
@@ -39,8 +38,9 @@ def draw_without_replacement_reference(
 
 
 def largest_keys(uniform_RV: Tensor, probs_RV: Tensor, num_draws: int) -> Tensor:
-    """The tokens of the largest log(u) / q; overwrites u. 1e-300 stands in for zero: the quotient
-    is still finite.
+    """Return the tokens of the largest log(u) / q; overwrites u.
+
+    1e-300 stands in for zero, so that the quotient is finite.
     """
     key_RV = uniform_RV.log_().div_(probs_RV.double().clamp_(min=1e-300))
     return key_RV.topk(min(num_draws, probs_RV.shape[1])).indices
@@ -49,8 +49,9 @@ def largest_keys(uniform_RV: Tensor, probs_RV: Tensor, num_draws: int) -> Tensor
 def draw_without_replacement_kernel(
     probs_WV: Tensor, num_draws: int, seed: int, first_row: int
 ) -> Tensor:
-    """The same in Triton, where no key is stored: the largest of each chunk of a row, then the
-    largest of those.
+    """Do what the reference does, in Triton, without storing keys.
+
+    It takes the largest keys of each chunk of a row, then the largest of those.
     """
     assert probs_WV.stride(1) == 1, "a row is one run of memory"
     num_rows, vocab_size = probs_WV.shape
@@ -85,9 +86,7 @@ def _candidates(
     first_row: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row and chunk: the largest key is written and struck out, as often as asked
-    for.
-    """
+    """Run one program per row and chunk: write the largest key, strike it out, repeat."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)

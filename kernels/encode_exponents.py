@@ -1,8 +1,7 @@
-"""The other way round from `expand_exponents`: bfloat16 or float16 into words. What it writes
-`exponents_layout` says.
+"""Encode bfloat16 or float16 weights as `exponents_layout` describes; see `expand_exponents`.
 
-Invariant: of any bits whatsoever, NaNs, infinities and subnormal numbers too, expanding gives the
-same bits back.
+Invariant: for any bits, also those of NaNs, infinities and subnormal numbers, expanding returns the
+same bits.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ U16 = np.uint16
 
 
 class ExponentWords(NamedTuple):
-    """Weights as they are stored, of one tensor or of so many of its chunks."""
+    """The words of a tensor, or of some of its chunks."""
 
     mantissa_N: Tensor  # uint8 of bfloat16, int8 of float16
     distance_B: Tensor
@@ -30,7 +29,7 @@ class ExponentWords(NamedTuple):
 
 
 def encode_exponents_reference(weight_N: Tensor, top: int, width: int) -> ExponentWords:
-    """Words of bfloat16 or float16 weights, in plain torch.
+    """Return the words of bfloat16 or float16 weights, in plain torch.
 
     Args:
         top: the exponent at distance 0.
@@ -60,7 +59,7 @@ def encode_exponents_reference(weight_N: Tensor, top: int, width: int) -> Expone
 
 
 def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> ExponentWords:
-    """The same by numba, on this thread."""
+    """Do what the reference does, with numba, on this thread."""
     bits_N, kind = _as_words(weight_N)
     num_weights = len(bits_N)
     num_blocks = -(-len(bits_N) // BLOCK)
@@ -75,7 +74,7 @@ def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> Exponen
 
 
 def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:
-    """As int16, and what their mantissas are stored as."""
+    """Return the weights as int16, and the type of their mantissas."""
     bits_N = weight_N.view(torch.int16)
     return (
         (bits_N, torch.uint8)
@@ -85,7 +84,7 @@ def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
-    """Planes of blocks."""
+    """Return the planes of blocks."""
     parts = number_KB.view(len(number_KB), 8 // num_bits, num_bits * RUN)
     shift_R = torch.arange(0, 8, num_bits, dtype=torch.uint8)[:, None]
     return (parts << shift_R).sum(1, dtype=torch.uint8)
@@ -93,8 +92,9 @@ def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
 
 @compiled
 def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: Any) -> None:
-    """Block by block; one without escapes is not looked through. What is unsigned and narrow
-    becomes vectors.
+    """Encode block by block; blocks without escapes are not searched.
+
+    Unsigned and narrow types let the compiler vectorise.
     """
     top = I16(window[0])
     width = window[1]
@@ -111,7 +111,7 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
             kept[at + i] = U8(U8(U16(bits[at + i]) >> U16(8)) & U8(0x80)) | U8(
                 U8(bits[at + i]) & U8(0x7F)
             )
-            # more than 255 where it lies above the top
+            # wraps to more than 255 for an exponent above the top
             far = U16(top - I16(I16(bits[at + i] >> I16(7)) & I16(0xFF)))
             distance[i] = U8(min(far, mark))
             num_marked += U64(far >= mark)
@@ -120,7 +120,8 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
             for i in range(here):
                 if distance[i] == mark:
                     place = (at & U64(0xFFFF)) + i
-                    lists[0, num_escapes], lists[1, num_escapes] = U8(place), U8(place >> U64(8))
+                    lists[0, num_escapes] = U8(place)
+                    lists[1, num_escapes] = U8(place >> U64(8))
                     lists[2, num_escapes] = U8(bits[at + i] >> I16(7))
                     num_escapes += U64(1)
         for i in range(U64(128)):
@@ -139,5 +140,6 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
                     even = U8(even | low) if run % 2 == 0 else even
                     odd = U8(odd | low) if run % 2 else odd
                     high = U8(high | U8(U8(one >> U8(2)) << U8(run)))
-                plane[block * U64(384) + i], plane[block * U64(384) + U64(128) + i] = even, odd
+                plane[block * U64(384) + i] = even
+                plane[block * U64(384) + U64(128) + i] = odd
                 plane[block * U64(384) + U64(256) + i] = high

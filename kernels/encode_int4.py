@@ -1,11 +1,11 @@
-"""The other way round from `int4_blocks`: matrices become words of 4 bits, each number the nearest
-of 16 levels.
+"""Encode matrices in words of 4 bits: each number becomes the nearest of 16 levels.
 
-The levels of a group of columns lie evenly between its least and its largest number. Scale and
-offset are rounded to the type of the weights before anything is divided by them, so codes are the
-best for what is kept. Without numba a chunk of rows goes through torch's operators; compiled, a row
-is read once and its codes stay in the cache until their block is whole. Invariant: codes are the
-same to the bit either way, and none is above 15 whatever a file holds.
+This is the inverse of `int4_blocks`. The levels of a group of columns lie evenly between its least
+and its largest number. Scale and offset are rounded to the type of the weights before anything is
+divided by them, so codes are the best for the rounded ones. In torch a chunk of rows goes through
+its operators; compiled, a row is read once and its codes stay in the cache until their block is
+complete. Invariant: both give the same codes, bit for bit, and none is above 15 whatever a file
+holds.
 
 Shape letters, in this file only: as in `int4_blocks`, and k columns of a group.
 """
@@ -23,22 +23,21 @@ from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, round
 
 _LEVELS = 15
 _MIDDLE = 8
-_CHUNK_NUMBERS = 1 << 20  # rounded at once by torch, if that is a block of rows
-# codes of a panel stay in the cache; groups divide it, tiles divide groups
-_TILE_COLUMNS = 16
-_PANEL_COLUMNS = 1024
+_CHUNK_NUMBERS = 1 << 20  # rounded at once by torch, or a block of rows if that is more
+_TILE_COLUMNS = 16  # divides groups
+_PANEL_COLUMNS = 1024  # codes of a panel stay in the cache; groups divide it
 U8 = np.uint8
 
 
 class Int4Words(NamedTuple):
-    """A matrix as it is held; rows that make up the last block have scales of zero."""
+    """A quantised matrix in memory; padding rows of the last block have scales of zero."""
 
-    word_NK: Tensor  # uint8, two columns' worth in each
-    scale_GN2: Tensor  # and offset
+    word_NK: Tensor  # (N, K / 2) uint8, two numbers in each
+    scale_GN2: Tensor  # scale and offset
 
 
 def encode_int4(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
-    """By what there is.
+    """Encode a matrix with numba or torch.
 
     Args:
         weight_NK: bfloat16, float16 or float32, of any number of rows.
@@ -52,17 +51,18 @@ def encode_int4(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
 
 
 def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
-    """The same in plain torch."""
-    (num_rows, num_columns), words = weight_NK.shape, _room_for(weight_NK, group)
+    """Do what `encode_int4` does, in plain torch."""
+    num_rows, num_columns = weight_NK.shape
+    words = _room_for(weight_NK, group)
     rows_at_once = max(1, _CHUNK_NUMBERS // num_columns // BLOCK_ROWS) * BLOCK_ROWS
     for lo in range(0, num_rows, rows_at_once):
         rows = slice(lo, min(lo + rows_at_once, num_rows))
         step_NGk = weight_NK[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
         low_NG, high_NG = step_NGk.aminmax(dim=2)
-        scale_NG = _kept(
+        scale_NG = _rounded_to(
             ((high_NG - low_NG) / _LEVELS).clamp_(min=least_step(weight_NK.dtype)), weight_NK.dtype
         )
-        offset_NG = _kept(low_NG + _MIDDLE * scale_NG, weight_NK.dtype)
+        offset_NG = _rounded_to(low_NG + _MIDDLE * scale_NG, weight_NK.dtype)
         step_NGk.sub_(offset_NG[..., None]).div_(scale_NG[..., None])
         code_NK = (
             step_NGk.round_()
@@ -80,7 +80,7 @@ def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> 
 
 
 def encode_int4_compiled(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
-    """The same by numba, on a CPU."""
+    """Do what `encode_int4` does, with numba on a CPU."""
     words = _room_for(weight_NK, group)
     half = layout.block_rows // 2
     word_BKH = words.word_NK.view(-1, weight_NK.shape[1], half).numpy()
@@ -97,26 +97,24 @@ def encode_int4_compiled(weight_NK: Tensor, group: int, layout: WordLayout) -> I
 
 
 def least_step(dtype: torch.dtype) -> float:
-    """Between levels of what is all the same; not zero in this type."""
+    """Return the step between levels where all numbers are equal; it is not zero in this type."""
     return 2.0**-24 if dtype == torch.float16 else 1e-12
 
 
 def _room_for(weight_NK: Tensor, group: int) -> Int4Words:
-    (num_rows, num_columns), like = weight_NK.shape, weight_NK
+    num_rows, num_columns = weight_NK.shape
     num_padded = -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
-    word_NK = torch.empty(num_padded, num_columns // 2, dtype=torch.uint8, device=like.device)
-    return Int4Words(word_NK, like.new_zeros(num_columns // group, num_padded, 2))
+    word_NK = torch.empty(num_padded, num_columns // 2, dtype=torch.uint8, device=weight_NK.device)
+    return Int4Words(word_NK, weight_NK.new_zeros(num_columns // group, num_padded, 2))
 
 
-def _kept(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype).float()
 
 
 @compiled
 def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) -> None:
-    """Panels of some columns of a block: row by row into codes that lie as rows do, then by tiles
-    into columns.
-    """
+    """Encode panels of some columns of a block: rows into codes, then tiles into columns."""
     num_rows = U64(weight.shape[0])
     num_columns = U64(word.shape[1])
     half = U64(word.shape[2])
@@ -135,8 +133,7 @@ def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) 
                 line = row % half
                 place = U8(16 if row >= half else 1)
                 for within in range(U64(0), width, group):
-                    # Least and largest are found among whole numbers of the same order, which
-                    # becomes vectors.
+                    # Integers of the same order as the floats: their minimum is vectorised.
                     low = I32(0x7FFFFFFF)
                     high = I32(-0x80000000)
                     for i in range(group):
@@ -152,11 +149,11 @@ def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) 
                     step = widened(step_bits)
                     offset_bits = rounded(F32(lowest + F32(F32(8) * step)))
                     offset = widened(offset_bits)
-                    scale[index, at, U64(0)], scale[index, at, U64(1)] = step_bits, offset_bits
+                    scale[index, at, U64(0)] = step_bits
+                    scale[index, at, U64(1)] = offset_bits
                     for i in range(group):
                         far = min(max(F32(F32(value[i] - offset) / step), F32(-8)), F32(7))
-                        # Added to 1.5 x 2^23 it is rounded, ties to even; what it is then lies in
-                        # the lowest bits.
+                        # Added to 1.5 x 2^23 it is rounded, ties to even, into the lowest bits.
                         nibble = U8(U8(bits_of(F32(far + F32(12582920)))) & U8(15))
                         code[line, within + i] |= U8(nibble * place)
             for first in range(U64(0), width, U64(_TILE_COLUMNS)):

@@ -1,8 +1,8 @@
-"""Weights in the blocks of GGUF: 32 or 256 numbers with scales of their own, of 4 to 8 bits each.
+"""Weights in the blocks of GGUF: 32 or 256 numbers of 4 to 8 bits with their own scales.
 
-A number is `scale x (q - zero) + offset` of its group. Whatever the kind, the bits of q and of the
-scale fit together into float32, so that their product is exact and one rounding is left, that of
-the sum; without an offset there is none. So ways of computing it, fused or not, give the same bits.
+A number is `scale x (q - zero) + offset` of its group. In every kind the bits of q and of the scale
+fit together into float32, so their product is exact and one rounding is left, that of the sum;
+without an offset there is none. So all ways of computing it, fused or not, give the same bits.
 Layouts: ggml-common.h of llama.cpp.
 """
 
@@ -27,9 +27,7 @@ Parts = tuple[Tensor, Tensor | None, Tensor]
 
 
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """Fill `out` with the numbers of blocks (uint8, as stored, one to a row) of a kind such as
-    `Q4_K`.
-    """
+    """Fill `out` with the numbers of blocks (uint8, one to a row) of a kind such as `Q4_K`."""
     step = max(1, _CHUNK_NUMBERS // out_MW.shape[1])
     parts = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k}.get(kind, _q45)
     for lo in range(0, len(block_MB), step):
@@ -42,18 +40,18 @@ def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None
 
 
 def _half(block_MB: Tensor, at: int) -> Tensor:
-    """Of every block the fp16 number at a byte, (M, 1)."""
+    """Return the fp16 number at byte `at` of every block, (M, 1)."""
     return block_MB[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(byte_MB: Tensor, run: int) -> Tensor:
-    """Low halves of so many bytes, then their high halves, and so on."""
+    """Return the low halves of `run` bytes, then their high halves, and so on."""
     byte_MAR = byte_MB.unflatten(1, (-1, run))
     return torch.cat((byte_MAR & 15, byte_MAR >> 4), -1).flatten(1)
 
 
 def _bits(byte_MB: Tensor, run: int, width: int) -> Tensor:
-    """The lowest bits of so many bytes, then their next ones, and so on."""
+    """Return the lowest `width` bits of `run` bytes, then their next ones, and so on."""
     shift_S1 = torch.arange(0, 8, width, dtype=torch.uint8, device=byte_MB.device)[:, None]
     return (byte_MB.unflatten(1, (-1, 1, run)) >> shift_S1 & (1 << width) - 1).flatten(1)
 
@@ -64,7 +62,10 @@ def _q8_0(_: str, block_MB: Tensor) -> Parts:
 
 
 def _q45(kind: str, block_MB: Tensor) -> Parts:
-    """Q4_0, Q4_1, Q5_0 and Q5_1: scale, offset if any, fifth bits if any, nibbles."""
+    """Take apart Q4_0, Q4_1, Q5_0 and Q5_1.
+
+    They have a scale, maybe an offset, maybe fifth bits, and nibbles.
+    """
     scale_M1 = _half(block_MB, 0)
     q_MW = _nibbles(block_MB[:, -16:], 16)
     if kind[1] == "5":
@@ -76,8 +77,9 @@ def _q45(kind: str, block_MB: Tensor) -> Parts:
 
 
 def _q45_k(kind: str, block_MB: Tensor) -> Parts:
-    """Q4_K and Q5_K: two scales, eight 6-bit scales and offsets of groups, fifth bits if any,
-    nibbles.
+    """Take apart Q4_K and Q5_K.
+
+    They have two scales, eight 6-bit scales and offsets of groups, maybe fifth bits, and nibbles.
     """
     low, off, high = (block_MB[:, at : at + 4] for at in (4, 8, 12))
     scale_MG = torch.cat((low & 63, high & 15 | low >> 6 << 4), 1) * _half(block_MB, 0)
@@ -91,14 +93,17 @@ def _q45_k(kind: str, block_MB: Tensor) -> Parts:
 
 
 def _q6_k(_: str, block_MB: Tensor) -> Parts:
-    """Nibbles, upper two bits, an 8-bit scale for each group of 16, a scale for these."""
+    """Take apart Q6_K.
+
+    It has nibbles, upper two bits, an 8-bit scale for each group of 16, and a scale for these.
+    """
     q_MW = _nibbles(block_MB[:, :128], 64) | _bits(block_MB[:, 128:192], 32, 2) << 4
     scale_MG = block_MB[:, 192:208].contiguous().view(torch.int8) * _half(block_MB, 208)
     return scale_MG, None, q_MW.view(torch.int8) - 32
 
 
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """The same on a CPU, compiled."""
+    """Do what the reference does, with numba on a CPU."""
     fill = _COMPILED[kind].to(out_MW.dtype)
     source = block_MB.numpy()
     out = numbers(out_MW)
@@ -108,9 +113,9 @@ def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
 
 @cache
 def _float_of_half() -> np.ndarray:
-    """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more.
+    """Return a table of all fp16 numbers in float32, since numba has no fp16.
 
-    Of NaNs there is one, which `rounded` takes; others would come out as zeros.
+    All NaNs become the one that `rounded` takes; others would come out as zeros.
     """
     table = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     return table.masked_fill_(table.isnan(), torch.nan).numpy()
@@ -138,7 +143,7 @@ def _fill_q8_0(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
-    """Which of the four kinds it is, the size of a block tells."""
+    """Fill blocks of any of the four kinds, which differ in the size of a block."""
     source = block_MB.ravel()
     out = out_MW.ravel()
     size = U64(block_MB.shape[1])
@@ -168,7 +173,7 @@ def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
-    """The scales and offsets of a block first, then 64 of its numbers at a time."""
+    """Compute the scales and offsets of a block first, then 64 of its numbers at a time."""
     source = block_MB.ravel()
     out = out_MW.ravel()
     size = U64(block_MB.shape[1])
@@ -218,7 +223,9 @@ def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
-    """Of 128 numbers, four runs of 32 share bytes: a byte of the first 32 low ones has halves for
+    """Fill blocks of Q6_K.
+
+    Among 128 numbers, four runs of 32 share bytes: each of the first 32 low bytes has halves for
     runs 0 and 2.
     """
     source = block_MB.ravel()
@@ -251,7 +258,7 @@ _COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
 
 
 def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """The same in Triton."""
+    """Do what the reference does, in Triton."""
     num_blocks, num_bytes = block_MB.shape
     if num_blocks:
         half = block_MB.view(torch.float16)
@@ -271,7 +278,7 @@ def _expand(
     NUMBERS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each lane finds the bytes of its number: those of a block are in the cache by then."""
+    """Let each lane find the bytes of its number; those of a block are in the cache by then."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_real = place < num_numbers
     block = tl.minimum(place, num_numbers - 1) // NUMBERS

@@ -1,4 +1,4 @@
-"""Weights of 4 bits each that number the values of a table, with a scale for each group of columns.
+"""Weights of 4 bits that index a table of values, with a scale for each group of columns.
 
 bitsandbytes stores such weights (NF4, FP4). Invariant: value x scale is rounded once.
 """
@@ -11,7 +11,7 @@ from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, rounded
 
-_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
+_CHUNK_ROWS = 64  # expanded to float32 they stay in the cache
 _BLOCK = 1024
 
 
@@ -29,7 +29,7 @@ def expand_codebook_reference(
     """
     byte = torch.arange(256, device=words_NB.device)
     halves = (byte >> 4, byte & 15) if is_high_first else (byte & 15, byte >> 4)
-    # a look-up of 8 bytes is the fast one
+    # torch looks up 8 bytes at a time fastest
     pairs_of_byte = values[torch.stack(halves, 1)].view(torch.int64)[:, 0]
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
@@ -43,7 +43,7 @@ def expand_codebook_reference(
 def expand_codebook_compiled(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
-    """The same on a CPU."""
+    """Do what the reference does, with numba on a CPU."""
     words = words_NB.numpy()
     scale = scale_NG.numpy()
     shifts = (4, 0) if is_high_first else (0, 4)
@@ -57,12 +57,10 @@ def expand_codebook_compiled(
 
 @compiled
 def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """What the 16 codes of a group are, rounded, is made once."""
-    (first, second), group, product = (
-        shifts,
-        U64(out.shape[1] // scale.shape[1]),
-        np.empty(16, out.dtype),
-    )
+    """Fill `out`; the 16 rounded products of a group are computed once."""
+    first, second = shifts
+    group = U64(out.shape[1] // scale.shape[1])
+    product = np.empty(16, out.dtype)
     for row in range(U64(out.shape[0])):
         source = words[row]
         place = out[row]
@@ -78,15 +76,16 @@ def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def] 
 def expand_codebook_kernel(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
-    """The same in Triton."""
+    """Do what the reference does, in Triton."""
     expand_nibbles(words_NB, values, scale_NG, out_NK, IS_E2M1=False, IS_HIGH_FIRST=is_high_first)
 
 
 def expand_nibbles(
     words_NB: Tensor, table: Tensor, scale_NG: Tensor, out_NK: Tensor, **kinds: bool
 ) -> None:
-    """In Triton: the table is of values, or of levels that scales number, as in `expand_e2m1`."""
-    (num_rows, num_columns), num_groups = out_NK.shape, scale_NG.shape[1]
+    """Run the Triton kernel; the table holds values, or the levels of `expand_e2m1`."""
+    num_rows, num_columns = out_NK.shape
+    num_groups = scale_NG.shape[1]
     sizes = (num_groups, num_columns, num_columns // num_groups)
     grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
     _expand[grid](words_NB, table, scale_NG, out_NK, *sizes, **kinds, BLOCK=_BLOCK)
@@ -105,7 +104,7 @@ def _expand(
     IS_HIGH_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row and block of columns."""
+    """Run one program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < num_columns

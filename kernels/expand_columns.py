@@ -1,8 +1,7 @@
-"""Weights of 4 bits each, eight rows of a column in a word, as AWQ packs them.
+"""Weights of 4 bits, eight rows of a column in a word, as AWQ packs them.
 
-A code less its zero point, times a scale, is what a weight is. Row r of the eight lies in nibble
-NIBBLES[r] of their word. Invariant: codes and zero points are small integers, so that only the
-product is rounded.
+A weight is (code - zero point) x scale. Row r of the eight lies in nibble NIBBLES[r] of their word.
+Invariant: codes and zero points are small integers, so only the product is rounded.
 """
 
 import numpy as np
@@ -16,7 +15,7 @@ from offload.kernels.jit import triton
 from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-_CHUNK_WORDS = 16  # one line of the cache holds as many
+_CHUNK_WORDS = 16  # as many as a cache line holds
 
 
 def expand_columns_reference(
@@ -43,7 +42,7 @@ def expand_columns_reference(
 def expand_columns_compiled(
     words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
 ) -> None:
-    """The same on a CPU; two columns at once where groups are even."""
+    """Do what the reference does, with numba; two columns at once where groups are even."""
     is_even = group % 2 == out_NK.shape[1] % 2 == 0
     fill, view = (_pairs_of_rows, pairs) if is_even else (_rows, numbers)
 
@@ -63,7 +62,7 @@ def expand_columns_compiled(
 
 @compiled
 def _shift(row):  # type: ignore[no-untyped-def]  # numba infers types
-    """To the row's nibble, as in NIBBLES."""
+    """Return the shift to the row's nibble, as in NIBBLES."""
     inner = row & U64(7)
     return I32(U64(4) * ((inner >> U64(1)) + U64(4) * (inner & U64(1))))
 
@@ -110,7 +109,7 @@ def _rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
 def expand_columns_kernel(
     words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
 ) -> None:
-    """The same in Triton."""
+    """Do what the reference does, in Triton."""
     num_rows, num_columns = out_NK.shape
     sizes = (num_columns, scale_NG.shape[1], num_columns, group)
     kinds = {"HAS_ZERO": True, "IS_ORDERED": False, "IN_COLUMNS": True, "MIDDLE": 0, "BITS": 4}

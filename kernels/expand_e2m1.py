@@ -1,8 +1,7 @@
-"""Weights of 4 bits each, floating-point (E2M1), with a scale of 8 bits for each group of columns:
-MXFP4 and NVFP4.
+"""Floating-point weights of 4 bits (E2M1) with scales of 8 bits for groups: MXFP4 and NVFP4.
 
-Scales number the levels of a table, so that they need not grow in memory. Invariant: value x scale
-is rounded once.
+Scales index a table of levels, so they take no more memory than in the file. Invariant: value x
+scale is rounded once.
 """
 
 import torch
@@ -14,7 +13,7 @@ from offload.kernels.rounding import F32, U32, U64, pairs, rounded_pair
 
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TWICE = U32(0xC8643210)  # twice these, four bits each, from the lowest
-_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
+_CHUNK_ROWS = 64  # expanded to float32 they stay in the cache
 
 
 def expand_e2m1_reference(
@@ -40,7 +39,7 @@ def expand_e2m1_reference(
 def expand_e2m1_compiled(
     words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor
 ) -> None:
-    """The same on a CPU."""
+    """Do what the reference does, with numba on a CPU."""
     words = words_NB.numpy()
     scale = scale_NG.numpy()
     out = pairs(out_NK)
@@ -52,7 +51,7 @@ def expand_e2m1_compiled(
 
 @compiled
 def _product(code, level):  # type: ignore[no-untyped-def]  # numba infers types
-    """Without a table, which no processor looks up in many lanes at once; halving is exact."""
+    """Return code x level; no table, which no processor looks up in vectors. Halving is exact."""
     twice = U32(U32(_TWICE >> U32(U32(code & U32(7)) << U32(2))) & U32(15))
     size = F32(F32(F32(twice) * F32(0.5)) * level)
     return U32(size.view(U32) ^ U32(U32(code & U32(8)) << U32(28))).view(F32)
@@ -74,5 +73,5 @@ def _scaled(words, scale, levels, out):  # type: ignore[no-untyped-def]
 
 
 def expand_e2m1_kernel(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
-    """The same in Triton."""
+    """Do what the reference does, in Triton."""
     expand_nibbles(words_NB, levels, scale_NG, out_NK, IS_E2M1=True, IS_HIGH_FIRST=False)

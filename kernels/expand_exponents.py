@@ -1,7 +1,7 @@
-"""bfloat16 or float16 that was stored without loss in 12 bits, or 11, as `exponents_layout` says.
+"""Expand bfloat16 or float16 weights that are stored without loss, see `exponents_layout`.
 
-Invariant: whatever the words say, nothing is written outside of `out`, because only the last chunk
-may be cut, and there places are looked at.
+Invariant: whatever the words say, nothing is written outside of `out`: only the last chunk may be
+cut, and there places are checked.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
 
-# of the weights, by that of their mantissas
+# type of the mantissas -> type of the weights
 TYPE_OF = {torch.uint8: torch.bfloat16, torch.int8: torch.float16}
-_KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16
-_PIECE_CHUNKS = 4  # what the reference makes of so many at once stays in the cache
-_ESCAPES = 1024  # of a program at once
+_KEPT = -32641  # 0x807F as an int16: sign and mantissa of a byte whose sign was extended
+_PIECE_CHUNKS = 4  # chunks that the reference expands at once, within the cache
+_ESCAPES = 1024  # that a program handles at once
 I16 = np.int16
 U8 = np.uint8
 
@@ -32,15 +32,15 @@ def expand_exponents_reference(
     top_1: Tensor,
     out_N: Tensor,
 ) -> None:
-    """Fill `out` (in the type of the weights as they were; in others after one rounding), in plain
-    torch.
+    """Fill `out` with the original numbers, in plain torch.
+
+    An `out` of another type than the weights' gets each number rounded once.
 
     Args:
-        mantissa_N: sign and mantissa of each weight, uint8 of bfloat16, int8 of float16.
-        distance_B: uint8, the planes, block after block; the last one is filled up.
-        escape_B: uint8, the three lists, and anything behind them.
-        start_C: int64, where the escapes of each chunk begin in a list, and at the end how many
-            there are.
+        mantissa_N: sign and mantissa of each weight, uint8 for bfloat16, int8 for float16.
+        distance_B: uint8, the planes, block after block; the last one is padded.
+        escape_B: uint8, the three lists, then padding.
+        start_C: int64, where the escapes of each chunk begin in a list, then their number.
         top_1: int64, the exponent at distance 0.
     """
     num_weights = len(mantissa_N)
@@ -83,7 +83,7 @@ def expand_exponents_compiled(
     top_1: Tensor,
     out_N: Tensor,
 ) -> None:
-    """The same by numba, on as many threads as torch has."""
+    """Do what the reference does, with numba, on as many threads as torch has."""
     kind = TYPE_OF[mantissa_N.dtype]
     expand = (_expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3).to(
         kind
@@ -120,7 +120,7 @@ def expand_exponents_kernel(
     top_1: Tensor,
     out_N: Tensor,
 ) -> None:
-    """The same in Triton: all weights, then all escapes."""
+    """Do what the reference does, in Triton: all weights, then all escapes."""
     num_weights = len(mantissa_N)
     if not num_weights:
         return
@@ -137,12 +137,12 @@ def expand_exponents_kernel(
 
 
 def _plane_bytes(distance_B: Tensor, num_weights: int) -> int:
-    """Of one block: 4 x 128, or 3 x 128."""
+    """Return the bytes of one block: 4 x 128 or 3 x 128."""
     return len(distance_B) // -(-num_weights // BLOCK) if num_weights else 4 * RUN
 
 
 def _distances(plane_KB: Tensor) -> Tensor:
-    """Of all weights of these blocks, uint8, one behind the other."""
+    """Return the distances (uint8) of all weights of these blocks, in order."""
     if plane_KB.shape[1] == 4 * RUN:
         return _unpacked(plane_KB, 4)
     low = _unpacked(plane_KB[:, : 2 * RUN], 2)
@@ -151,7 +151,7 @@ def _distances(plane_KB: Tensor) -> Tensor:
 
 
 def _unpacked(plane_KB: Tensor, num_bits: int) -> Tensor:
-    """Numbers of so many bits each."""
+    """Return numbers of `num_bits` bits each."""
     shift_R = torch.arange(0, 8, num_bits, dtype=torch.uint8, device=plane_KB.device)[:, None]
     return ((plane_KB[:, None] >> shift_R) & ((1 << num_bits) - 1)).flatten()
 
@@ -163,21 +163,21 @@ def _same(word):  # type: ignore[no-untyped-def]
 
 @compiled
 def _half(word):  # type: ignore[no-untyped-def]
-    """The bits of a float16."""
+    """Return the bits of a float16."""
     high = I16(I16(word & I16(-32768)) | I16(I16(word << I16(3)) & I16(0x7FF8)))
     return I16(high | I16(I16(word >> I16(12)) & I16(7)))
 
 
-# of a word, by the type that it stands for
+# turns a word into the bits of the weight's type
 _number = ByType({torch.bfloat16: _same, torch.float16: _half})
 
 
 @compiled
 def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
-    """Chunks [lo, hi) without their escapes, of a span lo, hi, origin: `bits` begins with the
-    weight `origin`.
+    """Expand chunks [lo, hi) without their escapes; `span` is (lo, hi, origin).
 
-    Indices are unsigned, and numbers as narrow as they can be: else there are no vectors.
+    `bits` begins with the weight `origin`. Indices are unsigned and numbers as narrow as they can
+    be, since the compiler vectorises nothing else.
     """
     size = U64(kept.size)
     origin = U64(span[2])
@@ -198,7 +198,7 @@ def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
 
 @compiled
 def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
-    """The same of distances of 3 bits."""
+    """Do what `_expand_4` does for distances of 3 bits."""
     size = U64(kept.size)
     origin = U64(span[2])
     top = I16(top)
@@ -220,7 +220,7 @@ def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
 
 @compiled
 def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, span: Any) -> None:
-    """Over what the blocks have made of them."""
+    """Overwrite the escaped weights of chunks."""
     num_all = start[start.size - 1]
     for chunk in range(span[0], span[1]):
         for at in range(start[chunk], start[chunk + 1]):
@@ -232,14 +232,14 @@ def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, span: Any) -> Non
 
 @compiled
 def _widen(bits: Any, out: Any) -> None:
-    """Of a bfloat16 the number in another type."""
+    """Convert bfloat16 to another type."""
     for i in range(U64(out.size)):
         out[i] = rounded(of_bfloat16(bits[i]))
 
 
 @compiled
 def _widen_half(bits: Any, out: Any) -> None:
-    """Of a float16."""
+    """Convert float16 to another type."""
     for i in range(U64(out.size)):
         out[i] = rounded(of_float16(bits[i]))
 
@@ -255,7 +255,7 @@ def _expand_blocks(
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
 ) -> None:
-    """One program per block."""
+    """Run one program per block."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     run = lane // RUN
@@ -288,7 +288,7 @@ def _put_lists(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    """One program per chunk."""
+    """Run one program per chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, AT_ONCE)
     num_all = tl.load(start + num_chunks)
@@ -309,7 +309,7 @@ def _put_lists(
 
 @jit
 def _store_number(mantissa: tl.tensor, out: tl.tensor, word: tl.tensor, mask: tl.tensor) -> None:
-    """Its bits as they were, or rounded to another type."""
+    """Store the bits as they are, or rounded to another type."""
     if mantissa.dtype.element_ty == tl.int8:
         bits = (word & -32768 | (word & 4095) << 3 | word >> 12 & 7).to(tl.int16)
         number = bits.to(tl.float16, bitcast=True).to(tl.float32)

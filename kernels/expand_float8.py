@@ -1,8 +1,8 @@
 """Weights of 8-bit floating-point numbers, with one scale for each block of them.
 
-All three forms take the number apart with integers: few processors, and GPUs of the last
-generations only, know these types. Invariant: each number is exact in float32, and rounded once
-after it was multiplied with its scale.
+All three forms take the number apart with integers: few processors, and only GPUs of the last
+generations, know these types. Invariant: each number is exact in float32, and rounded once after it
+was multiplied with its scale.
 """
 
 from functools import cache
@@ -15,18 +15,18 @@ from offload.kernels.compiled import Compiled, compiled, share_rows
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U32, bits_of, numbers, rounded
 
-_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
+_CHUNK_ROWS = 64  # expanded to float32 they stay in the cache
 _BLOCK = 2048  # numbers of a row that one program writes
 
 
 class _Layout(NamedTuple):
-    """How numbers lie in a byte, from the lowest bit: mantissa, exponent, sign."""
+    """The bits of a number, from the lowest: mantissa, exponent, sign."""
 
-    shift: int  # of the mantissa, to where float32 has it
-    bias: int  # what its exponent lacks there, in that place
-    least_normal: int  # without sign; below it numbers are multiples of `unit`
+    shift: int  # moves the mantissa to its place in float32
+    bias: int  # what the exponent lacks there, in that place
+    least_normal: int  # bits without sign; below it numbers are multiples of `unit`
     unit: float
-    first_special: int  # infinity or NaN, by the mantissa
+    first_special: int  # bits from here on are infinity or NaN
 
 
 _LAYOUTS = {
@@ -38,11 +38,11 @@ _LAYOUTS = {
 def expand_float8_reference(
     weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
 ) -> None:
-    """Fill `out` with weight x scale; scales (float32) are for blocks of so many rows and columns,
-    the last ones cut.
+    """Fill `out` with weight x scale, in plain torch.
 
-    Two numbers are looked up at once where rows are whole words. Weights are contiguous; `out` is,
-    and is bfloat16, float16 or float32.
+    `scale_AB` (float32) has one scale for each block of `block` rows and columns; the last blocks
+    may be cut. Two numbers are looked up at once where rows are whole words. Weights and `out` are
+    contiguous; `out` is bfloat16, float16 or float32.
     """
     num_rows, num_columns = weight_NK.shape
     values = (
@@ -64,7 +64,7 @@ def expand_float8_reference(
 def expand_float8_compiled(
     weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
 ) -> None:
-    """The same on a CPU, compiled."""
+    """Do what the reference does, with numba on a CPU."""
     weight = weight_NK.view(torch.uint8).numpy()
     scale = scale_AB.numpy()
     out = numbers(out_NK)
@@ -75,8 +75,9 @@ def expand_float8_compiled(
 def expand_float8_kernel(
     weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
 ) -> None:
-    """The same in Triton."""
-    (num_rows, num_columns), layout = weight_NK.shape, _LAYOUTS[weight_NK.dtype]
+    """Do what the reference does, in Triton."""
+    num_rows, num_columns = weight_NK.shape
+    layout = _LAYOUTS[weight_NK.dtype]
     num_blocks = triton.cdiv(num_columns, _BLOCK)
     _fill_blocks[(num_rows * num_blocks,)](
         out_NK,
@@ -96,7 +97,7 @@ def expand_float8_kernel(
 
 
 def _look_up(weight_RK: Tensor) -> Tensor:
-    """In float32."""
+    """Return the weights in float32."""
     word_W = weight_RK.reshape(-1).view(torch.int16).int().bitwise_and_(0xFFFF)
     pair_W = _pairs(weight_RK.dtype, weight_RK.device).index_select(0, word_W)
     return pair_W.view(torch.float32).view(weight_RK.shape)
@@ -104,16 +105,18 @@ def _look_up(weight_RK: Tensor) -> Tensor:
 
 @cache
 def _pairs(kind: torch.dtype, device: torch.device) -> Tensor:
-    """What each word of two numbers stands for, in float32, seen as one number of 8 bytes: these
-    are looked up fast.
+    """Return the float32 values of each word of two numbers, as one number of 8 bytes.
+
+    These are quick to look up.
     """
     word_P = torch.arange(1 << 16, device=device).to(torch.uint16)
     return word_P.view(kind).float().view(torch.int64)
 
 
 def _fill_rows(layout: _Layout) -> Compiled:
-    """For one layout: numba takes what is bound here for constants, and shifts by these run twice
-    as fast.
+    """Return the function for one layout.
+
+    Numba takes bound values for constants, and shifts by constants run twice as fast.
     """
     shift = U32(layout.shift)
     bias = U32(layout.bias)
@@ -166,7 +169,7 @@ def _fill_blocks(
     FIRST_SPECIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program writes consecutive numbers of one row."""
+    """Run one program per row and block of consecutive numbers."""
     row = tl.program_id(0) // num_blocks
     column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < num_columns
@@ -178,7 +181,7 @@ def _fill_blocks(
     bits = tl.where(
         size < LEAST_NORMAL, (size.to(tl.float32) * UNIT).to(tl.int32, bitcast=True), bits
     )
-    # `-value` would make 0 of -0
+    # the sign is set as a bit, since `-value` would make 0 of -0
     value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
     factor = tl.load(
         scale + row // block_rows * num_scales + column // block_columns, mask=is_inside, other=0

@@ -1,10 +1,8 @@
-"""Weights of 4 or 8 bits each, packed along their rows, with a scale and a zero point for each
-group of columns.
+"""Weights of 4 or 8 bits, packed along rows, with scale and zero point for each group of columns.
 
 Codes lie one behind the other, the first in the lowest bits, so little-endian words of any size are
-the same bytes. A product of a code less its zero point with a scale is what a weight is. Invariant:
-codes and zero points are small integers, so that float32 holds their difference exactly and only
-the product is rounded.
+the same bytes. A weight is (code - zero point) x scale. Invariant: codes and zero points are small
+integers, so float32 holds their difference exactly and only the product is rounded.
 """
 
 import numpy as np
@@ -57,8 +55,9 @@ def _middle(words_NW: Tensor, bits: int) -> int:
 
 
 def _codes(words_RW: Tensor, bits: int, middle: int) -> Tensor:
-    """Less the middle, in float32; of 4 bits two of a byte become the bytes of one number of 16
-    bits.
+    """Return codes less the middle, in float32.
+
+    The two codes of 4 bits in a byte become the bytes of one number of 16 bits.
     """
     if words_RW.dtype == torch.int8:
         return words_RW.float()
@@ -78,7 +77,7 @@ def expand_integers_compiled(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    """The same on a CPU."""
+    """Do what the reference does, with numba on a CPU."""
     expand = _expand_chunk
     if (
         isinstance(group, Tensor)
@@ -101,7 +100,7 @@ def expand_integers_compiled(
 
 
 def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
-    """Which scale each column has."""
+    """Return the index of each column's scale."""
     return (
         group.numpy()
         if isinstance(group, Tensor)
@@ -156,7 +155,7 @@ def _expand_columns(
 
 @compiled
 def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """Columns become rows in small squares, which stay in the cache."""
+    """Transpose in small squares, which stay in the cache."""
     side = U64(16)
     num_rows = U64(out.shape[0])
     num_words = U64(out.shape[1])
@@ -202,7 +201,7 @@ def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
-    """Any groups and sizes, slowly."""
+    """Expand any groups and sizes, slowly."""
     for row in range(out.shape[0]):
         source = words[row]
         place = out[row]
@@ -220,10 +219,9 @@ def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untype
 
 @compiled
 def _pairs_of_columns(words, bits, factors, index, made, out):  # type: ignore[no-untyped-def]
-    """Words, scales and zero points are those of columns, for all rows: none is looked up in an
-    inner loop.
+    """Expand two columns at once, for all rows; they are copied into rows when `made` is full.
 
-    Two columns are made at once, and laid into their rows when `made` is full.
+    Words, scales and zero points are those of columns, so none is looked up in an inner loop.
     """
     scale, zero = factors
     num_words = U64(words.shape[0])
@@ -267,7 +265,7 @@ def expand_integers_kernel(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    """The same in Triton."""
+    """Do what the reference does, in Triton."""
     num_rows, num_columns = out_NK.shape
     words = (
         words_NW.contiguous()
@@ -312,7 +310,10 @@ def expand_row_block(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row and block of columns; words of rows, or as `expand_columns` has them."""
+    """Run one program per row and block of columns.
+
+    Words are those of rows, or with `IN_COLUMNS` those of `expand_columns`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < num_columns

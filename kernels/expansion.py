@@ -1,9 +1,8 @@
-"""How stored words become numbers: one function for each kind of words, handed to whoever expands.
+"""The functions that expand stored words into numbers: one for each kind of words.
 
 Each kind has a reference in plain torch, a compiled form for CPUs (numba) and a kernel for GPUs
-(Triton), with equal
-signatures and results equal bit for bit: a product in float32, rounded once to the type of `out`.
-Which one a run takes a measurement decides (`expansion_choice.py`).
+(Triton), with equal signatures and results equal bit for bit: a product in float32, rounded once to
+the type of `out`. A measurement decides which one a run uses (`calibration.kernels`).
 """
 
 from collections.abc import Callable
@@ -47,7 +46,7 @@ from offload.kernels.expand_integers import (
 
 
 class Expansion(NamedTuple):
-    """One function for each kind; the signatures are those of the references."""
+    """One function for each kind of words, with the signatures of the references."""
 
     float8: Callable[..., None]
     integers: Callable[..., None]

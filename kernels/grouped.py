@@ -1,6 +1,4 @@
-"""Codes less zero points, times scales, for groups of columns, in plain torch: what references of
-integers share.
-"""
+"""Zero points and scales of grouped columns, in plain torch, for the references of integers."""
 
 import torch
 from torch import Tensor
@@ -9,11 +7,10 @@ from torch import Tensor
 def scale_groups(
     code_RK: Tensor, zero_RG: Tensor | None, scale_RG: Tensor, group: int | Tensor
 ) -> Tensor:
-    """Codes (float32), changed in place: less zero points (None: none), times scales, both of any
-    type.
+    """Return (code - zero point) x scale; `code_RK` (float32) is changed in place.
 
-    `group` is how many columns share a scale, the last of them maybe fewer; or which scale (K,)
-    each column has.
+    Zero points (None: none) and scales are of any type. `group` is how many columns share a scale,
+    the last group maybe fewer; or the index (K,) of each column's scale.
     """
     num_columns = code_RK.shape[1]
     num_groups = scale_RG.shape[1]

@@ -1,9 +1,8 @@
-"""Weights of 4 bits in blocks of rows: torch's own int4 product for CPUs reads them, and so do we
-to expand them.
+"""Weights of 4 bits in blocks of rows, the layout of torch's int4 product for CPUs, and expansion.
 
 A block of rows is stored column by column; a byte of a column has a row of the block's first half
-in its lower bits and the row as far into the second half in its upper ones. How many rows a block
-has depends on the processor's instructions, so torch's converter is asked with a small matrix. A
+in its lower bits and the corresponding row of the second half in its upper ones. The rows of a
+block depend on the processor's instructions, so torch's converter is asked with a small matrix. A
 weight is (code - 8) x scale + offset, with one scale and offset for each group of columns of a row.
 Invariant: the product and the expansion mean the same numbers.
 
@@ -27,30 +26,28 @@ _TILE_COLUMNS = 16
 
 
 class WordLayout(NamedTuple):
-    """How words lie."""
+    """The layout of words."""
 
     block_rows: int
-    has_product: bool  # torch multiplies with it here
+    has_product: bool  # whether torch multiplies with it on this processor
 
 
 _OURS = WordLayout(BLOCK_ROWS, has_product=False)
 
 
 def layout_for(place: torch.device) -> WordLayout:
-    """That of torch's product on this processor; on other devices, and where there is none, one
-    that is only ours.
-    """
+    """Return the layout of torch's product on this processor, or our own where there is none."""
     return _of_this_processor() if place.type == "cpu" else _OURS
 
 
 def pack_int4(code_NK: Tensor, layout: WordLayout) -> Tensor:
-    """Words (N, K / 2), uint8, of codes 0 to 15, uint8."""
+    """Return words (N, K / 2), uint8, of codes 0 to 15, uint8."""
     low_BHK, high_BHK = code_NK.view(-1, 2, layout.block_rows // 2, code_NK.shape[1]).unbind(1)
     return (low_BHK | high_BHK << 4).transpose(1, 2).reshape(len(code_NK), -1)
 
 
 def int4_product(row_MK: Tensor, word_NK: Tensor, scale_GN2: Tensor) -> Tensor:
-    """Rows times the transposed weights, (M, N): torch's own; best for few rows."""
+    """Return rows times the transposed weights, (M, N), by torch's product; best for few rows."""
     group = row_MK.shape[1] // len(scale_GN2)
     return torch._weight_int4pack_mm_for_cpu(row_MK, word_NK, group, scale_GN2)
 
@@ -58,8 +55,9 @@ def int4_product(row_MK: Tensor, word_NK: Tensor, scale_GN2: Tensor) -> Tensor:
 def expand_int4_reference(
     word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor
 ) -> None:
-    """Fill `out` (K, N), transposed weights: product and sum in float32, rounded once to the type
-    of `out`.
+    """Fill `out` (K, N) with the transposed weights, in plain torch.
+
+    Product and sum are float32, rounded once to the type of `out`.
     """
     half = layout.block_rows // 2
     num_groups = len(scale_GN2)
@@ -75,7 +73,7 @@ def expand_int4_reference(
 def expand_int4_compiled(
     word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor
 ) -> None:
-    """The same on a CPU, compiled."""
+    """Do what the reference does, with numba on a CPU."""
     scale_GN, offset_GN = (part.contiguous().numpy() for part in scale_GN2.float().unbind(2))
     words = word_NK.view(-1, len(out_KN), layout.block_rows // 2).numpy()
     fill = _fill_columns.to(out_KN.dtype)
@@ -84,7 +82,7 @@ def expand_int4_compiled(
 
 
 def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor) -> None:
-    """By what there is."""
+    """Expand words with numba or torch."""
     fill = (
         expand_int4_compiled if HAS_NUMBA and out_KN.device.type == "cpu" else expand_int4_reference
     )
@@ -93,9 +91,7 @@ def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: 
 
 @compiled
 def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """Tiles of a few columns of one block: what they write stays in the cache, and its pages in the
-    table of pages.
-    """
+    """Fill tiles of a few columns of one block, so that writes stay in cache and few pages."""
     first, last = extent
     num_blocks, num_columns, half = word.shape
     group = num_columns // scale.shape[0]
@@ -125,14 +121,15 @@ def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-
 
 @cache
 def _of_this_processor() -> WordLayout:
-    """The first block for which torch's converter makes of a matrix what we make of it."""
+    """Return the first layout whose packing equals that of torch's converter."""
     code_NK = (
         torch.arange(2 * BLOCK_ROWS * _PROBE_COLUMNS).mul_(7919).remainder_(127).remainder_(16)
     )
     code_NK = code_NK.view(-1, _PROBE_COLUMNS).to(torch.uint8)
     try:
         theirs = torch._convert_weight_to_int4pack_for_cpu(code_NK.int(), 1)
-    except (RuntimeError, AttributeError):  # this torch has no such product
+    # this torch has no such product
+    except (RuntimeError, AttributeError):
         return _OURS
     layouts = (WordLayout(size, has_product=True) for size in (BLOCK_ROWS, BLOCK_ROWS // 2))
     return next((one for one in layouts if torch.equal(pack_int4(code_NK, one), theirs)), _OURS)

@@ -1,9 +1,9 @@
-"""Triton where it is installed; the one file that knows it may be missing.
+"""Triton where it is installed; the only file that knows that it may be missing.
 
 A kernel file takes `jit` and `tl` from here, so that its reference can be used without Triton. The
 parameters of a kernel are annotated as `tl.tensor` (pointers, numbers, tuples of them) or
-`tl.constexpr`: Triton allows no others.
-Invariant: nothing that is defined with `jit` is called unless `HAS_TRITON`.
+`tl.constexpr`: Triton allows no others. Invariant: nothing that is defined with `jit` is called
+unless `HAS_TRITON`.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ except ImportError:
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`triton.jit`; without Triton the function as it is, never to be called."""
+    """Return `triton.jit(function)`; without Triton the function itself, which is never called."""
     if HAS_TRITON:
         return triton.jit(function, **options)
     return function if function is not None else lambda later: later
 
 
 def is_for_kernels(device: torch.device | str) -> bool:
-    """Whether kernels run there: CUDA, and Triton to compile them with."""
+    """Return whether kernels run there: on CUDA, with Triton to compile them."""
     return HAS_TRITON and torch.device(device).type == "cuda"

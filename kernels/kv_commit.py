@@ -1,5 +1,4 @@
-"""Gather of the accepted path: rows of the keys and values of every layer move to the front, in one
-launch.
+"""Gather the accepted path: move rows of all layers' keys and values to the front, in one launch.
 
 With torch that is four launches a layer, hundreds for a large model; the kernel reads the addresses
 of all buffers from a table. Invariant: every row is read before any is written, so sources and
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from offload.kernels.jit import HAS_TRITON, jit, tl, triton
 
-# rows of a path that one program holds, and numbers
-MAX_ROWS = 256
-_TILE = 4096
+MAX_ROWS = 256  # of a path that one program holds
+_TILE = 4096  # numbers that one program holds
 _TYPES = (
     {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
     if HAS_TRITON
@@ -25,16 +23,15 @@ _TYPES = (
 
 
 def kv_commit_reference(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """Move rows `length + row_A` of each buffer (1, G, S, K) to rows `length ...`, in this order;
-    in plain torch.
-    """
+    """Move rows `length + row_A` of each buffer (1, G, S, K) to `length ...`, in plain torch."""
     for buffer in buffers:
         buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
 
 
 def are_alike(buffers: Sequence[Tensor]) -> bool:
-    """Whether one kernel can walk through all of them: same shape, type and strides, rows without
-    gaps.
+    """Return whether one kernel can process all buffers.
+
+    They must have the same shape, type and strides, and rows without gaps.
     """
     kinds = {(buffer.shape, buffer.dtype, buffer.stride()) for buffer in buffers}
     is_plain = buffers[0].shape[0] == 1 and buffers[0].stride(3) == 1
@@ -42,8 +39,9 @@ def are_alike(buffers: Sequence[Tensor]) -> bool:
 
 
 def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """The same in Triton; the reference moves what is not `are_alike`, and a path too long for one
-    program.
+    """Do what the reference does, in Triton.
+
+    The reference moves buffers that are not `are_alike`, and paths too long for one program.
     """
     first = buffers[0]
     num_rows = len(row_A)
@@ -69,7 +67,7 @@ def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> N
     )
 
 
-# a text keeps its buffers in both models, and a copy to the device may wait behind layers
+# Cached: a text keeps its buffers in both models, and a copy to the device may wait behind layers.
 @lru_cache(maxsize=512)
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64).to(device)
@@ -89,9 +87,10 @@ def _gather(
     TYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ) -> None:
-    """One program holds all moved rows of one buffer and head, or some of their columns."""
+    """Run one program for all moved rows of a buffer and head, or for some of their columns."""
     base = tl.load(address + tl.program_id(0)).to(tl.pointer_type(TYPE))
-    if IS_ALIGNED:  # an address from a table says nothing of itself; this allows wide loads
+    # nothing is known of an address from a table; alignment allows wide loads
+    if IS_ALIGNED:
         base = tl.multiple_of(base, 16)
     base += tl.program_id(1).to(tl.int64) * head_stride
     index = tl.arange(0, BLOCK_A)

@@ -1,10 +1,9 @@
-"""The target's draw for many rows at once: argmax over the vocabulary of logits / temperature +
-keyed Gumbel noise.
+"""The target's draws for many rows: argmax of logits / temperature + keyed Gumbel noise.
 
-Noise is made where it is added, so that no (N, V) matrix of it is ever stored, and the tokens of
-all rows come to the host in one copy. Invariant: noise and sum are float64 and the division is
-float32, as when one row is drawn alone; ties go to the lowest token. So kernel and reference draw
-the same token, but for logarithms that differ in their last place.
+Noise is computed where it is added, so no (N, V) matrix of it is ever stored, and the tokens of all
+rows come to the host in one copy. Invariant: noise and sum are float64 and the division is float32,
+as when one row is drawn alone; ties go to the lowest token. So kernel and reference draw the same
+token, but for logarithms that differ in their last place.
 """
 
 import torch
@@ -18,16 +17,14 @@ from offload.kernels.keyed_gumbel import (
     signed_seed_key,
 )
 
-# tokens at once, and how often in one program
-_BLOCK = 1024
-_BLOCKS = 4
+_BLOCK = 1024  # tokens at once
+_BLOCKS = 4  # of one program
 
 
 def match_rows_reference(
     logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float
 ) -> Tensor:
-    """The token (int64, N) that each row draws, in plain torch, one row after the other;
-    temperature 0 is greedy.
+    """Return the token (int64, N) that each row draws, in plain torch; temperature 0 is greedy.
 
     Args:
         logits_NV: float32, float16 or bfloat16; -inf is drawn where a row holds nothing else.
@@ -35,7 +32,7 @@ def match_rows_reference(
     """
     if temperature == 0:
         return logits_NV.argmax(1)
-    # A scalar would be turned into a product with its reciprocal on CUDA.
+    # A tensor, since on CUDA division by a scalar becomes a product with its reciprocal.
     divisor = torch.tensor([temperature], dtype=torch.float32, device=logits_NV.device)
     tokens = []
     for row, position in enumerate(position_N.tolist()):
@@ -51,9 +48,10 @@ def match_rows_reference(
 def match_rows_kernel(
     logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float
 ) -> Tensor:
-    """The same in Triton: the best of each chunk of a row, then the best of its chunks."""
+    """Do what the reference does, in Triton: the best of each chunk, then of all chunks."""
     assert logits_NV.stride(1) == 1, "a row is one run of memory"
-    (num_rows, vocab_size), has_noise = logits_NV.shape, temperature > 0
+    num_rows, vocab_size = logits_NV.shape
+    has_noise = temperature > 0
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
     best_NC = logits_NV.new_empty(
         (num_rows, num_chunks), dtype=torch.float64 if has_noise else torch.float32
@@ -89,8 +87,9 @@ def _best_of_chunk(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One program per row and chunk; each lane keeps the first of its best tokens, then the lanes
-    are compared.
+    """Run one program per row and chunk.
+
+    Each lane keeps the first of its best tokens, then the lanes are compared.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)

@@ -1,13 +1,11 @@
-"""Attention in which each row goes along its own path, in blocks of 64 positions, with an online
-softmax in float32.
+"""Attention of each row along its own path, in blocks of 64 positions, with an online softmax.
 
     positions  [0, base) columns of the same number   [base, ...) columns that the row's walk names
 
-One program takes one row, one key/value head and up to 16 of the heads that share it. So the sums
-of a row depend on
-its path alone, by construction: nothing of the tree around it, of where `base` lies, or of how many
-rows a pass has changes what is added up in which order. What a program computes for a block is the
-same code on both sides of `base`.
+One program takes one row, one key/value head and up to 16 of the query heads that share it, and
+sums in float32. So the sums of a row depend on its path alone, by construction: nothing of the tree
+around it, of where `base` lies, or of how many rows a pass has changes what is added up in which
+order. The code for a block is the same on both sides of `base`.
 """
 
 from collections.abc import Callable
@@ -18,19 +16,16 @@ from torch import Tensor
 
 from offload.kernels.jit import jit, tl, triton
 
-BLOCK = 64  # positions: of which `base` is a multiple, and a walk's columns
+BLOCK = 64  # positions; `base` and the number of a walk's columns are multiples of it
 HEADER = 2  # numbers of a walk before its columns
-# of a program: the least that tensor cores multiply, padded where fewer share a key/value head
-_HEADS = 16
-# of keys, and as many of values: many GPUs grant 99 KiB, and the next block is on its way
+_HEADS = 16  # of a program: the fewest that tensor cores multiply, padded if need be
+# of keys, and as many of values: many GPUs grant 99 KiB, and the next block is being loaded
 _TILE_BYTES = 16 << 10
 PositionT = TypeVar("PositionT", int, Tensor)
 
 
 class AttentionChunk(NamedTuple):
-    """In place of a window: a row sees no further back than to the last position that is a multiple
-    of `size`.
-    """
+    """A row sees no further back than the last position that is a multiple of `size`."""
 
     size: int
 
@@ -40,7 +35,7 @@ Window: TypeAlias = int | AttentionChunk | None
 
 
 def first_seen(window: int | AttentionChunk, position: PositionT) -> PositionT:
-    """The least position that a row at `position` sees, which may be negative."""
+    """Return the least position that a row at `position` sees, which may be negative."""
     return (
         position // window.size * window.size
         if isinstance(window, AttentionChunk)
@@ -53,12 +48,13 @@ class PathRows:
     """What the rows of one pass see, by position on their paths, in place of an additive mask.
 
     Attributes:
-        walk_TL: int32, where rows are computed: how many keys lie on a row's path, itself included;
-            `base`, the same for all rows; then the columns of positions base, base + 1, ..., a
-            multiple of 64 of them. Behind the end of a path stands any column that holds numbers.
+        walk_TL: int32, on the device of the rows: how many keys lie on a row's path, itself
+            included; `base`, the same for all rows; then the columns of positions base, base + 1,
+            ..., a multiple of 64 of them. Behind the end of a path any column with finite numbers
+            may stand.
         window: how far back a row sees.
-        attend: computes it, as `path_attention_kernel` does.
-        kept: what it has worked out of these rows, for the layers that follow.
+        attend: computes the attention, as `path_attention_kernel` does.
+        kept: a cache of what was computed from these rows, for the following layers.
     """
 
     walk_TL: Tensor
@@ -69,7 +65,7 @@ class PathRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTerms:
-    """What a family adds to its scores."""
+    """What a model family adds to its scores."""
 
     scaling: float
     cap: float | None = None  # scores are cap * tanh(score / cap)
@@ -79,9 +75,9 @@ class ScoreTerms:
 def path_attention_kernel(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
 ) -> Tensor:
-    """Attention, (T, H, V) in the type of the queries, of the last T rows of the pass.
+    """Return the attention, (T, H, V) in the type of the queries, of the last T rows of the pass.
 
-    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another
+    H is a multiple of G; head h belongs to key/value head h // (H / G). Values may be of another
     width than keys.
     """
     assert (
@@ -91,7 +87,8 @@ def path_attention_kernel(
         == rows.walk_TL.stride(1)
         == 1
     ), "gaps"
-    (num_heads, num_rows, width), (num_groups, _, value_width) = query_HTK.shape, value_GSK.shape
+    num_heads, num_rows, width = query_HTK.shape
+    num_groups, _, value_width = value_GSK.shape
     group = num_heads // num_groups
     window = rows.window
     walk_TL = rows.walk_TL[-num_rows:]
@@ -128,15 +125,15 @@ def path_attention_kernel(
 
 
 def _block_size(width: int, item_bytes: int) -> int:
-    """Positions that are added up at once, the same for all passes of a model.
+    """Return how many positions are added up at once, the same for all passes of a model.
 
-    Fewer of wide keys, so that they fit; and of float32, which has no tensor cores and spills
-    registers with more.
+    Wide keys allow fewer, and so does float32, which has no tensor cores and spills registers.
     """
     return max(16, min(BLOCK, _TILE_BYTES // (width * item_bytes * (2 if item_bytes == 4 else 1))))
 
 
-# A walk may begin anywhere among the inputs of a recording, sinks anywhere in their layer.
+# Not specialised on alignment: a walk may begin anywhere among the inputs of a CUDA graph, and
+# sinks anywhere in their layer.
 @jit(
     do_not_specialize=["window", "scaling", "cap"], do_not_specialize_on_alignment=["walk", "sink"]
 )
@@ -160,10 +157,11 @@ def _attend(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """See the top of this file; strides are of heads and rows of queries, keys and values, and of
-    walks.
+    """Attend as the top of this file says.
+
+    `strides` are those of heads and rows of queries, keys and values, and of walks.
     """
-    LOG2_E: tl.constexpr = 1.4426950408889634  # powers of two are what a GPU computes
+    LOG2_E: tl.constexpr = 1.4426950408889634  # a GPU computes powers of two
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
     member = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -217,8 +215,9 @@ def _attend(
 
 @jit
 def _first_key(num_keys: tl.tensor, window: tl.tensor) -> tl.tensor:
-    """The least position that the last of so many keys sees; a chunk's size comes as a negative
-    window.
+    """Return the least position that the last of `num_keys` keys sees.
+
+    A chunk's size is passed as a negative window.
     """
     last = num_keys - 1
     chunk = tl.maximum(-window, 1)

@@ -1,7 +1,6 @@
-"""Which way each piece of work with a kernel is done: handed to those who do it, settled once per
-run.
+"""The functions with kernels: one set is chosen per run and handed to the code that calls them.
 
-A kernel is used where it runs and agrees with what runs without it (`kernel_selection.py`).
+A kernel is used where it runs and agrees with what runs without it (`calibration.kernels`).
 Invariant: the fields are named like the files in kernels/, and any set of them gives the same
 results up to rounding: noise to 1e-13, attention to 2e-2 in half precision and 1e-3 in float32;
 draws follow these, and moved rows are equal.
@@ -24,15 +23,16 @@ from offload.kernels.rms_norm import rms_norm_kernel
 
 
 class KernelSet(NamedTuple):
-    """One function for each; the signatures are those of the references."""
+    """One function for each kernel, with the signatures of the references."""
 
     keyed_gumbel: Callable[..., Tensor]
     draw_without_replacement: Callable[..., Tensor]
     kv_commit: Callable[..., None]
-    # drawn on the rows that a walk visits, one by one
+    # Without these, rows that a walk visits are drawn one by one, masks are dense, and norms are
+    # transformers' own operations.
     match_rows: Callable[..., Tensor] | None = None
-    path_attention: Callable[..., Tensor] | None = None  # dense masks
-    rms_norm: Callable[..., Tensor] | None = None  # transformers' own operations
+    path_attention: Callable[..., Tensor] | None = None
+    rms_norm: Callable[..., Tensor] | None = None
 
 
 REFERENCES = KernelSet(

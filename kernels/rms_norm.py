@@ -1,4 +1,4 @@
-"""Root-mean-square norms in one launch, each row by a program of its own.
+"""Root-mean-square norms in one launch, each row by its own program.
 
 transformers writes them as eight operations, whose sum torch adds up in an order that depends on
 how many rows there are. Here a row's sum depends on the row alone, by construction, and numbers are
@@ -16,18 +16,19 @@ _MOST_COLUMNS = 1 << 15  # that a program holds at once
 
 
 class NormForm(NamedTuple):
-    """What a family does with the normed numbers, which are float32."""
+    """What a model family does with the normed numbers, which are float32."""
 
-    is_rounded: bool = True  # to the type of the input, before the weight is multiplied
-    offset: float = 0.0  # is added to the weight
+    is_rounded: bool = True  # rounded to the input's type before the product with the weight
+    offset: float = 0.0  # added to the weight
 
 
 FORMS = (NormForm(), NormForm(is_rounded=False), NormForm(is_rounded=False, offset=1.0))
 
 
 def rms_norm_reference(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
-    """Of the last dimension; the weight is of the same type as the input, or there is none. In
-    plain torch.
+    """Return the norm over the last dimension, in plain torch.
+
+    The weight is of the same type as the input, or None.
     """
     wide = rows.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -39,7 +40,7 @@ def rms_norm_reference(rows: Tensor, weight_D: Tensor | None, eps: float, form: 
 
 
 def rms_norm_kernel(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
-    """The same in Triton; the reference does what is wider than a program holds."""
+    """Do what the reference does, in Triton; too wide rows go to the reference."""
     width = rows.shape[-1]
     if width > _MOST_COLUMNS or rows.numel() == 0:
         return rms_norm_reference(rows, weight_D, eps, form)
@@ -61,7 +62,7 @@ def rms_norm_kernel(rows: Tensor, weight_D: Tensor | None, eps: float, form: Nor
     return out_RD.view(rows.shape)
 
 
-# A weight lies where its layer has it.
+# Not specialised on alignment: a weight may lie anywhere in its layer.
 @jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["weight"])
 def _normalize(
     out: tl.tensor,
@@ -74,7 +75,7 @@ def _normalize(
     OFFSET: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Norm one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     is_column = column < WIDTH

@@ -1,11 +1,11 @@
-"""Rounding of float32 to what is computed in, for compiled functions: numba knows neither bfloat16
-nor float16.
+"""Rounding of float32 to the compute types, for compiled functions.
 
-So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words
-hold neighbours, two at once (`pairs`, `rounded_pair`); `widened` reads them. Invariant: to the
-nearest, ties to even, overflow to infinity, the bits of `tensor.to(dtype)`. NaN stays NaN, but for
-bfloat16 only if its lowest bits are 0, as in what
-products make and in what was bfloat16: looking for others would cost every number a comparison.
+Numba knows neither bfloat16 nor float16, so numbers are written as their bits: one by one
+(`numbers`, `rounded`) or, where words hold neighbours, two at once (`pairs`, `rounded_pair`);
+`widened` reads them. Invariant: rounding is to nearest, ties to even, overflow to infinity: the
+bits of `tensor.to(dtype)`. NaN stays NaN; for bfloat16 only if its lowest bits are 0, as in the
+results of products and in what was bfloat16: a check for others would cost every number a
+comparison.
 """
 
 import numpy as np
@@ -23,32 +23,34 @@ F32 = np.float32
 
 
 def numbers(out: Tensor) -> np.ndarray:
-    """The same memory, for what `rounded` gives. `out` is a contiguous bfloat16, float16 or float32
-    on the host.
+    """Return the memory of `out` as an array for the bits that `rounded` returns.
+
+    `out` is a contiguous bfloat16, float16 or float32 on the host.
     """
     return out.detach().view(_BITS[out.dtype]).numpy()
 
 
 def pairs(out: Tensor) -> np.ndarray:
-    """The same memory, for what `rounded_pair` gives: rows half as long. Rows must have even
-    length.
+    """Return the memory of `out` as an array for what `rounded_pair` returns: rows half as long.
+
+    Rows must have even length.
     """
     return out.detach().view(_PAIRS[out.dtype]).numpy()
 
 
-# Numba makes 64 bits of any two numbers of 32: what is cast back in every step becomes instructions
-# for twice as many.
+# Numba widens operations on two 32-bit numbers to 64 bits: a cast back in every step keeps twice as
+# many numbers in each vector instruction.
 
 
 @compiled
 def bits_of(value):  # type: ignore[no-untyped-def]  # numba infers types
-    """Of a float32."""
+    """Return the bits of a float32."""
     return F32(value).view(U32)
 
 
 @compiled
 def _high_half(value):  # type: ignore[no-untyped-def]
-    """Bits of the bfloat16 in the upper half; what is left in the lower one means nothing."""
+    """Return bits with the bfloat16 in the upper half; the lower half is meaningless."""
     bits = bits_of(value)
     return U32(bits + U32(0x7FFF) + U32(U32(bits >> U32(16)) & U32(1)))
 
@@ -65,7 +67,10 @@ def _bfloat16_pair(first, second):  # type: ignore[no-untyped-def]
 
 @compiled
 def _float16(value):  # type: ignore[no-untyped-def]
-    """Normal numbers lose 13 bits; those below 2^-14 are added to 0.5, whose last bits are theirs."""
+    """Return the bits of a float16.
+
+    Normal numbers lose 13 bits; those below 2^-14 are added to 0.5, whose last bits are theirs.
+    """
     bits = bits_of(value)
     sign = U32(U32(bits >> U32(16)) & U32(0x8000))
     size = U32(bits & U32(0x7FFFFFFF))
@@ -88,8 +93,9 @@ def of_bfloat16(bits):  # type: ignore[no-untyped-def]
 
 @compiled
 def of_float16(bits):  # type: ignore[no-untyped-def]
-    """The exponent's bias is made up for by a product, which subnormal numbers need no more than
-    others.
+    """Return the float32 of a float16's bits.
+
+    A product corrects the exponent's bias, for subnormal numbers as well.
     """
     size = U32(U32(U32(bits) & U32(0x7FFF)) << U32(13))
     finite = F32(size.view(F32) * F32(2.0**112))

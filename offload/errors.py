@@ -1,21 +1,18 @@
-"""The errors that a user can mend: one line each, naming the rule, the value that broke it and the
-remedy.
-"""
+"""The errors that a user can mend: one line with the rule, the value that broke it, the remedy."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TOLD = "every rank has been told"  # a note on an error: rank 0 tells the user, no other needs to
-# descriptors, memory, processes
+TOLD = "every rank has been told"  # a note on an error that only rank 0 reports to the user
+# the machine lacks descriptors, memory or processes
 _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
-# of a message, and of its either end where it quotes more
-_MAX_CHARS = 560
-_KEPT_CHARS = 260
+_MAX_CHARS = 560  # of a message
+_KEPT_CHARS = 260  # at either end of a message that is too long
 
 
 class UserError(ValueError):
-    """A request, file or machine does not fit; the command line prints the line and exits with 2."""
+    """A request, file or machine does not fit; the command line prints it and exits with 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -26,7 +23,7 @@ class UnreadError(UserError):
 
 
 class RunError(OSError):
-    """Something failed while a run was under way; what was generated until then is kept."""
+    """A run failed while under way; what was generated until then is kept."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -37,14 +34,13 @@ class ReadError(RunError):
 
 
 class RankError(RunError):
-    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it
-    has told.
+    """Another rank has ended, failed or fallen silent; the message says which, and why if known.
 
     Attributes:
-        is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
+        is_head_told: rank 0 has ended and said so: it alone tells the user why.
         is_refusal: the other rank has refused what a user can mend; the command line exits with 2.
-        is_death: the other rank has ended without a word; a launcher on its host knows more.
-        is_head_silent: nothing was heard of rank 0 for too long; it cannot tell the user.
+        is_death: the other rank has ended without a message; a launcher on its host knows more.
+        is_head_silent: rank 0 was silent for too long and cannot tell the user.
     """
 
     def __init__(
@@ -64,15 +60,16 @@ class RankError(RunError):
 
 
 def ensure(holds: bool, rule: str) -> None:
-    """Raise `ValueError` where a rule does not hold; who reads a file of ours says around it which
-    file breaks it.
+    """Raise `ValueError` where a rule does not hold.
+
+    The code that reads a file catches it and adds which file breaks the rule.
     """
     if not holds:
         raise ValueError(rule)
 
 
 def reason(error: BaseException) -> str:
-    """What a library says is wrong, short enough to stand inside a line of ours."""
+    """Return what a library says is wrong, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
@@ -84,23 +81,26 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
 
 @contextmanager
 def refusing(what: str, remedy: str) -> Iterator[None]:
-    """Raises `UserError` for whatever goes wrong inside.
+    """Raise `UserError` for any exception inside that the input caused.
 
-    What strangers give, files and grammars, fails as programs do, with any exception that lies at
-    hand. What the machine lacks is not their fault, and stays what it is.
+    Files and grammars from outside fail inside libraries with exceptions of any type. A lack of
+    memory or descriptors is not their fault, and passes unchanged.
     """
     try:
         yield
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in _LACKING:
             raise
-        # of Rust, which is no `Exception`
+        # Rust's panic is no `Exception`
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise UserError(f"{what} ({reason(error)}): {remedy}") from None
         raise
 
 
 def one_line(message: str) -> str:
-    """What a message quotes from a stranger's file may be long, and must not steer a terminal."""
+    """Return a message shortened and without control characters.
+
+    What it quotes from a hostile file may be long, and must not steer a terminal.
+    """
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     return line if len(line) <= _MAX_CHARS else f"{line[:_KEPT_CHARS]} ... {line[-_KEPT_CHARS:]}"

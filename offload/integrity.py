@@ -1,23 +1,15 @@
-"""`offload verify`: whether a model's files are what they were, and hold numbers that a model can
-have.
+"""`offload verify`: whether a model's files are what they were, and their numbers are finite.
 
-What they were is known from the hub, which leaves checksums beside what it gives, from the manifest
-of an earlier time, or, of a packed model, from its own checksums. Invariant: a manifest is only
-written of files that nothing speaks against, replaces one only where the hub's sum speaks for the
-files, and never one that was only named.
+What the files were is known from the hub, which leaves checksums beside its downloads, from the
+manifest of an earlier run, or, for a packed model, from its own checksums. In the hub's cache a
+file is a link to one named by its checksum; in a folder of its own each file has a note in
+`.cache`. Large files have a sha256, small ones git's checksum.
 
-What the hub says that files of a model should be: checksums that its library leaves beside
-downloads.
-
-In its cache a file is a link to one named by its sum; in a folder of its own each has a note in
-`.cache`. Large files have a sha256, small ones the sum that git has for them. Invariant: a file in
-a folder of its own is not judged once it was written to since; in the cache nobody should write,
-and all are.
-
-Whole files at the speed of their disk, measured part by part: checksums, and the largest number of
-every tensor.
-
-Invariant: a few parts are in memory, however large the files are, and each byte is read once.
+Files are read whole at the speed of their disk, in parts: checksums, and the largest number of
+every tensor. Invariant: memory holds a few parts, however large the files are, and each byte is
+read once. A manifest is only written for files without damage; it replaces one only where the hub's
+checksum confirms the files, and never one that was only named. A file in a folder of its own is not
+compared with the hub once it was written to; in the cache all files are.
 """
 
 import hashlib
@@ -61,12 +53,19 @@ from offload.units import format_bytes
 _NOTES = Path(".cache", "huggingface", "download")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT = re.compile(r"[0-9a-f]{40}")
-_LARGEST_BYTES = 64 << 20  # of what is read at once
+_LARGEST_BYTES = 64 << 20  # of small files, which are read at once
+_MAX_THREADS = 8
+_NUM_AHEAD = 4  # buffers that are read while all threads compute
+_CACHED_BYTES = 512 << 10  # a block that fits a processor's cache
+_BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
+_OTHER_SUM = "its bytes are not those of the hub (sha256)"
+Progress = Callable[[int, int], None]
 
 
 def hub_sum(path: Path) -> str | None:
-    """The sum that a file should have: 64 characters of a sha256, 40 of git's; None where nobody
-    knows.
+    """Return the checksum that a file should have, or None where it is unknown.
+
+    It is a sha256 (64 characters) or git's (40).
     """
     real = path.resolve()
     name = real.name if real.parent.name == "blobs" else _noted(path)
@@ -74,14 +73,12 @@ def hub_sum(path: Path) -> str | None:
 
 
 def is_sha256(found: str | None) -> bool:
-    """Whether a sum is one of the whole file's bytes alone."""
+    """Return whether a checksum is the sha256 of the file's bytes alone."""
     return found is not None and len(found) == 64
 
 
 def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], list[str]]:
-    """Names of configs and the like that are not what the hub has, and of those that cannot be
-    read, with why.
-    """
+    """Return names of small files that differ from the hub's, and of unreadable ones, with why."""
     changed = list[str]()
     unread = list[str]()
     try:
@@ -97,7 +94,10 @@ def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], lis
 
 
 def _is_as_hub(path: Path) -> bool:
-    """Or too large to be looked at, or unknown to the hub. Raises `OSError`."""
+    """Return whether a file is as the hub has it, too large to look at, or unknown to the hub.
+
+    Raises `OSError`.
+    """
     wanted = hub_sum(path)
     if wanted is None or path.stat().st_size > _LARGEST_BYTES:
         return True
@@ -110,7 +110,7 @@ def _is_as_hub(path: Path) -> bool:
 
 
 def _noted(path: Path) -> str | None:
-    """The second of three lines: revision, sum, time of the download."""
+    """Return the checksum in a download's note: the second of revision, checksum, time."""
     try:
         _, etag, then_s, *_ = read_small(path.parent / _NOTES / f"{path.name}.metadata").split("\n")
         return etag.strip().strip('"') if path.stat().st_mtime - 1 <= float(then_s) else None
@@ -118,27 +118,21 @@ def _noted(path: Path) -> str | None:
         return None
 
 
-_MAX_THREADS = 8
-_NUM_AHEAD = 4
-_CACHED_BYTES = 512 << 10
-_BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
-
-
 class FileReading(NamedTuple):
-    """A file that was read, as far as the disk gave it."""
+    """The result of reading a file, as far as the disk gave it."""
 
-    sums: list[str]  # of each span, CRC-32 of its parts
-    tops: list[int]  # of each span, the largest bits of its numbers
-    sha256: str | None  # where it was asked for
-    failure: str  # why it could not be read; empty where it was
+    sums: list[str]  # for each span, the CRC-32 of its parts
+    tops: list[int]  # for each span, the largest bits of its numbers
+    sha256: str | None  # where it was wanted
+    failure: str  # why the file could not be read, else empty
 
 
 class _Batch(NamedTuple):
-    """Parts that follow one another, read at once."""
+    """Consecutive parts that are read at once."""
 
     shard: int
     parts: tuple[tuple[int, int, int], ...]  # span, [lo, hi)
-    turn: int  # of its file
+    turn: int  # its number in the file, since a sha256 is updated in order
 
     @property
     def lo(self) -> int:
@@ -149,8 +143,8 @@ class _Batch(NamedTuple):
         return self.parts[-1][2]
 
 
-class _File:
-    """What is known of a file so far."""
+class _FileState:
+    """The results for a file so far."""
 
     def __init__(self, file: WholeFile, *, is_hashed: bool) -> None:
         self.spans = file.spans
@@ -161,7 +155,7 @@ class _File:
         self.turns: dict[int, Event] = {}
 
     def add(self, batch: _Batch, found: list[tuple[int, int]]) -> None:
-        """Sums and tops of a batch's parts."""
+        """Record checksums and maxima of a batch's parts."""
         for (span, *_), (crc, bits) in zip(batch.parts, found, strict=True):
             self.sums[span].append(f"{crc:08x}")
             self.tops[span] = max(self.tops[span], bits)
@@ -174,13 +168,13 @@ class _File:
 def measure(
     files: Sequence[WholeFile], hashed: Collection[int], on_bytes: Callable[[int], None]
 ) -> list[FileReading]:
-    """Read all of these files once; `hashed` are those, by index, whose sha256 is wanted.
+    """Read all of these files once.
 
-    `on_bytes` hears of what was measured. Raises `ReadError` where a file is not the one whose
-    header was read.
+    `hashed` are the indices of files whose sha256 is wanted; `on_bytes` hears of the bytes
+    measured. Raises `ReadError` where a file is not the one whose header was read.
     """
     num_threads = min(_MAX_THREADS, num_cores())
-    known = [_File(file, is_hashed=index in hashed) for index, file in enumerate(files)]
+    known = [_FileState(file, is_hashed=index in hashed) for index, file in enumerate(files)]
     free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
     pending = deque[_Job]()
     with closing(
@@ -213,7 +207,11 @@ class _Job(NamedTuple):
 
 
 def _begin(
-    batch: _Batch, file: _File, reader: DiskReader, pool: ThreadPoolExecutor, buffer: np.ndarray
+    batch: _Batch,
+    file: _FileState,
+    reader: DiskReader,
+    pool: ThreadPoolExecutor,
+    buffer: np.ndarray,
 ) -> _Job:
     at = batch.lo % BLOCK_BYTES
     layout = SlabLayout(
@@ -226,8 +224,8 @@ def _begin(
     )
 
 
-def _collect(job: _Job, known: Sequence[_File], on_bytes: Callable[[int], None]) -> np.ndarray:
-    """Wait for a batch; its buffer is free again."""
+def _collect(job: _Job, known: Sequence[_FileState], on_bytes: Callable[[int], None]) -> np.ndarray:
+    """Wait for a batch, record its results, and return its buffer."""
     file = known[job.batch.shard]
     try:
         file.add(job.batch, job.found.result())
@@ -239,7 +237,7 @@ def _collect(job: _Job, known: Sequence[_File], on_bytes: Callable[[int], None])
 
 
 def _work(
-    batch: _Batch, file: _File, reads: list[Future[None]], stored: np.ndarray
+    batch: _Batch, file: _FileState, reads: list[Future[None]], stored: np.ndarray
 ) -> list[tuple[int, int]]:
     try:
         finish(reads)
@@ -254,7 +252,8 @@ def _work(
                 before.wait()
             file.sha256.update(stored.data)
             file.turns[batch.turn].set()
-        sums = [crc32_of_scratch(part) for *_, part in parts]  # last: the bytes are lost
+        # last, because it overwrites the bytes
+        sums = [crc32_of_scratch(part) for *_, part in parts]
         return [*zip(sums, tops, strict=True)]
     finally:
         drop(reads)
@@ -262,7 +261,7 @@ def _work(
 
 
 def _top(span: Span, lo: int, stored: np.ndarray) -> int:
-    """Largest bits, of blocks that the processor's cache holds: memory is read once."""
+    """Return the largest bits of a part, in blocks that fit a cache: memory is read once."""
     if span.form is None:
         return 0
     stored = stored[: max(0, span.hi - lo)]
@@ -274,7 +273,7 @@ def _top(span: Span, lo: int, stored: np.ndarray) -> int:
 
 
 def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
-    """A few files at a time, batch by batch, so that as many can be hashed at once."""
+    """Yield batches of a few files in turns, so that as many files are hashed at once."""
     for first in range(0, len(files), num_files):
         several = [
             _batches(shard, files[shard])
@@ -297,12 +296,8 @@ def _batches(shard: int, file: WholeFile) -> Iterator[_Batch]:
         yield _Batch(shard, tuple(own), turn)
 
 
-Progress = Callable[[int, int], None]
-_OTHER_SUM = "its bytes are not those of the hub (sha256)"
-
-
 class Report(NamedTuple):
-    """What was found."""
+    """The result of `offload verify`."""
 
     path: Path
     num_files: int
@@ -311,14 +306,13 @@ class Report(NamedTuple):
     damage: list[Damage]
     notes: list[str]
     manifest: Path
-    num_as_before: int  # files without damage that are as the manifest has them
-    # such files that have the hub's sha256: compared now, or when the manifest was written
-    num_as_hub: int
-    num_decoded: int  # such files of a packed model, that decode to what was packed
-    is_written: bool  # the manifest
+    num_as_before: int  # undamaged files that are as the manifest has them
+    num_as_hub: int  # undamaged files with the hub's sha256, compared now or for the manifest
+    num_decoded: int  # undamaged files of a packed model that decode to what was packed
+    is_written: bool  # whether the manifest was written
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the figures for `--json`."""
         told = self._asdict() | {"path": str(self.path), "manifest": str(self.manifest)}
         told["damage"] = [one._asdict() for one in self.damage]
         return {
@@ -328,7 +322,7 @@ class Report(NamedTuple):
         }
 
 
-class _Seen(NamedTuple):
+class _ReadFile(NamedTuple):
     """A file that was read, and what it should be."""
 
     file: WholeFile
@@ -338,8 +332,10 @@ class _Seen(NamedTuple):
 
     @property
     def sums(self) -> FileSums:
-        """As a manifest has them: of the same bytes what it had, also where their file was touched,
-        or copied.
+        """Return the checksums as the manifest has them.
+
+        Where the bytes are unchanged, the manifest's own entry is kept, also for a touched or
+        copied file.
         """
         stamp = self.file.stamp
         header = self.measured.sums[0]
@@ -352,18 +348,18 @@ class _Seen(NamedTuple):
 
     @property
     def is_as_before(self) -> bool:
-        """Whether it has the bytes of the manifest."""
+        """Return whether the file has the bytes of the manifest."""
         return self.known is not None and have_same_bytes(self.sums, self.known)
 
 
 def verify(
     whole: ModelSpans, manifest: Path | None, *, may_write: bool = False, progress: Progress
 ) -> Report:
-    """Read all of a model once, and say what is wrong.
+    """Read all of a model once, and report what is wrong.
 
     Args:
-        manifest: to compare with; default: `default_manifest`, which is written as well.
-        may_write: a manifest that is named, too.
+        manifest: to compare with; default: `default_manifest`, which is also written.
+        may_write: whether a manifest that is named is written as well.
 
     Raises:
         UserError: the manifest is unusable, or files change meanwhile.
@@ -372,14 +368,15 @@ def verify(
     may_write = may_write or manifest is None
     manifest = manifest or default_manifest(whole.path)
     known = _comparable(_known(manifest, may_write=may_write), whole)
-    small = _small(whole)  # before hours of reading
-    seen = _seen(whole, known, progress)
+    # small files first, before hours of reading
+    small = _small(whole)
+    seen = _read_all(whole, known, progress)
     damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
     named = {(one.file, one.tensor) for one in damage}
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
     damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
     found = {own.file.path.name: own.sums for own in seen}
-    notes = [*_notes(whole, seen), *small, *_gone(known, found, manifest)]
+    notes = [*_notes(whole, seen), *small, *_differing_files(known, found, manifest)]
     is_written = may_write and not damage and found != known
     if is_written and (why := _unwritable(manifest, found)):
         notes.append(why)
@@ -391,8 +388,8 @@ def verify(
     return Report(whole.path, *size, elapsed_s, damage, notes, manifest, *counts, is_written)
 
 
-def _counts(sound: Sequence[_Seen], decoded: Set[Path]) -> tuple[int, int, int]:
-    """Of these files: as before, as the hub has them, and decoded."""
+def _counts(sound: Sequence[_ReadFile], decoded: Set[Path]) -> tuple[int, int, int]:
+    """Count the files as before, as the hub has them, and decoded."""
     as_before = sum(own.is_as_before for own in sound)
     return (
         as_before,
@@ -410,7 +407,7 @@ def _known(manifest: Path, *, may_write: bool) -> dict[str, FileSums]:
 
 
 def _comparable(known: Mapping[str, FileSums], whole: ModelSpans) -> dict[str, FileSums]:
-    """Without sums of a time when a file was not read, and had other parts and no header."""
+    """Leave out checksums of files whose header was not read then: they had other parts."""
     read = {file.path.name for file in whole.files if not file.unread}
     return {name: own for name, own in known.items() if own.header or name not in read}
 
@@ -418,15 +415,16 @@ def _comparable(known: Mapping[str, FileSums], whole: ModelSpans) -> dict[str, F
 def _undecoded(packed: Set[Path]) -> list[Damage]:
     if not packed:
         return []
-    from offload.packing.format import (
-        undecoded,  # brings torch along, which nothing else here needs
-    )
+    # imports torch, which nothing else here needs
+    from offload.packing.format import undecoded
 
     return [one for path in sorted(packed) for one in undecoded(path)]
 
 
-def _seen(whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress) -> list[_Seen]:
-    """Read all files. The sha256 is taken of those for which no manifest has it yet."""
+def _read_all(
+    whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress
+) -> list[_ReadFile]:
+    """Read all files; compute the sha256 of those for which no manifest has it yet."""
     before = [known.get(file.path.name) for file in whole.files]
     wanted = [
         one if is_sha256(one) else None for one in (hub_sum(file.path) for file in whole.files)
@@ -434,7 +432,7 @@ def _seen(whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress) 
     noted = [None if own is None else own.sha256 for own in before]
     hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
     measured = _measured(whole, hashed, progress)
-    return [_Seen(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
+    return [_ReadFile(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
 
 
 def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[FileReading]:
@@ -458,7 +456,7 @@ def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[F
     return measured
 
 
-def _judge(seen: _Seen, manifest: Path) -> list[Damage]:
+def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
     name = seen.file.path.name
     found = seen.measured
     if found.failure:
@@ -481,7 +479,7 @@ def _judge(seen: _Seen, manifest: Path) -> list[Damage]:
     return damage
 
 
-def _notes(whole: ModelSpans, seen: Sequence[_Seen]) -> list[str]:
+def _notes(whole: ModelSpans, seen: Sequence[_ReadFile]) -> list[str]:
     tops = [
         TensorMaximum(span.name, own.file.path.name, span.is_matrix, span.form, bits)
         for own in seen
@@ -506,7 +504,7 @@ def _notes(whole: ModelSpans, seen: Sequence[_Seen]) -> list[str]:
 
 
 def _small(whole: ModelSpans) -> list[str]:
-    """What the hub's sums say of configs, tokenizers and the like."""
+    """Return what the hub's checksums say of configs, tokenizers and other small files."""
     changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
     lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
     return (
@@ -516,7 +514,7 @@ def _small(whole: ModelSpans) -> list[str]:
     )
 
 
-def _gone(
+def _differing_files(
     known: Mapping[str, FileSums], found: Mapping[str, FileSums], manifest: Path
 ) -> list[str]:
     gone = sorted(known.keys() - found.keys())
@@ -532,7 +530,7 @@ def _gone(
 
 
 def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
-    """Why a manifest cannot be written; empty where it was."""
+    """Write the manifest; return why that failed, empty where it did not."""
     try:
         manifest.parent.mkdir(parents=True, exist_ok=True)
         write_manifest(manifest, found)

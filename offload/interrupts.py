@@ -1,8 +1,7 @@
-"""Ctrl-C that waits where it would leave books half written: an exchange that is broken off cannot
-be resumed.
+"""Signals at safe moments: Ctrl-C after an exchange, and SIGTERM with a reason.
 
-And SIGTERM, which torchrun sends to all ranks as soon as one fails: rank 0 has more to say than
-that it was ended.
+An exchange between ranks that is broken off cannot be resumed, so Ctrl-C waits for its end.
+torchrun sends SIGTERM to all ranks as soon as one fails; rank 0 then reports which rank was lost.
 """
 
 import os
@@ -19,8 +18,9 @@ _AGAIN_S = 0.05
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Ctrl-C within comes true at the end; may be nested. Only the main thread hears signals,
-    others run as ever.
+    """Delay Ctrl-C within the body until its end; may be nested.
+
+    Only the main thread receives signals; in others nothing changes.
     """
     before = signal.getsignal(signal.SIGINT)
     heard = list[tuple[int, FrameType | None]]()
@@ -37,8 +37,9 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool) -> Iterator[None]:
-    """SIGTERM raises what rank 0 finds to be lost, where anything is within a moment; else it is
-    what it was before.
+    """Raise the loss that rank 0 finds when SIGTERM comes, if it finds one within a moment.
+
+    Otherwise SIGTERM does what it did before.
     """
     before = signal.getsignal(signal.SIGTERM)
     if not is_head:
@@ -46,7 +47,8 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if _is_deleting(frame):  # where an exception would be passed over
+        # an exception raised now would be ignored
+        if _is_deleting(frame):
             again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
@@ -64,8 +66,9 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
 
 
 def terminated_at_once() -> AbstractContextManager[None]:
-    """SIGTERM ends the process in the middle of a call that may wait for minutes; there is nothing
-    to be said yet.
+    """Let SIGTERM end the process in the middle of a call that may wait for minutes.
+
+    At that point there is nothing to report yet.
     """
     is_heard = callable(signal.getsignal(signal.SIGTERM))
     return _heard_by(signal.SIGTERM, signal.SIG_DFL) if is_heard else nullcontext()
@@ -75,7 +78,7 @@ def terminated_at_once() -> AbstractContextManager[None]:
 def _heard_by(
     number: int, handler: Callable[[int, FrameType | None], object] | signal.Handlers
 ) -> Iterator[None]:
-    """The signal within, where it can be heard: in the main thread."""
+    """Set a signal's handler within the body, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -87,7 +90,7 @@ def _heard_by(
 
 
 def _is_deleting(frame: FrameType | None) -> bool:
-    """Whether Python is in a `__del__` there."""
+    """Return whether Python is inside a `__del__`, where an exception would be ignored."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None

@@ -1,8 +1,4 @@
-"""What this machine has to give: memory, a container's limit included.
-
-How many cores this process may keep busy: those it may run on, and no more than its container's
-quota pays for.
-"""
+"""What this machine offers: memory and cores, within the limits of its container."""
 
 import ctypes
 import math
@@ -15,7 +11,7 @@ from typing import NamedTuple
 
 
 class GroupFiles(NamedTuple):
-    """What one version of cgroups calls the parts of a memory group."""
+    """The file names of a memory group in one version of cgroups."""
 
     limit: str
     used: str
@@ -33,9 +29,7 @@ CGROUP_V1 = GroupFiles(
 
 
 def available_ram_bytes() -> int:
-    """Memory that a new allocation may take: what the kernel calls available, or what the
-    container's limit leaves.
-    """
+    """Return the memory that a new allocation may take, within the container's limit."""
     free = [_meminfo_available()]
     for limit_bytes, used_bytes in _cgroup_limits(
         Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -45,16 +39,14 @@ def available_ram_bytes() -> int:
 
 
 def available_gpu_bytes(device: str) -> int:
-    """Memory that is free on a CUDA device: `cuda` or `cuda:N`."""
+    """Return the free memory of a CUDA device: `cuda` or `cuda:N`."""
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
 def has_cuda_driver() -> bool:
-    """Whether there can be a CUDA device at all: known at once, where importing torch takes
-    seconds.
-    """
+    """Return whether there can be a CUDA device: at once, where importing torch takes seconds."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -63,29 +55,29 @@ def has_cuda_driver() -> bool:
 
 
 def peak_rss_bytes(process: int | str = "self") -> int:
-    """The most memory a process has held at once; `getrusage` would count its parent's share before
-    the start.
+    """Return the most memory that a process has held at once.
+
+    `getrusage` would count its parent's share before the start.
     """
     return _kilobytes(f"/proc/{process}/status", "VmHWM:") * 1024
 
 
 def rss_bytes(process: int | str = "self") -> int:
-    """Memory that a process holds now."""
+    """Return the memory that a process holds now."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back_memory() -> None:
-    """Return to the system what C's allocator keeps of freed memory, some 100 MB behind a decoder,
-    where it can.
-    """
-    with suppress(AttributeError):  # of other C libraries than GNU's
+    """Return freed memory that C's allocator keeps, some 100 MB after a decoder, to the system."""
+    # only GNU's C library has malloc_trim
+    with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
 def giving_back_memory() -> Iterator[None]:
-    """Whatever is let go inside is given back, however it ends."""
+    """Give freed memory back to the system when the body ends, however it ends."""
     try:
         yield
     finally:
@@ -93,7 +85,7 @@ def giving_back_memory() -> Iterator[None]:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself; virtual ones say little more than their vendor."""
+    """Return the processor's name; virtual ones say little more than their vendor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -113,14 +105,13 @@ def _kilobytes(file: str, key: str) -> int:
 
 
 def memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, GroupFiles]]:
-    """Folder and file names of every memory group that this process is in, innermost first."""
+    """Yield folder and file names of every memory group of this process, innermost first."""
     for folder, is_unified in control_groups("memory", root, membership):
         yield folder, CGROUP_V2 if is_unified else CGROUP_V1
 
 
 def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's groups, innermost first, and whether they are of version 2; none
-    where nobody groups.
+    """Yield folders of this process's groups, innermost first, and whether they are of version 2.
 
     `root` is where the cgroup file systems are mounted, `membership` the kernel's list,
     /proc/self/cgroup.
@@ -140,7 +131,7 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, used) of every memory group that this process is in, innermost first."""
+    """Return (limit, used) of every memory group of this process, innermost first."""
     return [
         limit
         for folder, names in memory_groups(root, membership)
@@ -161,8 +152,9 @@ def _read_limit(folder: Path, names: GroupFiles) -> list[tuple[int, int]]:
 
 
 def _idle_cache_bytes(folder: Path, key: str) -> int:
-    """Pages of files read long ago: they count as used, and the kernel drops them as soon as memory
-    is wanted.
+    """Return the size of cached file pages that were not used lately.
+
+    They count as used, but the kernel drops them as soon as memory is wanted.
     """
     if not (folder / "memory.stat").is_file():
         return 0
@@ -171,21 +163,25 @@ def _idle_cache_bytes(folder: Path, key: str) -> int:
 
 
 def num_cores() -> int:
-    """At least 1."""
+    """Return how many cores this process may keep busy, at least 1.
+
+    It counts the cores that it may run on, and no more than its container's quota pays for.
+    """
     quotas = cpu_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
 
 
 def cpu_quotas(root: Path, membership: Path) -> list[float]:
-    """Cores that every limited group of this process pays for, innermost first; `membership` is
-    /proc/self/cgroup.
+    """Return the cores that every limited group of this process pays for, innermost first.
+
+    `membership` is /proc/self/cgroup.
     """
     found = [_read_quota(folder) for folder, _ in control_groups("cpu", root, membership)]
     return [quota for quota in found if quota is not None]
 
 
 def _read_quota(folder: Path) -> float | None:
-    """From version 2's `cpu.max`, or from version 1's two files."""
+    """Read the quota from version 2's `cpu.max`, or from version 1's two files."""
     try:
         if (folder / "cpu.max").is_file():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,24 +1,21 @@
-"""Who does what among many ranks, as `ranks` says it. Pure: a text and a number of ranks, no torch.
+"""The roles of ranks (`ranks`), the place of this process, and pipelines (`pipeline`).
 
-`shards`: every rank streams its output rows of every layer. `stages:0-2,draft:3`: consecutive
-    layers lie on those ranks
-in that order, and one rank only drafts. Rank 0 has the text in either case. Invariant: every rank
-has something to do.
+`ranks`: with `shards` every rank streams its output rows of every layer. With `stages:0-2,draft:3`
+consecutive layers lie on ranks 0 to 2 in that order, and rank 3 only drafts. Rank 0 has the text in
+either case. A process's place comes from torchrun's environment.
 
-Where this process stands among many, as torchrun's environment says; no torch, so that a command
-can ask at once.
+`pipeline` says how runs of a pipeline of stages follow each other:
 
-`--pipeline` in words: how runs of a pipeline of stages follow each other.
-
-    plain                     one token at a time, no guesses
-    sync                      a tree of guesses, one run, wait for it: pipeline-parallel speculation
-    async                     PipeInfer: guesses go on while runs are on their way
-    async,rows=8,runs=3       rows of a run (sync: nodes of a tree), runs on their way at most
+    plain                     one token at a time, no speculation
+    sync                      one tree, one run, wait for it: pipeline-parallel speculation
+    async                     PipeInfer: drafting goes on while runs are in flight
+    async,rows=8,runs=3       rows of a run (sync: nodes of a tree), most runs in flight
     async,cut=0.3/0.4/0.01    the paper's cut-off (start/recovery/decay) instead of a price
     async,no-cancel           an ablation: dead runs are computed to their end
-    async,no-continuous       another: one large batch of guesses at a time instead of micro-batches
+    async,no-continuous       another: one large batch of guesses instead of micro-batches
 
-Invariant: none of it changes what is emitted. No torch.
+Invariant: every rank has something to do, and `pipeline` never changes what is emitted. No torch,
+so a command can ask at once.
 """
 
 import os
@@ -30,26 +27,36 @@ from typing import Literal, NamedTuple, get_args
 from offload.errors import UserError
 from offload.units import check_lenience, drafting_of, require
 
+START = "start it by: offload launch -n 2 -- generate ..."
+Mode = Literal["plain", "sync", "async"]
+MOST_ROWS = 1024  # of a run, and most runs in flight: what caches are planned for
+TIMED_ROWS = (1, 4, 8, 16, 32)  # of the runs that are timed
+_LEAST_DECAY = 0.001  # of a cut for each attempt: from 1 to nothing in a thousand
+_PAPER_ROWS = 4
+_SYNC_NODES = 64
+_FREE = 1.15  # rows whose run takes at most so many times that of one row cost nothing
+_FORM = (
+    "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
+)
 _RULE = "`ranks` must be shards or such as stages:0-2,draft:3"
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 
 
 class Roles(NamedTuple):
-    """What each of `num_ranks` is for."""
+    """What each of `num_ranks` ranks does."""
 
     num_ranks: int
-    # ranks by the order of their layers; none where every layer is sharded
-    stages: tuple[int, ...] = ()
-    draft: int | None = None  # the rank that drafts beside the stages, if one does
+    stages: tuple[int, ...] = ()  # ranks in the order of their layers; empty when sharded
+    draft: int | None = None  # the rank that only drafts, if there is one
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all ranks have a part of every layer."""
+        """Return whether every rank has a part of every layer."""
         return not self.stages
 
 
 def parse_roles(text: str, num_ranks: int) -> Roles:
-    """Roles of so many ranks. Raises `UserError` where they do not add up."""
+    """Return the roles of `num_ranks` ranks. Raises `UserError` where they do not add up."""
     require(isinstance(text, str), _RULE, repr(text), "leave it out for one process")
     if text == "shards":
         return Roles(num_ranks)
@@ -95,7 +102,7 @@ def parse_roles(text: str, num_ranks: int) -> Roles:
 
 
 def require_exact_rule(roles: Roles, rule: str, lenience: float) -> None:
-    """Refuse what stages cannot verify. Raises `UserError`."""
+    """Raise `UserError` for a rule or lenience that stages cannot verify."""
     if roles.is_sharded:
         return
     if drafting_of(rule).keeps_distributions:
@@ -111,7 +118,7 @@ def require_exact_rule(roles: Roles, rule: str, lenience: float) -> None:
 
 
 def _named_ranks(text: str) -> dict[str, list[int]]:
-    """{name: ranks}; a part without a name goes on with the list before it."""
+    """Return {role: ranks}; a part without a role continues the list before it."""
     found = dict[str, list[int]]()
     name = ""
     for part in text.split(","):
@@ -144,23 +151,20 @@ def _started(unknown: list[int]) -> int:
     return max(unknown, default=0) + 1
 
 
-START = "start it by: offload launch -n 2 -- generate ..."
-
-
 class RankInfo(NamedTuple):
     """One of `num_ranks` processes; rank 0 owns standard input and output."""
 
     rank: int
     num_ranks: int
-    host_index: int  # which of the hosts this is; rank 0 is on host 0
+    host_index: int  # rank 0 is on host 0
     rank_on_host: int
     num_on_host: int
-    address: str  # where all meet
+    address: str  # of the rendezvous
     port: int
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """What torchrun has set; None where nobody has. Raises `UserError` for numbers that cannot be."""
+    """Return what torchrun has set, or None. Raises `UserError` for impossible numbers."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     address = environment.get("MASTER_ADDR", "")
@@ -180,7 +184,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
 
 
 def require_place(environment: Mapping[str, str] = os.environ) -> RankInfo:
-    """The same, where there must be one. Raises `UserError`."""
+    """Return what torchrun has set. Raises `UserError` where it has set nothing."""
     if (place := find_place(environment)) is None:
         raise UserError(
             f"`ranks` needs several processes that know each other, got one by itself: {START}"
@@ -189,8 +193,9 @@ def require_place(environment: Mapping[str, str] = os.environ) -> RankInfo:
 
 
 def own_value(text: str, flag: str, place: RankInfo | None) -> str:
-    """Of a list with one value per rank this rank's; one value is for all. Raises `UserError` for
-    another length.
+    """Return this rank's value of a list with one value per rank; one value is for all.
+
+    Raises `UserError` for another length.
     """
     values = text.split(",")
     if place is None or len(values) == 1:
@@ -211,21 +216,8 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int | None = N
     return int(text)
 
 
-Mode = Literal["plain", "sync", "async"]
-MOST_ROWS = 1024  # rows of a run, and runs on their way: what caches are planned for
-_LEAST_DECAY = 0.001  # by which a cut falls in an attempt: from 1 to nothing in a thousand
-_PAPER_ROWS = 4
-_SYNC_NODES = 64
-# runs that are timed, and what they may take beside one row
-TIMED_ROWS = (1, 4, 8, 16, 32)
-_FREE = 1.15
-_FORM = (
-    "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
-)
-
-
 class PaperCut(NamedTuple):
-    """Numbers of PipeInfer's cut-off on the draft's own chance of a token."""
+    """The numbers of PipeInfer's cut-off on the draft's own probability of a token."""
 
     start: float
     recovery: float
@@ -234,14 +226,14 @@ class PaperCut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """How runs follow each other. Raises `UserError` for what does not fit together."""
+    """How runs follow each other. Raises `UserError` for options that contradict each other."""
 
     mode: Mode = "async"
     cancels: bool = True
     is_continuous: bool = True
-    credits: int | None = None  # runs on their way at most; None is one more than there are stages
-    micro_batch: int | None = None  # rows of a run; None is what costs next to no time
-    cut: PaperCut | None = None  # None is a price
+    credits: int | None = None  # most runs in flight; None is one more than there are stages
+    micro_batch: int | None = None  # rows of a run; None takes as many as cost next to no time
+    cut: PaperCut | None = None  # None uses a price instead
 
     def __post_init__(self) -> None:
         require(
@@ -257,7 +249,7 @@ class PipelineOptions:
             )
         for part in self.cut or ():
             rule = "start, recovery and decay of `pipeline` must lie in [0, 1]"
-            require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")  # which NaN does not
+            require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")
         falls = self.cut is None or self.cut.decay == 0 or self.cut.decay >= _LEAST_DECAY
         rule = f"decay of `pipeline` must be 0 or {_LEAST_DECAY} at least"
         require(falls, rule, self.cut and self.cut.decay, "try cut=0.3/0.4/0.01")
@@ -274,22 +266,28 @@ class PipelineOptions:
 
     @property
     def speculates(self) -> bool:
-        """Whether a draft is asked at all."""
+        """Return whether a draft is used at all."""
         return self.mode != "plain"
 
     def num_runs(self, num_stages: int) -> int:
-        """Runs on their way at most: more than one per stage and one that waits only add latency."""
+        """Return the most runs in flight.
+
+        More than one per stage and one that waits would only add latency.
+        """
         return (self.credits or num_stages + 1) if self.mode == "async" else 1
 
     def num_rows(self, num_free: int = _PAPER_ROWS) -> int:
-        """Rows of a run at most, where a stage computes `num_free` at next to no extra time."""
+        """Return the most rows of a run, where `num_free` cost a stage next to no extra time."""
         if self.mode == "plain":
             return 1
         return self.micro_batch or (_SYNC_NODES if self.mode == "sync" else num_free)
 
 
 def free_rows(seconds: Sequence[float]) -> int:
-    """Rows that take next to no extra time, of runs of `TIMED_ROWS`, or of the first of these."""
+    """Return how many rows take next to no extra time, by the seconds of runs of `TIMED_ROWS`.
+
+    `seconds` may have only the first of these.
+    """
     return max(
         rows
         for rows, took_s in zip(TIMED_ROWS, seconds, strict=False)
@@ -298,9 +296,7 @@ def free_rows(seconds: Sequence[float]) -> int:
 
 
 def parse_pipeline(text: str) -> PipelineOptions:
-    """`--pipeline`. Raises `UserError` for text that is none of the forms, and for what does not
-    fit together.
-    """
+    """Parse `--pipeline`. Raises `UserError` for unknown forms and contradictions."""
     mode, *settings = str(text).strip().lower().split(",")
     fields: dict[str, object] = {}
     for setting in settings:

@@ -1,5 +1,6 @@
-"""What a run has moved, waited for and accepted: counts, bytes and seconds, nothing derived is
-stored.
+"""What a run has moved, waited for and accepted: counts, bytes and seconds.
+
+Nothing that follows from other figures is stored.
 """
 
 import math
@@ -12,21 +13,25 @@ from offload.threads import StepModes
 
 @dataclass(slots=True)
 class RunningMean:
-    """A mean of numbers that come one by one, and how far it is to be trusted."""
+    """The mean of numbers that arrive one by one, with its standard error."""
 
     count: int = 0
     total: float = 0.0
     total_squares: float = 0.0
 
     def add(self, values: Iterable[float]) -> None:
-        """More of them."""
+        """Add more numbers."""
         for value in values:
-            self.count, self.total = self.count + 1, self.total + value
+            self.count += 1
+            self.total += value
             self.total_squares += value * value
 
     def __add__(self, other: "RunningMean") -> "RunningMean":
-        sums = self.total + other.total, self.total_squares + other.total_squares
-        return RunningMean(self.count + other.count, *sums)
+        return RunningMean(
+            self.count + other.count,
+            self.total + other.total,
+            self.total_squares + other.total_squares,
+        )
 
     @property
     def mean(self) -> float | None:
@@ -34,14 +39,14 @@ class RunningMean:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean, as if the numbers were independent; None where fewer than two cannot tell."""
+        """Return the standard error as if the numbers were independent; None for fewer than two."""
         if self.count < 2:
             return None
         spread = max(0.0, self.total_squares - self.total * self.total / self.count)
         return math.sqrt(spread / (self.count - 1) / self.count)
 
     def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures under the names of `--json`."""
         return {
             "mean": self.mean,
             "standard_error": self.standard_error,
@@ -50,22 +55,23 @@ class RunningMean:
 
 
 class RankFigures(NamedTuple):
-    """What one of many ranks has moved and held since it loaded; what lies between two moments is
-    the difference.
+    """What one of many ranks has moved and held since it loaded.
+
+    Figures of an interval are the difference of those at its ends.
     """
 
-    ram_bytes: int  # its budget
-    own_bytes: int  # what Python and its libraries took before it loaded
+    ram_bytes: int  # the budget
+    own_bytes: int  # what Python and its libraries took before loading
     peak_rss_bytes: int
     num_passes: int
     num_rows: int  # of all passes
-    pass_bytes: int  # of layers that one pass streams, by the plan
+    pass_bytes: int  # layers that one pass streams, by the plan
     bytes_streamed: int
     stall_s: float  # compute waited for the link
-    row_bytes: int  # that it sends in exchanges for every row, by the formula
-    # by kind of message, `broadcast` and `gather`: the last two are exchanges
+    row_bytes: int  # sent in exchanges for every row, by the formula
+    # by kind of message; `broadcast` and `gather` are exchanges
     bytes_sent: dict[str, int]
-    exchange_s: float  # waiting for slower ranks included
+    exchange_s: float  # including the wait for slower ranks
 
 
 class Transfers(NamedTuple):
@@ -77,7 +83,7 @@ class Transfers(NamedTuple):
     expert_misses: int = 0
 
     def since(self, before: "Transfers") -> "Transfers":
-        """What came after an earlier moment."""
+        """Return the difference from an earlier moment."""
         hits = self.expert_hits - before.expert_hits
         misses = self.expert_misses - before.expert_misses
         return Transfers(
@@ -85,7 +91,7 @@ class Transfers(NamedTuple):
         )
 
     def and_more(self, other: "Transfers") -> "Transfers":
-        """Both together."""
+        """Return the sum of both."""
         hits = self.expert_hits + other.expert_hits
         misses = self.expert_misses + other.expert_misses
         return Transfers(
@@ -95,14 +101,15 @@ class Transfers(NamedTuple):
 
 @dataclass(slots=True, repr=False)
 class Stats:
-    """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s`
-    covers.
+    """Figures of one generation.
+
+    Times and bytes leave out the prompt's sweep, which `ttft_s` covers.
     """
 
     num_prompt_tokens: int = 0
-    num_kept_tokens: int = 0  # of the prompt's, whose keys and values the run before had left
+    num_kept_tokens: int = 0  # prompt tokens whose keys and values were kept from the last run
     num_new_tokens: int = 0
-    num_first_tokens: int = 0  # what the prompt's own sweep yielded
+    num_first_tokens: int = 0  # new tokens from the prompt's own sweep
     num_sweeps: int = 0
     ttft_s: float = 0.0
     decode_s: float = 0.0  # from the first tokens to the last
@@ -118,16 +125,16 @@ class Stats:
     threads: StepModes | None = None  # of the last step
     tree_num_nodes: int = 1
     tree_depth: int = 0
-    is_tree_dynamic: bool = False  # size and depth are bounds then
-    # of `chain:auto`: guesses before each sweep
+    is_tree_dynamic: bool = False  # if so, size and depth are bounds
+    # with `chain:auto`: the number of guesses before each sweep
     chain_lengths: list[int] = field(default_factory=list)
     # new tokens of each sweep after the prompt's
     accepted_per_sweep: list[int] = field(default_factory=list)
     # chance that a node's first guess is accepted
     first_guess: RunningMean = field(default_factory=RunningMean)
-    # of a pipeline: see `ranks.timings.RunEvent`
+    # with a pipeline: see `RunEvent`
     runs: list[tuple[float, str, int, int]] = field(default_factory=list)
-    # whether a draft made guesses of which verification knew q: then this is alpha
+    # whether verification knew the draft's q, so that `first_guess` is alpha
     is_draft_known: bool = True
 
     def __repr__(self) -> str:
@@ -141,7 +148,7 @@ class Stats:
         )
 
     def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
-        """The prompt's sweep is over: what it took counts as time to the first token only."""
+        """End the prompt's sweep: what it took counts as time to the first token only."""
         self.num_first_tokens = num_first_tokens
         self.ttft_s = ttft_s
         self.num_sweeps = self.bytes_streamed = self.expert_hits = self.expert_misses = 0
@@ -151,7 +158,7 @@ class Stats:
     def add_step(
         self, moved: Transfers, *, draft_s: float, sweep_s: float, verify_s: float
     ) -> None:
-        """One more sweep and what surrounded it."""
+        """Add one more sweep and what surrounded it."""
         self.num_sweeps += 1
         self.draft_s += draft_s
         self.sweep_s += sweep_s
@@ -163,27 +170,26 @@ class Stats:
 
     @property
     def alpha(self) -> RunningMean | None:
-        """E[sum of min(p, q)] over the positions that were verified; None where none was, or no
-        draft's q was kept.
+        """Return E[sum of min(p, q)] over the verified positions.
+
+        Returns None where there were none, or the draft's q was not kept.
         """
         return self.first_guess if self.is_draft_known and self.first_guess.count else None
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """Of the routed experts that passes have asked for, how many were there; None where they
-        come with layers.
-        """
+        """Return the share of requested experts that were there; None without requests."""
         asked = self.expert_hits + self.expert_misses
         return self.expert_hits / asked if asked else None
 
     @property
     def tokens_per_sweep(self) -> float:
-        """New tokens that one sweep yields, the prompt's sweep left out."""
+        """Return the new tokens per sweep, without the prompt's sweep."""
         return sum(self.accepted_per_sweep) / self.num_sweeps if self.num_sweeps else 0.0
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per new token after the first ones."""
+        """Return the seconds per new token after the first ones."""
         num_later = self.num_new_tokens - self.num_first_tokens
         return self.decode_s / num_later if num_later > 0 else 0.0
 
@@ -193,11 +199,11 @@ class Stats:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bytes streamed per second of decoding, drafting included."""
+        """Return the bytes streamed per second of decoding, drafting included."""
         return self.bytes_streamed / self.decode_s if self.decode_s else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures under the names of `--json`."""
         names = (
             "num_sweeps",
             "tokens_per_sweep",

@@ -1,20 +1,17 @@
-"""How many threads compute and how they wait: for passes and for drafting, chosen again from what
-real steps take.
+"""Thread counts and ways of waiting, for passes and for drafting, adapted to real steps.
 
-A pass of many rows wants every core, drafting's small products want few, and threads that look for
-work while they wait stall the others when another process takes a core. So now and then a step is
-tried with the next larger or smaller count, or the other way to wait, which stays if quicker.
-Invariant: trials cost about a percent, since the wait for the next one grows with what the last one
-lost.
+A pass of many rows wants every core, drafting's small products want few, and threads that spin
+while they wait stall the others when another process takes a core. So now and then a step is tried
+with the next larger or smaller count, or the other way of waiting, which is kept if quicker.
 
-How compute threads wait for each other: looking for work for a while, or asleep.
+Spinning is quicker where the cores are ours, and far slower beside a process that needs one.
+libgomp reads once, at start, how often to spin (`GOMP_SPINCOUNT`), but while there are more OpenMP
+threads than cores it spins a hundred times at most, says its manual. So `ThreadWaiting` keeps an
+idle team of threads for as long as the others shall sleep. `fastest_mode` finds the mode to begin
+with, from the products that a step consists of.
 
-Looking is quicker where the cores are ours, and far slower beside a process that needs one. libgomp
-reads once, at start, how often to look (`GOMP_SPINCOUNT`), but while there are more OpenMP threads
-than cores it looks a hundred times at most, says its manual. So a thread of ours keeps an idle team
-for as long as the others shall sleep.
-
-The mode to begin with, from the products that a step consists of: real steps correct it later.
+Invariant: trials cost about a percent of the time, since the wait for the next one grows with what
+the last one lost.
 """
 
 import os
@@ -46,26 +43,25 @@ _MOST_WAIT = 128
 
 
 class Mode(NamedTuple):
-    """How something is computed."""
+    """A number of threads and how they wait."""
 
     num_threads: int
     is_asleep: bool = False  # while they wait; else they look for work for a while first
 
 
 class StepModes(NamedTuple):
-    """Those of one step."""
+    """The modes of one step."""
 
     draft: Mode  # while the tree grows
     sweep: Mode  # while the target scores it
 
 
 class ThreadPolicy:
-    """The modes of one decoder, from the counts of a rising ladder; `start` holds until steps have
-    told more.
+    """The modes of one decoder, with counts from a rising ladder; `start` holds at first.
 
     Args:
-        seen_s: seconds of products like those of drafting and of sweeps by mode, as far as they
-            were measured at start: what was slow there is tried later.
+        seen_s: seconds, by mode, of products like those of drafting and of sweeps, as far as they
+            were measured at start; what was slow there is tried later.
     """
 
     def __init__(
@@ -81,15 +77,16 @@ class ThreadPolicy:
         self._choices: dict[int, tuple[_Choice, _Choice]] = {}
 
     def modes(self, num_rows: int) -> StepModes:
-        """What to compute the next step of so many rows with."""
+        """Return the modes for the next step of so many rows."""
         known = self._choices.get(num_rows)
         return (
             StepModes(*(choice.mode for choice in known)) if known else self._found_nearby(num_rows)
         )
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
-        """How long a step in these modes was. Tell only what can be compared: a prompt's step is
-        like no other.
+        """Record the times of a step in these modes.
+
+        Only comparable steps count: a prompt's step is like no other.
         """
         if num_rows not in self._choices:
             starts = zip(self._found_nearby(num_rows), self._seen_s, strict=True)
@@ -107,7 +104,7 @@ class ThreadPolicy:
                     choices[index].hear(choice)
 
     def _found_nearby(self, num_rows: int) -> StepModes:
-        """What steps of nearly as many rows have settled on: trees change from text to text."""
+        """Return the modes of steps with nearly as many rows, since trees vary among texts."""
         near = [rows for rows in self._choices if _are_alike(rows, num_rows)]
         if not near:
             return self.start
@@ -122,8 +119,9 @@ def _are_alike(rows: int, other_rows: int) -> bool:
 
 
 def thread_ladder(most: int) -> list[int]:
-    """The counts worth trying up to `most`: powers of two, all cores, and one less, which a busy
-    neighbour leaves.
+    """Return the counts worth trying: powers of two up to `most`, all cores, and one less.
+
+    One less leaves a core to a busy neighbour.
     """
     powers = {2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most}
     return sorted(powers | {most, max(1, most - 1)})
@@ -164,9 +162,7 @@ class _Choice:
         return False
 
     def hear(self, other: "_Choice") -> None:
-        """What steps of nearly as many rows have just found holds here, too, until a trial of these
-        tells more.
-        """
+        """Adopt what steps of nearly as many rows have found, until a trial of these tells more."""
         if self._has_judged or self._move:
             return
         if self.usual != other.usual:
@@ -210,7 +206,7 @@ class _Choice:
                 return
 
     def _after(self, move: str) -> Mode | None:
-        """The mode that a move leads to, if there is one."""
+        """Return the mode that a move leads to, if there is one."""
         count, is_asleep = self.usual
         if len(self._ladder) == 1 or (move == "other way" and count == 1):
             return None
@@ -220,10 +216,10 @@ class _Choice:
         return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
 
     def _judge(self) -> bool:
-        """By the median of a few steps, since neighbours slow single ones; what is much slower is
-        not tried twice.
+        """End a trial by the median of a few steps; return whether it has ended.
 
-        Returns whether it is judged.
+        Single steps are slowed by neighbours. A mode that is much slower is given up at its first
+        step.
         """
         usual_s = median(self._recent)
         tried_s = median(self._tried)
@@ -251,7 +247,7 @@ def _cores_taken(mode: Mode) -> tuple[int, bool]:
 
 
 def _steps_for(lost_s: float, step_s: float) -> int:
-    """Steps until so much may be lost again."""
+    """Return the steps until so much time may be lost again."""
     return min(_MOST_WAIT, max(_LEAST_WAIT, round(lost_s / (_LOST_SHARE * step_s))))
 
 
@@ -259,14 +255,14 @@ _BYTES_PER_THREAD = 1 << 17  # of an addition that torch spreads over all thread
 
 
 class ThreadWaiting:
-    """Sets how the threads of this process wait; at first they look for work."""
+    """Sets how the threads of this process wait; at first they spin."""
 
     def __init__(self) -> None:
         self._ended: threading.Event | None = None
         self._thread = threading.Thread()
 
     def let_sleep(self, is_asleep: bool) -> None:
-        """From now on threads that wait sleep, or look for work for a while first."""
+        """Let waiting threads sleep at once, or spin for a while first."""
         if is_asleep and self._ended is None:
             self._ended, started = threading.Event(), threading.Event()
             arguments = started, self._ended
@@ -279,7 +275,7 @@ class ThreadWaiting:
             self.close()
 
     def close(self) -> None:
-        """Give the idle team back."""
+        """End the idle team."""
         if self._ended is not None:
             self._ended.set()
             self._thread.join()
@@ -313,12 +309,11 @@ def fastest_mode(
     budget_s: float = 0.06,
     multiply: Multiply = linear,
 ) -> Fastest:
-    """That with the shortest product of `num_rows` rows and a (width, width) matrix, and what
-    follows such products.
+    """Return the mode with the shortest product of `num_rows` rows and a (width, width) matrix.
 
-    Counts are those of the rising `ladder`. Ties within a tenth go to fewer threads, and to those
-    that sleep while they
-    wait: these leave the cores to others. `multiply` is how models here make such products.
+    The time includes elementwise work between products. Counts are those of the rising `ladder`.
+    Ties within a tenth go to fewer threads, and to sleeping ones: these leave the cores to others.
+    `multiply` is how models here compute such products.
     """
     weight = torch.ones(width, width, dtype=dtype)
     rows = torch.ones(num_rows, width, dtype=dtype)
@@ -345,5 +340,5 @@ def fastest_mode(
 
 
 def _compute(rows: torch.Tensor, weight: torch.Tensor, multiply: Multiply) -> None:
-    """Two products, and the elementwise work between them: threads wait for each other three times."""
+    """Compute two products with elementwise work between: three waits of all threads."""
     multiply(silu(multiply(rows, weight)), weight)

@@ -1,4 +1,4 @@
-"""How long work takes on the host: the one stopwatch of everything that is chosen by trial.
+"""The one stopwatch of the host, for everything that is chosen by trial.
 
 Work on a device has to end with a number on the host, which is the sign that it is done.
 """
@@ -9,21 +9,24 @@ from statistics import median
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
+    """Return the seconds that `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def fastest_s(measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1) -> float:
-    """As `median_s`, but the least: what a machine can do, whatever else it did meanwhile."""
+    """Return the least of repeated measurements: what the machine can do when undisturbed.
+
+    See `median_s` for the arguments.
+    """
     return min(_rounds(measure, budget_s, least_rounds, 1000))
 
 
 def median_s(
     measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1, most_rounds: int = 1000
 ) -> float:
-    """Of the seconds that `measure` tells, again and again for as long as `budget_s` lasts."""
+    """Return the median of the seconds that `measure` returns, repeated for `budget_s`."""
     return median(_rounds(measure, budget_s, least_rounds, most_rounds))
 
 

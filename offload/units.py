@@ -1,5 +1,4 @@
-"""What the user may choose, validated once, and the legend of the shape suffixes used in the whole
-project.
+"""Units, sampling settings and rules, checked once, and the legend of shape suffixes.
 
 A tensor's name ends in one letter per dimension: `logits_NV`, `parent_N`, `key_GSK`.
 
@@ -52,7 +51,7 @@ _ALL = ("http", "batch", "chat", "harness")
 class Sampling:
     """How the next token is drawn from the target's logits; temperature 0 is greedy.
 
-    Penalties and biases change logits before anything else does, and hold for greedy text as well.
+    Penalties and biases are applied to logits first, and hold for greedy text as well.
     """
 
     # A table, as in `offload.options`.
@@ -137,17 +136,17 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no noise enters at all."""
+        """Return whether no noise enters at all."""
         return self.temperature == 0
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether there are penalties or biases."""
+        """Return whether there are penalties or biases."""
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
 
     def as_dict(self) -> dict[str, object]:
-        """Temperature, top-p and top-k, and what else is not off; the seed is left out."""
+        """Return temperature, top-p, top-k and all other settings in use, without the seed."""
         always = ("temperature", "top_p", "top_k")
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         used = [
@@ -177,7 +176,7 @@ class ChildSampling(Enum):
 
     @property
     def keeps_distributions(self) -> bool:
-        """Whether verification needs q itself and not just the tokens."""
+        """Return whether verification needs q itself and not just the tokens."""
         return self in (ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT)
 
 
@@ -199,7 +198,7 @@ RULES: dict[str, RuleTerms] = {
 
 
 def drafting_of(rule: str) -> ChildSampling:
-    """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
+    """Return the child sampling that goes with a rule. Raises `UserError` for an unknown rule."""
     if not isinstance(rule, str) or rule not in RULES:
         raise UserError(
             f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match"
@@ -208,7 +207,7 @@ def drafting_of(rule: str) -> ChildSampling:
 
 
 def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None) -> float:
-    """The same number, proved to be a lenience that a rule has a use for. Raises `UserError`.
+    """Return `lenience`, checked to be one that the rule can use. Raises `UserError`.
 
     Args:
         sampling: how tokens will be drawn; None is not known yet.
@@ -270,26 +269,27 @@ class Rate(ByteSize):
 
 
 def parse_size(given: str | int, flag: str) -> int:
-    """A plain number of bytes from what `ByteSize` takes. Raises `UserError`."""
+    """Return the bytes of `512MiB`, `1.2GB`, `4G` (decimal) or a number. Raises `UserError`."""
     return int(ByteSize.parse(given, flag))
 
 
 def parse_rate(given: str | int | None, flag: str) -> int | None:
-    """A plain number of bytes per second from what `Rate` takes; None stays None. Raises `UserError`."""
+    """Return the bytes per second of `400MB`, with or without `/s`; None stays None.
+
+    Raises `UserError`.
+    """
     return None if given is None else int(Rate.parse(given, flag))
 
 
 def is_decimal(size: str | int | None) -> bool:
-    """Whether a person who gives a size like this thinks in powers of ten: `8GB` or `8G`, not
-    `8GiB`.
-    """
+    """Return whether a size is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
     if isinstance(size, ByteSize):
         return size.is_decimal
     return re.search(r"[kmgt]b?\s*$", str(size).lower()) is not None
 
 
 def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
-    """`1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
+    """Return `1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
     base, infix = (1000, "") if is_decimal else (1024, "i")
     for unit, size in (
         (f"{prefix}{infix}B", base**power)
@@ -305,7 +305,7 @@ def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
-    """Tokens and what their logits gain, by token. Raises `UserError`."""
+    """Return (token, bias) pairs, sorted by token. Raises `UserError`."""
     try:
         pairs = [
             (token, number)

@@ -32,7 +32,7 @@ from offload.memory.planner import ModelFiles
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import product_for
-from offload.planning.acceptance import usual_for
+from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import NOTHING, Costs, Curve
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
@@ -197,7 +197,7 @@ def trees_of(
         cache(partial(room.traffic, files)),
         context=room.plan(files, 1).context,
         has_draft=files.draft is not None,
-        usual=usual_for(files.draft),
+        usual=prior_for(files.draft),
         routing=routing_in(profile),
         parallel=room.parallel,
         link_bytes_per_s=room.rates.link_bytes_per_s if room.rates and room.gpu is None else None,

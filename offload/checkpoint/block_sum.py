@@ -1,10 +1,11 @@
-"""A sum of all bytes that a text needs of a model, taken in whatever order they are read.
+"""A checksum over all bytes that a text needs of a model, added up in any order of reading.
 
-Every block of 4 KiB adds its 512 words of 64 bits to as many columns, and all of its words
-together, times a number of its own, to a total of the file; columns and totals are one name in the
-end. What differs within one block alone changes it for certain, words that changed places within a
-block or blocks that did among each other as well, and anything else but for one case in 2^64. It is
-no proof against people. Invariant: each block counts once, whoever reads it how often.
+Each block of 4 KiB adds its 512 words of 64 bits to 512 column sums, and the sum of its words,
+times a key that depends on the block's number, to one total of the file. The columns and totals are
+hashed into one name. A change within a single block always changes the name, and so do words that
+change places within a block and blocks that change places; any other change goes unseen in one case
+of 2^64. It is no protection against forgery. Invariant: each block counts once, however often and
+by however many threads it is read.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import Checkpoint
 
 _WORDS = BLOCK_BYTES // 8
-_CACHED_BLOCKS = 128  # that are added while they lie in a cache
+_CACHED_BLOCKS = 128  # a batch that stays in a processor's cache while it is added
 _ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
 _SHIFT = np.uint64(29)
 _DIGEST_CHARS = 32
@@ -27,44 +28,49 @@ _Range = tuple[int, int]
 
 
 class BlockSum:
-    """What has been added so far; any thread may show it what it has read."""
+    """The sum of the blocks that have been read so far; any thread may add to it."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         sizes = [stamp.num_bytes for stamp in checkpoint.stamps]
-        self._left = _needed(checkpoint, sizes)
-        self._left_bytes = self.total_bytes = sum(hi - lo for own in self._left for lo, hi in own)
-        self._sums = np.zeros((len(sizes), _WORDS + 1), np.uint64)  # the last is the total
+        self._left = _blocks_of_tensors(checkpoint, sizes)
+        self.total_bytes = sum(hi - lo for own in self._left for lo, hi in own)
+        self._left_bytes = self.total_bytes
+        # columns, then the total
+        self._sums = np.zeros((len(sizes), _WORDS + 1), np.uint64)
         self._lock = Lock()
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """Add what is new of bytes (uint8) of a file from byte `lo` on."""
+        """Add the blocks of `stored` that have not counted yet.
+
+        `stored` (uint8) holds the bytes of a file from `lo` on.
+        """
         if not self._left[shard]:
             return
         for first, end in self._claim(shard, lo, lo + len(stored)):
-            sums = _added(stored[first - lo : end - lo], first // BLOCK_BYTES)
+            sums = _sums_of(stored[first - lo : end - lo], first // BLOCK_BYTES)
             with self._lock:
                 self._sums[shard] += sums
                 self._left_bytes -= end - first
 
     @property
     def left_bytes(self) -> int:
-        """How much has not been added yet."""
+        """Return how many bytes have not been added yet."""
         return self._left_bytes
 
     def left(self) -> list[tuple[int, int, int]]:
-        """Which bytes have not been read yet: shard, [lo, hi)."""
+        """Return the byte ranges that have not been read yet: (shard, lo, hi) for [lo, hi)."""
         with self._lock:
             return [(shard, lo, hi) for shard, own in enumerate(self._left) for lo, hi in own]
 
     @property
     def result(self) -> str | None:
-        """The sum; None before all has been added."""
+        """Return the checksum, or None until all bytes have been added."""
         if self._left_bytes:
             return None
         return hashlib.sha256(self._sums.astype("<u8").tobytes()).hexdigest()[:_DIGEST_CHARS]
 
     def _claim(self, shard: int, lo: int, hi: int) -> list[_Range]:
-        """What nobody else adds of these bytes: whole blocks, or the end of the file."""
+        """Take the blocks in [lo, hi), or the end of the file, that no thread has taken."""
         with self._lock:
             left = self._left[shard]
             claimed = list[_Range]()
@@ -84,8 +90,8 @@ class BlockSum:
             return claimed
 
 
-def _needed(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_Range]]:
-    """By file, the blocks in which bytes of tensors lie, as ranges apart from each other."""
+def _blocks_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_Range]]:
+    """Return the blocks that hold bytes of tensors, as disjoint ranges for each file."""
     spans = sorted(
         (one.shard, one.lo, one.hi) for _, one in stored_entries(checkpoint) if one.num_bytes
     )
@@ -101,12 +107,13 @@ def _needed(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_Range]]:
     return needed
 
 
-def _added(stored: np.ndarray, first_block: int) -> np.ndarray:
-    """Column sums and total of bytes from the beginning of a block on; an end of a file is filled
-    up with zeros.
+def _sums_of(stored: np.ndarray, first_block: int) -> np.ndarray:
+    """Return column sums and total of bytes that begin at a block.
+
+    The last block of a file is filled up with zeros.
     """
     sums = np.zeros(_WORDS + 1, np.uint64)
-    for block, words in _in_caches(stored, first_block):
+    for block, words in _cached_batches(stored, first_block):
         keys = np.arange(block + 1, block + 1 + len(words), dtype=np.uint64) * _ODD
         keys = (keys ^ (keys >> _SHIFT)) * _ODD
         sums[:_WORDS] += words.sum(axis=0)
@@ -114,8 +121,8 @@ def _added(stored: np.ndarray, first_block: int) -> np.ndarray:
     return sums
 
 
-def _in_caches(stored: np.ndarray, first_block: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The number of a block, and the words (blocks, 512) of it and a few behind it."""
+def _cached_batches(stored: np.ndarray, first_block: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield batches of blocks that fit a cache: number of the first, words (blocks, 512)."""
     num_whole = len(stored) // BLOCK_BYTES
     words = stored[: num_whole * BLOCK_BYTES].view(np.uint64).reshape(num_whole, _WORDS)
     for at in range(0, num_whole, _CACHED_BLOCKS):

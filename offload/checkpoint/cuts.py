@@ -1,14 +1,9 @@
-"""A checkpoint cut to some rows of its layers' matrices: what one of several ranks has of them.
+"""The part of a checkpoint that one of several ranks holds: rows of matrices, or some layers.
 
-Rows of a matrix lie one behind the other in its file, so a part is as quick to read as the whole.
-Invariant: entries of a cut checkpoint lie within those of the whole one, and its layers cover
-exactly the rows that are asked for.
-
-Consecutive layers of a decoder, with or without what stands before and behind them: what one of
-several ranks has.
-
-The files are the same for every rank. Invariant: sections that follow one another have each layer
-once, and of what lies around the layers nothing that they do not use.
+The files are the same for every rank; only the headers are cut. Rows of a matrix lie one behind the
+other in its file, so a part is as quick to read as the whole. Invariant: the entries of a cut
+checkpoint lie within those of the whole one. Rows cover exactly what is asked for; consecutive
+sections hold each layer once, and each holds only those embeddings, norm and head that it uses.
 """
 
 import re
@@ -22,6 +17,7 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
 from offload.checkpoint.tensors import TensorEntry
 
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
 
 
@@ -37,8 +33,9 @@ class MatrixRows(NamedTuple):
 
 
 def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
-    """The shapes of what decoder layers hold, by name within a layer, such as
-    `self_attn.q_proj.weight`.
+    """Return the shapes of the tensors of decoder layers by their names within a layer.
+
+    A name is such as `self_attn.q_proj.weight`.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, entry in checkpoint.tensors.items():
@@ -48,8 +45,9 @@ def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
 
 
 def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Checkpoint:
-    """Only these rows of matrices, and of their biases, by name within a layer, such as
-    `mlp.up_proj`.
+    """Return the checkpoint with only these rows of matrices and of their biases.
+
+    `rows_of` maps names within a layer, such as `mlp.up_proj`, to their rows.
     """
     return _map_layers(
         checkpoint, lambda stem, entry: _cut(entry, rows_of[stem]) if stem in rows_of else entry
@@ -75,23 +73,18 @@ def _cut(entry: TensorEntry, rows: MatrixRows) -> TensorEntry:
     return entry._replace(shape=(rows.num, *entry.shape[1:]), lo=lo, hi=hi)
 
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-
-
 class Section(NamedTuple):
     """Layers [first, last) of a decoder."""
 
     first: int
     last: int
-    has_table: bool  # takes in ids; others get hidden states
-    has_head: bool  # with the norm before it: gives logits; others give hidden states
+    has_table: bool  # embeds token ids; other sections take hidden states
+    has_head: bool  # has norm and head, returns logits; other sections return hidden states
 
 
 @remembered
 def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
-    """The headers of a section as if it were a model, for planning: its layers are numbered from 0
-    on.
-    """
+    """Return the headers of a section as a model with layers numbered from 0, for planning."""
     sizes = config_sizes(whole)
     layers, rest = group_by_layer(whole, sizes["num_hidden_layers"])
     assert 0 <= section.first < section.last <= len(layers), f"{section} of {len(layers)} layers"
@@ -99,7 +92,8 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     kept = {entry for entries in layers[section.first : section.last] for entry in entries}
     kept |= {*(table if section.has_table else ()), *(head if section.has_head else ())}
     tensors = {name: entry for name, entry in whole.tensors.items() if entry in kept}
-    if not section.has_table:  # a head that is the table of the whole is a head alone here
+    # a tied head without its embedding table becomes a head of its own
+    if not section.has_table:
         tensors = {
             "lm_head.weight" if entry in table else name: entry for name, entry in tensors.items()
         }
@@ -111,7 +105,9 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
         "num_hidden_layers": section.last - section.first,
         "dtype": compute_dtype_name(whole, "auto"),
     }
-    own |= {} if section.has_head else {"vocab_size": None}  # no row is scored, and nothing drawn
+    # without a head there are no logits and no sampling
+    if not section.has_head:
+        own["vocab_size"] = None
     is_inside = text_config(whole) is whole.config.get("text_config")
     config = {
         **whole.config,

@@ -1,9 +1,8 @@
-"""What is fetched from the hub: small files by what they are called, then the shards that a loader
-reads, and no more.
+"""What is fetched from the hub: small files by their names, then the shards that a loader reads.
 
-Repositories hold the same weights in other forms beside, and code. Invariant: no pickle and no
-program is ever asked for, nothing in folders but chat templates, and all of a model comes from one
-commit.
+Repositories also hold the same weights in other formats, and code. Invariant: no pickle and no
+program is ever asked for, nothing in folders but chat templates, and all files of a model come from
+one commit.
 """
 
 import os
@@ -33,34 +32,34 @@ _NEVER = (
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether this could name a model on the hub."""
+    """Return whether this could name a model on the hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
 
 
 def download_small(repo: str) -> Path:
-    """A folder with all that a model has beside its weights; kept in the hub's cache. Raises
-    `UserError`.
+    """Fetch all but the weights into the hub's cache; return the folder.
+
+    Raises `UserError`.
     """
     return _snapshot(repo, _SMALL)
 
 
 def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
-    """The same folder, once these files of weights have come, too; what has come before is not
-    fetched again.
+    """Fetch these weight files, except those already in the cache; return their folder.
 
     Args:
-        small: of `download_small`, whose name is that of the commit.
+        small: the folder from `download_small`, whose name is that of the commit.
     """
     return _snapshot(repo, names, revision=small.name)
 
 
 def download_unindexed(repo: str, small: Path) -> Path:
-    """The same for a model without an index: the file of the usual name, or where there is none
-    any.
+    """Fetch the weights of a model without an index; return their folder.
 
-    `find_shards` prefers that name as well: others may be the same weights in another precision.
+    This is the file of the usual name, or all safetensors files where there is none. `find_shards`
+    prefers that name as well: others may be the same weights in another precision.
     """
-    # a request that nothing matches is warned of
+    # config.json as well: the hub's library warns of a request that matches nothing
     found = download_shards(repo, small, [_SINGLE, "config.json"])
     return (
         found
@@ -70,9 +69,9 @@ def download_unindexed(repo: str, small: Path) -> Path:
 
 
 def in_cache(repo: str) -> Path:
-    """The folder that the hub's cache has for a model, whatever is in it: nothing is fetched.
+    """Return the folder that the hub's cache has for a model, complete or not; nothing is fetched.
 
-    Raises `OSError` where there is none, and `HFValidationError` for a bad name.
+    Raises `OSError` where there is none, and `HFValidationError` for a malformed name.
     """
     from huggingface_hub import snapshot_download
 
@@ -102,14 +101,15 @@ def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
 
 
 def not_on_the_hub(repo: str, error: Exception) -> UserError:
-    """What to tell the user when the hub's library has failed: a name may be wrong only where the
-    hub has answered.
+    """Return the error to show when the hub's library has failed.
+
+    It questions the name only where the hub has answered.
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    # of the HTTP library beneath, which changes from release to release
+    # the HTTP library beneath changes from release to release
     network_error = HfHubHTTPError.__bases__[0]
-    # the last: the user has forbidden to ask
+    # ConnectionError: the user has set the hub's library to offline
     unreached = (network_error, LocalEntryNotFoundError, ConnectionError)
     has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, unreached)
     why = (

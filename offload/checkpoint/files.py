@@ -1,15 +1,11 @@
-"""Small files of strangers, such as config.json: what is no regular file would hang, or never end;
-and ours.
+"""Files on disk: small files that may be hostile, locked folders, and large files read in parts.
 
-Folders that one process at a time writes to.
-
-Invariant: who holds a lock holds that of the folder that has the name now; one that was finished
-and renamed meanwhile is not what was asked for, and what another process makes under the name since
-is its own.
-
-Large files taken part by part: several are worked on at once, and come out in their order.
-
-Invariant: memory holds a few parts, however large the file is.
+A small file such as config.json may be a pipe that never ends, so only regular files are opened,
+and only up to a limit. A folder is written by one process at a time. A large file is read in parts
+by several threads, whose results come out in order. Invariant: memory holds a few parts, however
+large the file is; and a lock counts only while its folder still has the name that was asked for: a
+folder that was finished and renamed meanwhile is not locked, nor is a new one under the old name
+removed.
 """
 
 import errno
@@ -28,12 +24,16 @@ from typing import Any, BinaryIO, TypeVar
 from offload.errors import ReadError, UserError, reason
 from offload.machine import num_cores
 
-_MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
+PART_BYTES = 8 << 20
+_MAX_BYTES = 64 << 20  # the indexes of the largest models take some 10 MiB
+_MAX_THREADS = 8
+_Result = TypeVar("_Result")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read bytes from. Raises `OSError`, also for what is no regular file."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to opens at once
+    """Open a file to read bytes from. Raises `OSError`, also for anything but a regular file."""
+    # without O_NONBLOCK, opening a pipe waits for a writer
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -41,18 +41,20 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path, most_bytes: int | None = None) -> str:
-    """The whole text. Raises `OSError`, also where it is too large, and `ValueError` for other text
-    than UTF-8.
+    """Return the whole text of a small file.
+
+    Raises `OSError`, also where it is larger than `most_bytes`, and `ValueError` for text that is
+    not UTF-8.
     """
     with open_regular(path) as file:
         return read_all_of(file, most_bytes).decode("utf-8")
 
 
 def read_given(path: Path, most_bytes: int | None = None) -> bytes:
-    """All of a file that the user has named, which may be a pipe: one that nobody writes to is
-    empty.
+    """Return all bytes of a file or pipe that the user has named.
 
-    Raises `OSError`, also for what would never end, or is too large.
+    A pipe without a writer is empty. Raises `OSError`, also for a file that is too large or would
+    never end.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     found = os.fstat(fd)
@@ -67,8 +69,9 @@ def read_given(path: Path, most_bytes: int | None = None) -> bytes:
 
 
 def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int = 0) -> bytes:
-    """What is left of a file or pipe, of `known_bytes` at least. Raises `OSError`, also where it is
-    too large.
+    """Return the rest of a file or pipe, which has at least `known_bytes`.
+
+    Raises `OSError`, also where it has more than `most_bytes`.
     """
     most_bytes = _MAX_BYTES if most_bytes is None else most_bytes
     raw = file.read(most_bytes + 1) if known_bytes <= most_bytes else b""
@@ -78,7 +81,9 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """A JSON object. Raises what `read_small` raises of `OSError`, and `UserError` for any other
+    """Return the JSON object in a file.
+
+    Raises the `OSError` of `read_small`, and `UserError`, which ends in `remedy`, for any other
     content.
     """
     try:
@@ -92,11 +97,10 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write instead of this one: whoever reads sees the old one or the new one. Raises
-    `OSError`.
+    """Yield a scratch path that replaces `path` when the body ends. Raises `OSError`.
 
-    Its name is nobody else's: threads share a number of process, and so do programs in containers
-    that share a folder.
+    A reader sees either the old file or the new one. The scratch name is random because threads
+    share a process number, and so do containers that share a folder.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -107,7 +111,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """Of this program, in the user's cache directory. Raises `UserError` for a user who has none."""
+    """Return this program's folder in the user's cache.
+
+    Raises `UserError` for a user without a home folder.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
     except RuntimeError:
@@ -116,12 +123,13 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder, locked. Raises `UserError` where another process writes to it, and
-    `OSError`.
+    """Lock a folder and yield its descriptor.
+
+    Raises `UserError` where another process writes to it, and `OSError`.
     """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not _is_taken(lock, folder):
+        if not _try_lock(lock, folder):
             raise UserError(
                 f"another process is writing to {folder}: wait for it, or take another name"
             )
@@ -132,14 +140,15 @@ def locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def locked_anew(folder: Path) -> Iterator[int]:
-    """The same for one that is made if need be; an empty one does not stay where an `OSError` ends
-    it.
+    """Lock a folder as `locked` does, and make it if need be.
+
+    A folder that is still empty when an `OSError` ends the body is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         lock = None
         try:
-            lock = held.enter_context(locked(folder))
+            lock = stack.enter_context(locked(folder))
             yield lock
         except OSError:
             with suppress(OSError):  # it is gone already, or holds something
@@ -148,7 +157,7 @@ def locked_anew(folder: Path) -> Iterator[int]:
             raise
 
 
-def _is_taken(lock: int, folder: Path) -> bool:
+def _try_lock(lock: int, folder: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(lock), os.stat(folder))
@@ -156,14 +165,10 @@ def _is_taken(lock: int, folder: Path) -> bool:
         return False
 
 
-PART_BYTES = 8 << 20
-_MAX_THREADS = 8
-_Result = TypeVar("_Result")
-
-
 def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> Iterator[_Result]:
-    """What `work` makes of each job, on as many threads as there are cores; it should hold no lock
-    for long.
+    """Yield `work(*job)` for each job, in order, computed on as many threads as there are cores.
+
+    `work` should not hold the interpreter's lock for long.
     """
     num_threads = min(_MAX_THREADS, num_cores())
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-parts")
@@ -180,8 +185,9 @@ def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> I
 
 
 def read_part(fd: int, lo: int, hi: int) -> bytearray:
-    """Bytes [lo, hi), which do not stay in the page cache. Raises `ReadError` where the file ends
-    before.
+    """Return bytes [lo, hi) and drop them from the page cache.
+
+    Raises `ReadError` where reading fails or the file ends before `hi`.
     """
     data = bytearray(hi - lo)
     view = memoryview(data)
@@ -199,24 +205,27 @@ def read_part(fd: int, lo: int, hi: int) -> bytearray:
 
 
 def write_part(fd: int, data: Any, lo: int) -> None:
-    """All of a buffer, on its way to the disk at once. Raises `OSError`."""
+    """Write a whole buffer at `lo` and start its way to the disk. Raises `OSError`."""
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], lo + done)
-    # of what is not yet written it begins the writing
+    # starts the writing of pages that are still dirty
     os.posix_fadvise(fd, lo, len(view), os.POSIX_FADV_DONTNEED)
 
 
 def parts(lo: int, hi: int) -> Iterator[tuple[int, int]]:
-    """[lo, hi) cut into parts."""
+    """Yield the parts of at most `PART_BYTES` that make up [lo, hi)."""
     for at in range(lo, hi, PART_BYTES):
         yield at, min(at + PART_BYTES, hi)
 
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """A descriptor; a file that is made may be read by all. Raises `OSError`."""
+    """Open a file and yield its descriptor. Raises `OSError`.
+
+    A new file can be read by all users.
+    """
     fd = os.open(path, flags, 0o666)
     try:
         yield fd

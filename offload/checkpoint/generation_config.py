@@ -1,5 +1,6 @@
-"""How a model suggests to write, in the generation_config.json beside its weights: checked, as any
-stranger's file.
+"""A model's suggested generation settings, from the generation_config.json beside its weights.
+
+The file may be hostile, and is checked as such.
 """
 
 import os
@@ -18,11 +19,11 @@ _SUGGESTED = {key: one for key, one in options_at("harness", Sampling).items() i
 
 
 def suggested_sampling(model: str, seed: int) -> Sampling:
-    """How a folder or hub id says to sample, greedy where it does not say `do_sample`; its
-    repetition penalty always.
+    """Return how a folder or hub id suggests to sample.
 
-    What the file leaves out is left off: temperature 1, all tokens. Raises `UserError` for values
-    that make no sense.
+    It is greedy unless the file sets `do_sample`; a repetition penalty always holds. Settings that
+    the file leaves out are off: temperature 1, all tokens. Raises `UserError` for values that make
+    no sense.
     """
     found = _read(model)
     is_drawn = found.get("do_sample", False) is True
@@ -42,8 +43,9 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 
 def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """As transformers finds them: the generation config goes before the model's, and that before
-    that of its text.
+    """Return the settings as transformers merges them.
+
+    The generation config precedes the model's config, which precedes that of its text part.
     """
     path = checkpoint.small_files / _NAME
     inner = checkpoint.config.get("text_config")
@@ -53,10 +55,9 @@ def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Ids that stand between the prompt that an encoder reads and the decoder's text; without one
-    there are none.
+    """Return the ids between the prompt, which an encoder reads, and the decoder's text.
 
-    Raises `UserError` where the files name no such id.
+    Without an encoder there are none. Raises `UserError` where the files name no such id.
     """
     if not has_encoder(checkpoint.config):
         return ()
@@ -78,9 +79,7 @@ def _read(model: str) -> dict[str, Any]:
 
 
 def _from_hub(repo: str) -> Path:
-    """A folder with this one file, where the hub has it; out of its reach the cached copy of the
-    model.
-    """
+    """Return a folder with this one file, or the cached model where the hub is out of reach."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

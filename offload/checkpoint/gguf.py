@@ -1,10 +1,9 @@
-"""GGUF files as checkpoints: tensors by Hugging Face's names, stored as they are, with a config
-from beside or inside.
+"""GGUF files as checkpoints: Hugging Face's tensor names, bytes as stored, and a config.
 
-A file says what its model is in llama.cpp's words. Those of the original model are better: a
-`config` that is named, or a config.json in the file's folder, held against what the file states;
-else they are derived. Invariant: every tensor of a file has one known meaning, or the file is
-refused.
+A GGUF file describes its model in llama.cpp's terms. The original model's own config is better: one
+that the user names, or a config.json in the file's folder, is checked against the file; without
+one, the config is derived from the file. Invariant: every tensor of a file has one known meaning,
+or the file is refused.
 """
 
 import math
@@ -48,9 +47,9 @@ class _Architecture(NamedTuple):
     """How llama.cpp stores the models of some types."""
 
     model_types: tuple[str, ...]
-    parts: Mapping[str, str]  # of a layer
-    has_interleaved_heads: bool = False  # in rows of query and key projections
-    added: int = 0  # to norms
+    parts: Mapping[str, str]  # GGUF's name of a layer's tensor -> Hugging Face's
+    has_interleaved_heads: bool = False  # the rows of query and key projections
+    added: int = 0  # what the writer has added to the weights of norms
 
 
 _ARCHITECTURES = {
@@ -65,17 +64,17 @@ _KNOWN = "those of Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are: take this model
 
 
 def gguf_file(model: str | os.PathLike[str]) -> Path | None:
-    """The first file of a model that is GGUF: named itself, or alone in a folder without
-    safetensors; None for others.
+    """Return the first GGUF file of a model, or None where the model is not GGUF.
 
-    Raises `UserError` where a folder has several.
+    `model` is the file itself, or a folder with GGUF files and no safetensors. Raises `UserError`
+    where a folder has several models.
     """
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path):
         return path if path.suffix.lower() == ".gguf" else None
     if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
         return None
-    # what sees is left out
+    # vision encoders (mmproj) are left out
     files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))
     first = [
         one for one in files if (match := _SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
@@ -87,7 +86,7 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
 
 
 def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """Read the headers of a file, or of all that it was split into.
+    """Read the headers of a GGUF file, or of all files that a model was split into.
 
     Args:
         config: folder or hub id of the original model, for its config and tokenizer.
@@ -138,8 +137,9 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
 
 
 def files_of(file: Path) -> tuple[Path, ...]:
-    """A file, or all that a model was split into, by their names: they need not be there. Raises
-    `UserError`.
+    """Return the file, or all files that its model was split into, which need not exist.
+
+    Raises `UserError` for a name that says that there are none.
     """
     match = _SPLIT.fullmatch(file.name)
     if match is None:
@@ -163,7 +163,7 @@ def _require_files(files: Sequence[Path], file: Path) -> None:
 def _joined(
     files: Sequence[Path], headers: Sequence[GgufHeader]
 ) -> tuple[Metadata, dict[str, TensorEntry]]:
-    """What the first part says, and the tensors of all."""
+    """Return the metadata of the first part and the tensors of all parts."""
     first = headers[0].metadata
     stored = dict[str, TensorEntry]()
     for index, (path, header) in enumerate(zip(files, headers, strict=True)):
@@ -192,7 +192,7 @@ def _folder_of_config(file: Path, config: str | os.PathLike[str] | None) -> Path
 def _checked_config(
     where: str, folder: Path, metadata: Metadata, factors: Sequence[float]
 ) -> dict[str, Any]:
-    """A config that fits the file. Raises `UserError`."""
+    """Return the config in `folder`, checked against the file. Raises `UserError`."""
     settings = read_config(folder / "config.json")
     stated = stated_config(where, metadata)
     kind = metadata["general.architecture"]
@@ -211,7 +211,7 @@ def _checked_config(
 
 
 def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, ...]:
-    """The numbers of `rope_freqs.weight`. Raises `UserError`."""
+    """Return the numbers of `rope_freqs.weight`, if there are any. Raises `UserError`."""
     if entry is None:
         return ()
     where = files[entry.shard].name
@@ -234,9 +234,7 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
 def _tensors(
     where: str, kind: str, stored: Mapping[str, TensorEntry], stated: Mapping[str, Any]
 ) -> dict[str, TensorEntry]:
-    """By the names that a model of this architecture has. Raises `UserError` for one that it has
-    not.
-    """
+    """Return the tensors by Hugging Face's names. Raises `UserError` for an unknown tensor."""
     architecture = _ARCHITECTURES[kind]
     found = dict[str, TensorEntry]()
     num_heads = stated.get("num_attention_heads", 0)
@@ -268,8 +266,9 @@ def _tensors(
 def _require_biases(
     where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> None:
-    """Raises `UserError` for numbers that the model would not add: a model takes no notice of
-    tensors that it lacks.
+    """Raise `UserError` for biases in the file that the model of this config would not add.
+
+    A model takes no notice of tensors that it lacks.
     """
     inner = config.get("text_config")
     own = inner if isinstance(inner, dict) else config

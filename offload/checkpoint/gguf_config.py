@@ -1,9 +1,8 @@
-"""What a GGUF file says of its model in the words of Hugging Face's config.json, for architectures
-known whole.
+"""Derive a Hugging Face config from a GGUF file's metadata, for architectures that are fully known.
 
-Sizes are stated by the file; some rules are not, since llama.cpp has them in its code (Gemma's
-pattern of windows).
-Invariant: what is said of the model in words that are not known here is refused, not left out.
+The file states sizes; some rules it does not, since llama.cpp has them in its code (Gemma's pattern
+of sliding windows). Invariant: metadata of the model that is not known here is refused, not
+ignored.
 """
 
 import math
@@ -18,7 +17,7 @@ Config = dict[str, Any]
 _SIZES = {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
           "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
           "max_position_embeddings": "context_length"}  # fmt: skip
-_HELD_AGAINST = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+_COMPARED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "sliding_window")  # fmt: skip
 _KNOWN = {*_SIZES.values(), "attention.head_count_kv", "attention.key_length", "attention.value_length",
           "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
@@ -29,26 +28,31 @@ _GEMMA_KNOWN = {"attention.sliding_window_pattern", "rope.freq_base_swa", "final
 _GEMMA_LOCAL_THETA = 10000.0
 _GEMMA_PATTERN = 6
 _GEMMA_27B_LAYERS = 62
-_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 8192}  # fmt: skip  # of every Llama 3.1 to 3.3; factors differ
+# the same in Llama 3.1 to 3.3; only `factor` differs
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_SPECIAL_TOKENS = {"bos": "bos", "pad": "padding"}
 _REMEDY = "give `config`, the folder or hub id of the original model"
 
 
 def config_of(
     where: str, metadata: Metadata, names: Mapping[str, Sequence[int]], factors: Sequence[float]
 ) -> Config:
-    """The config of a model by its file alone.
+    """Return the config of a model from its GGUF metadata alone.
 
     Args:
         where: names the file.
-        names: shapes of its tensors.
-        factors: of `rope_freqs.weight`, by which wavelengths are divided; empty where the file has
-            none.
+        names: shapes of its tensors by GGUF's names.
+        factors: the frequency divisors in `rope_freqs.weight`; empty where the file has none.
 
     Raises:
-        UserError: the file does not say enough, or says what is not known.
+        UserError: the metadata lacks a size, or has a key that is not known.
     """
-    said = _Said(where, metadata)
+    said = _ArchMetadata(where, metadata)
     unknown = said.keys() - _KNOWN - (_GEMMA_KNOWN if said.arch == "gemma3" else set())
     if unknown:
         raise UserError(
@@ -70,9 +74,9 @@ def config_of(
     config |= {"vocab_size": table[0], "tie_word_embeddings": "output.weight" not in names}
     config |= {
         f"{name}_token_id": metadata.get(f"tokenizer.ggml.{own}_token_id")
-        for name, own in _SPECIAL.items()
+        for name, own in _SPECIAL_TOKENS.items()
     }
-    config["eos_token_id"] = _ends(metadata)
+    config["eos_token_id"] = _end_tokens(metadata)
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise UserError(
             f"{where}: rotary positions of part of a head are not known here: {_REMEDY}"
@@ -80,7 +84,7 @@ def config_of(
     config["model_type"] = {"gemma3": "gemma3_text"}.get(said.arch, said.arch)
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
-        return config | _gemma(said, config)
+        return config | _gemma_config(said, config)
     if said.arch == "llama" and config.get("sliding_window"):
         return config | {"model_type": "mistral"}
     if said.arch == "llama":
@@ -88,12 +92,9 @@ def config_of(
     return config
 
 
-_SPECIAL = {"bos": "bos", "pad": "padding"}
-
-
 def stated_config(where: str, metadata: Metadata) -> Config:
-    """The sizes that a file states. Raises `UserError` for those of kinds that are not read."""
-    said = _Said(where, metadata)
+    """Return the sizes that a file states. Raises `UserError` for models that are not read."""
+    said = _ArchMetadata(where, metadata)
     if said.get("expert_count"):
         raise UserError(
             f"{where}: experts in GGUF files are not read: take the model in safetensors"
@@ -114,10 +115,10 @@ def stated_config(where: str, metadata: Metadata) -> Config:
 def require_same(
     where: str, config: Mapping[str, Any], stated: Mapping[str, Any], source: str
 ) -> None:
-    """Raises `UserError` where a config is of another model than the file."""
+    """Raise `UserError` where a config belongs to another model than the file."""
     rope = config.get("rope_parameters")
     known = {**(rope if isinstance(rope, dict) else {}), **config}
-    for key in _HELD_AGAINST:
+    for key in _COMPARED:
         own = stated.get(key)
         other = known.get(key)
         if (
@@ -131,8 +132,9 @@ def require_same(
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """By what Llama 3 divides the frequency of each pair of a head, as llama.cpp writes it into
-    `rope_freqs.weight`.
+    """Return Llama 3's frequency divisors, one for each pair of a head.
+
+    llama.cpp writes the same numbers into `rope_freqs.weight`.
     """
     factor, low, high = (
         float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
@@ -151,7 +153,7 @@ def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> l
 def require_factors(
     where: str, config: Mapping[str, Any], factors: Sequence[float], stated: Mapping[str, Any]
 ) -> None:
-    """Raises `UserError` where a config divides frequencies by other numbers than the file does."""
+    """Raise `UserError` where the config's frequency divisors differ from the file's."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     head_dim = stated.get("head_dim") or stated["hidden_size"] // stated["num_attention_heads"]
     try:
@@ -165,11 +167,13 @@ def require_factors(
         )
 
 
-class _Said:
-    """The metadata of one architecture."""
+class _ArchMetadata:
+    """The metadata of the file's own architecture, read by short keys."""
 
     def __init__(self, where: str, metadata: Metadata) -> None:
-        self.where, self.arch, self._metadata = where, metadata["general.architecture"], metadata
+        self.where = where
+        self.arch = metadata["general.architecture"]
+        self._metadata = metadata
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"{self.arch}.{key}", default)
@@ -191,14 +195,14 @@ class _Said:
     def real(self, key: str) -> float | None:
         value = self.get(key)
         if value is None or (type(value) in (int, float) and 0 < value < math.inf):
-            return None if value is None else _shortest(value)
+            return None if value is None else _shortest_decimal(value)
         raise UserError(
             f"{self.where}: {self.arch}.{key} must be a number above 0, got {value!r:.80}: {_REMEDY}"
         )
 
 
-def _shortest(value: float) -> float:
-    """The number that was meant, 1e-05, of one that was kept in float32, 9.999999747378752e-06."""
+def _shortest_decimal(value: float) -> float:
+    """Return the shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
     kept = struct.unpack("<f", struct.pack("<f", value))[0] if value < 3e38 else value
     return next(
         (
@@ -211,14 +215,14 @@ def _shortest(value: float) -> float:
     )
 
 
-def _ends(metadata: Metadata) -> int | list[int] | None:
-    """Tokens that end a text, and those that end a turn."""
+def _end_tokens(metadata: Metadata) -> int | list[int] | None:
+    """Return the ids of the tokens that end a text or a turn."""
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     ends = list(dict.fromkeys(one for one in named if type(one) is int))
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def _rope_scaling(said: _Said, config: Config, factors: Sequence[float]) -> Config | None:
+def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float]) -> Config | None:
     kind = said.get("rope.scaling.type", "none")
     factor = said.real("rope.scaling.factor")
     context = said.size("rope.scaling.original_context_length")
@@ -240,15 +244,16 @@ def _rope_scaling(said: _Said, config: Config, factors: Sequence[float]) -> Conf
 
 
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Up to float32."""
+    """Return whether two lists agree up to float32."""
     return len(one) == len(other) and all(
         map(lambda a, b: math.isclose(a, b, rel_tol=1e-5), one, other)
     )
 
 
-def _gemma(said: _Said, config: Config) -> Config:
-    """Five layers with a window for each without; the widest model scales scores by the width of
-    all heads.
+def _gemma_config(said: _ArchMetadata, config: Config) -> Config:
+    """Return Gemma 3's own settings: five layers with a sliding window for each layer without one.
+
+    The 27B model scales scores by hidden size over heads, the others by the head width.
     """
     num_layers = config["num_hidden_layers"]
     pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)

@@ -1,9 +1,8 @@
-"""Headers of GGUF files: what is said of the model, and where every tensor lies, proved before a
-byte of it is used.
+"""Headers of GGUF files: metadata and the place of every tensor, checked before any byte is used.
 
-The files come from strangers. Invariant: no number of theirs decides how much is read, kept or
-repeated before it was held against the bytes that are left, and every entry lies inside the file,
-over no other.
+The files may be hostile. Invariant: no number in a file decides how much is read, kept or repeated
+before it was compared with the bytes that are left, and every entry lies inside the file without
+overlapping another.
 """
 
 import math
@@ -19,14 +18,14 @@ from offload.encoding.base import ENCODINGS
 from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.errors import UnreadError, UserError, reason
 
-# numbers, texts, truth values, short lists of numbers; longer lists are left out
+# numbers, strings, booleans, short lists of numbers; longer lists are left out
 Metadata = Mapping[str, Any]
 _MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take some 10 MB
 _MAX_LIST = 1024
 _MAX_DIMS = 4
 _MAX_SIZE = 1 << 62
 _MAX_NAME_BYTES = 1024
-_LAST_NUMBER = 255  # of versions and types, in years to come
+_LAST_NUMBER = 255  # a version or type above it is damage, none that is to come
 _ALIGNMENTS = [1 << power for power in range(3, 21)]
 _FORMATS = {
     0: "<B",
@@ -43,7 +42,7 @@ _FORMATS = {
 }
 _TEXT = 8
 _LIST = 9
-# As ggml numbers them; of those that are not read the names serve to refuse them.
+# ggml's numbers; the types that are not read have names for the refusal
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
           20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
@@ -52,34 +51,36 @@ READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
 
 
 class GgufHeader(NamedTuple):
-    """What stands before the numbers."""
+    """The header of one GGUF file."""
 
     metadata: Metadata
-    tensors: dict[str, TensorEntry]  # by GGUF's names; `coded` is for whoever knows what they are
+    tensors: dict[str, TensorEntry]  # by GGUF's names, with `coded` not yet set
     stamp: Stamp
 
 
 def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
-    """The header of one file. Raises `UserError` where it contradicts the file, or has types that
-    are not read.
+    """Read the header of one file.
+
+    Raises `UserError` where it contradicts the file, or has types that are not read.
     """
     try:
         with open_regular(path) as file:
             stamp = Stamp.of(file.fileno())
             metadata, tensors = _read(
-                _Header(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES)), shard
+                _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES)), shard
             )
     except OSError as error:
         raise unreadable(path, error) from None
     check_extents(path, tensors, stamp.num_bytes)
     end = max((entry.hi for entry in tensors.values()), default=stamp.num_bytes)
-    if stamp.num_bytes - end > _ALIGNMENTS[-1]:  # padding, of at most the largest alignment
+    # padding is no longer than the largest alignment
+    if stamp.num_bytes - end > _ALIGNMENTS[-1]:
         raise damaged(f"{path.name}: bytes {end} to {stamp.num_bytes} belong to no tensor")
     return GgufHeader(metadata, tensors, stamp)
 
 
-class _Header:
-    """The bytes of a header, one after the other, no further than the file goes."""
+class _HeaderReader:
+    """A cursor over the bytes of a header that never leaves the file."""
 
     def __init__(self, path: Path, file: BinaryIO, num_bytes: int) -> None:
         self.path = path
@@ -96,7 +97,7 @@ class _Header:
         return taken
 
     def require(self, num_bytes: int) -> None:
-        """That so many bytes are left."""
+        """Raise `UserError` unless so many bytes are left."""
         if num_bytes > self._end - self.at:
             where = f"needs {num_bytes} bytes at byte {self.at}, of {self._end}"
             raise damaged(f"{self.path.name}: its header {where}")
@@ -105,7 +106,7 @@ class _Header:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def count(self, least_bytes: int) -> int:
-        """Of things that take so many bytes each."""
+        """Read a count of items that take at least `least_bytes` each."""
         count: int = self.number("<Q")
         self.require(count * least_bytes)
         return count
@@ -118,7 +119,7 @@ class _Header:
             raise damaged(f"{self.path.name}: its header is not UTF-8 ({reason(error)})") from None
 
 
-def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     name = header.path.name
     magic = header.take(4)
     if magic == b"vers":
@@ -152,8 +153,11 @@ def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, Tensor
     return metadata, _entries(header, num_tensors, alignment, shard)
 
 
-def _value(header: _Header, kind: int) -> Any:
-    """None for lists that are long or not of numbers: vocabularies, which others read."""
+def _value(header: _HeaderReader, kind: int) -> Any:
+    """Read a value; return None for lists that are long or not of numbers.
+
+    Such lists are vocabularies, which other code reads.
+    """
     if kind == _TEXT:
         return header.text()
     if kind in _FORMATS:
@@ -174,7 +178,7 @@ def _value(header: _Header, kind: int) -> Any:
 
 
 def _entries(
-    header: _Header, num_tensors: int, alignment: int, shard: int
+    header: _HeaderReader, num_tensors: int, alignment: int, shard: int
 ) -> dict[str, TensorEntry]:
     found = dict[str, tuple[str, tuple[int, ...], int]]()
     for _ in range(num_tensors):
@@ -192,8 +196,8 @@ def _entries(
     }
 
 
-def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
-    """Type, shape and offset of one tensor."""
+def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
+    """Read type, shape and offset of one tensor."""
     where = f"{header.path.name}: {name:.80}"
     num_dims = header.number("<I")
     if not 0 < num_dims <= _MAX_DIMS:
@@ -215,5 +219,8 @@ def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, 
 
 
 def _not_read(number: int, what: str) -> UserError:
-    """Of a version or type: one that is there, or may come, is no damage."""
+    """Return the error for a version or type that is not read.
+
+    A number that exists, or may come to, is no sign of damage.
+    """
     return UnreadError(what) if number <= _LAST_NUMBER else UserError(what)

@@ -1,11 +1,10 @@
-"""Weights of a draft that are held in fewer bits than they are stored in: which ones, and what they
-take.
+"""Quantised drafts: which weights a draft holds in fewer bits than its files have, and their sizes.
 
-What a draft says is only proposed, so rounding costs guesses and never exactness. Of the layers all
-matrices that one row after another is multiplied with are held so; embeddings, norms, head and
-fused experts stay as they are. At 4 bits columns go in groups, each with a scale and an offset; at
-8 bits a row has one scale. No torch. Invariant: planning and loading go by the same rules, so that
-what is planned is what is held.
+What a draft proposes is verified, so rounding costs accepted tokens and never exactness. Quantised
+are all matrices of the layers that rows are multiplied with; embeddings, norms, head and fused
+experts keep their type. At 4 bits, columns form groups with a scale and an offset each; at 8 bits,
+each row has one scale. This module does without torch. Invariant: planning and loading use the same
+rules, so what is planned is what memory holds.
 """
 
 import math
@@ -19,44 +18,45 @@ from offload.encoding.base import Encoding
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
 # (docs/drafts.md).
 _GROUPS = (64, 32)
-_BLOCK_ROWS = 64  # rows are made up to a multiple of it
-# rounded at once by torch: float32, codes, words on the way
+_BLOCK_ROWS = 64  # rows are padded to a multiple of it
+# Torch rounds so many numbers at once, which takes float32, codes and words for each.
 _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
-FEW_ROWS = 4  # that a CPU multiplies with its integer products, unless trials say otherwise
+FEW_ROWS = 4  # up to so many rows a CPU uses integer products, unless trials say otherwise
 _NOT_LINEAR = re.compile(r"\bexperts\.|\.(gate|router)\b|relative_attention_bias|embed|norm")
 
 
 class Held(NamedTuple):
-    """How a draft's weights lie in memory."""
+    """How a draft's weights are quantised in memory."""
 
     bits: int  # 4 or 8
-    is_copy: bool = False  # of the target, whose embeddings, norm and head it uses
+    is_copy: bool = False  # a self draft: it shares the target's embeddings, norm and head
 
 
 class HeldSizes(NamedTuple):
-    """What a draft takes that is held so."""
+    """The memory that a quantised draft takes."""
 
     layer_bytes: tuple[int, ...]  # of all layers, an encoder's last
-    scratch_bytes: int  # into which one matrix is expanded
-    passing_bytes: int  # while a layer is rounded
-    expanded_weights: int  # that are expanded one after another in a pass of many rows
+    scratch_bytes: int  # the largest matrix, expanded
+    passing_bytes: int  # what loading takes while a layer is rounded
+    expanded_weights: int  # numbers that a pass of many rows expands, matrix after matrix
 
 
 def group_of(num_columns: int) -> int | None:
-    """Columns that share a scale at 4 bits; None where they cannot be divided, and 8 bits are
-    taken.
+    """Return how many columns share a scale at 4 bits.
+
+    Returns None where no group size divides them: the matrix is then held at 8 bits.
     """
     return next((group for group in _GROUPS if num_columns % group == 0), None)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that are held at 4 bits for so many."""
+    """Return the rows that a matrix of `num_rows` takes at 4 bits."""
     return -(-num_rows // _BLOCK_ROWS) * _BLOCK_ROWS
 
 
 def held_bytes(shape: tuple[int, ...], bits: int, item_bytes: int) -> int:
-    """Of one matrix (out, in) that is computed with in numbers of so many bytes."""
+    """Return the bytes of one quantised matrix (out, in), computed in numbers of `item_bytes`."""
     num_rows, num_columns = shape
     group = group_of(num_columns) if bits == 4 else None
     if group is None:
@@ -65,7 +65,7 @@ def held_bytes(shape: tuple[int, ...], bits: int, item_bytes: int) -> int:
 
 
 def is_held(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of a layer is a matrix that rows are multiplied with."""
+    """Return whether a tensor of a layer is a matrix that is quantised."""
     return len(shape) == 2 and name.endswith(".weight") and not _NOT_LINEAR.search(name)
 
 
@@ -75,7 +75,7 @@ def held_sizes(
     held: Held,
     computed: Encoding,
 ) -> HeldSizes:
-    """Of a draft with these layers."""
+    """Return the memory of a draft with these layers."""
     names = {entry: name for name, entry in tensors.items()}
     item_bytes = computed.align_bytes
     layer_bytes = []
@@ -98,5 +98,8 @@ def held_sizes(
 
 
 def _rounded_at_once(num_rows: int, num_columns: int) -> int:
-    """Numbers of one matrix; a thread of a compiled encoder needs far fewer."""
+    """Return the largest count of a matrix's numbers that is rounded in one step.
+
+    The compiled encoder's threads need far fewer.
+    """
     return min(padded_rows(num_rows) * num_columns, max(_CHUNK_NUMBERS, _BLOCK_ROWS * num_columns))

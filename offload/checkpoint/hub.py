@@ -1,19 +1,11 @@
-"""What a model weighs, before any of its weights are here: from its folder, from the hub's headers,
-or a config.json.
+"""Models as planning sees them: headers and sizes from a folder, the hub, or a config.json alone.
 
-Invariant: nothing is read of weights, and what comes back is a `Checkpoint` whose shards need not
-exist; whoever wants to read asks `is_here` first.
-
-Whether two models mean the same by their token ids, as far as their files tell before anything is
-built.
-
-Invariant: no pair is refused that loading accepts, where complete tokenizers are compared.
-
-What a stranger's tokenizer files may claim that ends a process, or fills its memory, inside of a
-library.
-
-Rust ends a process that asks for more memory than there is, and Python can catch nothing.
-Invariant: what passes may still be refused by the library, but as an exception.
+No weights are read, and the shards of the resulting `Checkpoint` need not exist: code that reads
+them asks `is_here` first. The module also checks, before anything is built, that two models share a
+vocabulary, and that tokenizer files do not claim sizes that would end the process inside a library
+(Rust aborts when memory runs out, and Python cannot catch that). Invariant: no pair of models is
+refused that loading would accept, where complete tokenizers are compared; and what passes the check
+of tokenizer files can only fail as an exception.
 """
 
 import base64
@@ -43,7 +35,8 @@ from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, ensure, reason
 from offload.units import require
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # one block, but for biases and norms of heads
+# families that share one layer structure, but for biases and norms of heads
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -52,15 +45,12 @@ _SIZES = (
     "vocab_size",
 )
 _DEFAULTED = ("num_key_value_heads", "head_dim")
-# no model has as many; each layer takes memory even here
-_MAX_LAYERS = 10_000
+_MAX_LAYERS = 10_000  # no model has as many, and each layer takes memory even here
 _MAX_SIZE = 1 << 32
 
 
 def config_alone(model: str | os.PathLike[str]) -> Path | None:
-    """A config.json that was named itself, or lies in a folder without weights; None for other
-    models.
-    """
+    """Return a config.json that was named itself or lies in a folder without weights, else None."""
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path) and os.path.isfile(path / "config.json"):
         return None if has_weights(path) else path / "config.json"
@@ -70,10 +60,10 @@ def config_alone(model: str | os.PathLike[str]) -> Path | None:
 def open_headers(
     model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
 ) -> Checkpoint:
-    """A model as planning sees it: a folder, a GGUF file or a hub id. Raises `UserError` for
-    anything else.
+    """Read the headers of a folder, a GGUF file or a hub id, without downloading weights.
 
-    `config` is the folder or hub id that a GGUF file was made from, for its config and tokenizer.
+    `config` is the folder or hub id of the model that a GGUF file was made from, for its config and
+    tokenizer. Raises `UserError` for anything else.
     """
     is_name = isinstance(model, str | os.PathLike)
     require(
@@ -98,10 +88,9 @@ def fetch(
     on_phase: Callable[[str], None],
     config: str | os.PathLike[str] | None = None,
 ) -> tuple[Checkpoint, ...]:
-    """Checkpoints to read weights from, fetched if need be once `check` has found the headers of
-    all models useful.
+    """Return checkpoints to read weights from; download them once `check` has passed all headers.
 
-    `config` is that of the first, see `open_headers`.
+    `config` goes with the first model, see `open_headers`.
     """
     headers = [open_headers(model, None if index else config) for index, model in enumerate(models)]
     check(*headers)
@@ -114,13 +103,14 @@ def fetch(
 
 
 def is_here(checkpoint: Checkpoint) -> bool:
-    """Whether the weights can be read."""
+    """Return whether the weight files exist on this machine."""
     return all(os.path.isfile(shard) for shard in checkpoint.shards)
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
-    """The headers that a Llama-like model of this config has, in a file that does not exist. Raises
-    `UserError`.
+    """Return the headers of a Llama-like model of this config, in a file that does not exist.
+
+    Raises `UserError`.
     """
     assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
     for name in (*_SIZES, *_DEFAULTED):
@@ -130,8 +120,9 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def stored_dtype(config: dict[str, Any], path: Path) -> str:
-    """What most weights of a model of this config are stored in. Raises `UserError` where nothing
-    computes in it.
+    """Return the type that a model of this config stores most weights in.
+
+    Raises `UserError` for a type that cannot be computed in.
     """
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
         "torch."
@@ -146,7 +137,7 @@ def stored_dtype(config: dict[str, Any], path: Path) -> str:
 def imagined(
     config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> Checkpoint:
-    """Headers with these types and shapes by name, in one file beside `path` that does not exist."""
+    """Return headers of these (type, shape) by name, in a file beside `path` that is not there."""
     entries = {}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -183,7 +174,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors of one layer, in the order of their use."""
+    """Return name and shape of the tensors of one layer, in the order of their use."""
     width, inner, num_heads = (
         config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
@@ -212,13 +203,11 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _on_the_hub(repo: str) -> Checkpoint:
-    """The hub's copy where it is in the cache, else its config and headers alone: kilobytes, not
-    gigabytes.
-    """
+    """Return the hub's copy in the cache, else config and headers alone: kilobytes."""
     from huggingface_hub import errors as hub
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
-    # of the HTTP library beneath, which changes
+    # the HTTP library beneath changes from release to release
     network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]
     unusable = (
         OSError,
@@ -256,7 +245,10 @@ def _on_the_hub(repo: str) -> Checkpoint:
 
 
 def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    """Raises `UserError` where tokenizers differ, or where there are none and widths do."""
+    """Raise `UserError` unless target and draft share a vocabulary.
+
+    Compares tokenizers; where a local model has none, the sizes of the vocabularies.
+    """
     sizes = [model_shape(checkpoint).vocab_size for checkpoint in (target, draft)]
     known = [_vocabulary(checkpoint.tokenizer_path) for checkpoint in (target, draft)]
     is_bare = any(
@@ -268,10 +260,10 @@ def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
 
 
 def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
-    """Whether two vocabularies mean the same by their ids.
+    """Return whether two vocabularies give the same meaning to the same ids.
 
-    GGUF files fill theirs up to the width of the embedding, and tokenizers are made anew of them
-    (not `is_exact`): then it is enough that the smaller has no token with another id.
+    GGUF files pad theirs to the width of the embedding, and their tokenizers are rebuilt (not
+    `is_exact`): then the larger must contain the smaller.
     """
     if is_exact:
         return one == other
@@ -280,7 +272,7 @@ def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool
 
 
 def other_vocabulary(draft: str, target_size: int, draft_size: int) -> UserError:
-    """What to say of a draft whose tokens are not the target's."""
+    """Return the error for a draft whose tokens are not the target's."""
     return UserError(
         f"the draft must share the target's vocabulary, {draft} has {draft_size} entries "
         f"of its own against {target_size}: choose a smaller model of the target's family"
@@ -288,7 +280,7 @@ def other_vocabulary(draft: str, target_size: int, draft_size: int) -> UserError
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Without what transformers may add; None where there is none to be read."""
+    """Return the vocabulary without the tokens that transformers may add, or None if unreadable."""
     from tokenizers import Tokenizer
 
     if not os.path.isfile(directory / "tokenizer.json"):
@@ -299,7 +291,8 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
                 with_added_tokens=False
             )
         )
-    except Exception:  # nothing more specific; loading says what is wrong with it
+    # tokenizers raises nothing more specific; loading tells what is wrong
+    except Exception:
         return None
 
 
@@ -309,23 +302,21 @@ def _has_tokenizer(directory: Path) -> bool:
     )
 
 
-_COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs of what stands there
-# how JSON may write a letter, so that a word is not seen as such
-_AS_NUMBER = re.compile(r"\\u00[2-7]")
-# What libraries read whole: vocabularies and settings by the names that they give them, no weights
-# or texts beside.
+_CONFIGS = ("config.json", "tokenizer_config.json")  # transformers builds configs from these
+_ESCAPED_LETTER = re.compile(r"\\u00[2-7]")  # JSON may hide a word behind such escapes
+# The names of files that libraries read whole: vocabularies and settings, no weights or texts.
 READ_BY_LIBRARIES = re.compile(
     r"(tokenizer(\..*)?|added_tokens|special_tokens_map|tekken.*|(.*[-_])?vocab(-.*)?|.*config|.*template)\.json"
     r"|(emoji|normalizer|byte_maps|word_\w+)\.json|(vocab|merges|dict)\.txt|tokenizer\.model.*|.*\.(jinja|model|spm)"
 )
 _MOST_BYTES = 256 << 20  # the largest take some 40 MiB
-_AGAIN = "download its files again"
+_DOWNLOAD_AGAIN = "download its files again"
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Raises `UserError` for files that must not reach a library."""
+    """Raise `UserError` for files that must not reach a library."""
     _check_sizes(directory)
-    for path in (directory / name for name in _COUNTED):
+    for path in (directory / name for name in _CONFIGS):
         if os.path.isfile(path):
             config = read_json(path)
             check_types(directory.name, config, path.name)
@@ -333,15 +324,15 @@ def check_tokenizer_files(directory: Path) -> None:
     path = directory / "tokenizer.json"
     try:
         text = read_small(path, _MOST_BYTES) if os.path.isfile(path) else ""
-        may_have_map = "Precompiled" in text or _AS_NUMBER.search(text) is not None
+        may_have_map = "Precompiled" in text or _ESCAPED_LETTER.search(text) is not None
         for part in objects(json.loads(text)) if may_have_map else ():
             if part.get("type") == "Precompiled":
-                _check_map(part.get("precompiled_charsmap"))
+                _check_charsmap(part.get("precompiled_charsmap"))
     except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): {_AGAIN}") from None
+        raise UserError(f"cannot read {path} ({error.strerror}): {_DOWNLOAD_AGAIN}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"cannot read the tokenizer in {directory} ({reason(error)}): {_AGAIN}"
+            f"cannot read the tokenizer in {directory} ({reason(error)}): {_DOWNLOAD_AGAIN}"
         ) from None
 
 
@@ -356,11 +347,11 @@ def _check_sizes(directory: Path) -> None:
             what = (
                 f"{path.name} has {size >> 20} MiB, no such file has more than {_MOST_BYTES >> 20}"
             )
-            raise UserError(f"{directory.name}: {what}: {_AGAIN}")
+            raise UserError(f"{directory.name}: {what}: {_DOWNLOAD_AGAIN}")
 
 
-def _check_map(encoded: Any) -> None:
-    """A table of so many bytes as its first four say, then texts. Raises `ValueError`."""
+def _check_charsmap(encoded: Any) -> None:
+    """Check a table that begins with its length in four bytes. Raises `ValueError`."""
     ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
     raw = base64.b64decode(encoded)
     ensure(

@@ -1,11 +1,10 @@
-"""Which model files hold: what results, sessions, ranks and profiles are kept and compared under.
+"""The identity of a model by its files, under which results, sessions and profiles are kept.
 
-At start every tensor is looked at in a few places, and whatever else a text depends on is read as a
-whole. That tells most models apart in milliseconds, but not one that differs between those places,
-so beside it stand proofs that the
-weights are the same to the last byte: files that nobody has touched, sums that the hub or `offload
-verify` has noted, or a sum of all bytes. Invariant: two models are taken for one only where such a
-proof agrees and none contradicts.
+At start every tensor is sampled in a few places, and all other files that a text depends on are
+read whole. That tells most models apart in milliseconds, but not two that differ only between the
+samples. So an identity also carries proofs that the weights are equal to the last byte: unchanged
+files, checksums noted by the hub or by `offload verify`, or a sum of all bytes. Invariant: two
+models count as the same only where a proof agrees and none contradicts.
 """
 
 import hashlib
@@ -32,39 +31,43 @@ FILES = "files"
 HUB = "hub"
 MANIFEST = "manifest"
 SUM = "sum"
-# two of these that differ are of two models; files and manifests may be of the same one
+# Two models whose sums differ are different; files and manifests may differ for the same model.
 _DECISIVE = (SUM, HUB)
-# of a tensor
-_NUM_SAMPLES = 2
+_NUM_SAMPLES = 2  # of each tensor
 _SAMPLE_BYTES = 2048
-_MOST_READS = 2048  # of all tensors together: a mixture has tens of thousands
+_MOST_READS = 2048  # of all tensors together: a mixture of experts has tens of thousands
 _NUM_READERS = 8
 _EXPERT = ".experts."
 _DIGEST_CHARS = 32
 _SUM_TEXT = re.compile(r"[0-9a-f]{32}")
-_VERSION = 1  # raise it when a sum or a digest is made of other things
-_NAMES_OF_CONFIG = (  # and of a tokenizer's
-    "_name_or_path", "name_or_path", "transformers_version", "tokenizer_file", "special_tokens_map_file",
-)  # fmt: skip
-# what else is heeded is part of a request
-_ENDS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+_VERSION = 1  # raise it when a sum or a digest is computed from anything else
+# settings in config.json or tokenizer_config.json that only name things
+_NAMES_OF_CONFIG = (
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "tokenizer_file",
+    "special_tokens_map_file",
+)
+# the other settings of generation that matter are part of a request
+_SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
 _TEMPLATE = "chat_template"
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
 class ModelIdentity(NamedTuple):
-    """A model's name by its content."""
+    """The name of a model by its content."""
 
-    parts: Mapping[str, str]  # digests by the names of `PARTS`
-    proofs: Mapping[str, str]  # of the weights to the last byte, by their kinds
+    parts: Mapping[str, str]  # digests by the names in `PARTS`
+    proofs: Mapping[str, str]  # proofs of all bytes of the weights, by kind
 
     def as_dict(self) -> dict[str, Any]:
-        """For files."""
+        """Return the form that is written to files."""
         return {**self.parts, "proofs": dict(self.proofs)}
 
     @classmethod
     def parse(cls, told: Any) -> "ModelIdentity | None":
-        """One that a file tells; None for anything else."""
+        """Return the identity that a file states, or None for anything else."""
         if not isinstance(told, dict) or not isinstance(proofs := told.get("proofs"), dict):
             return None
         parts = {name: value for name, value in told.items() if name != "proofs"}
@@ -72,9 +75,7 @@ class ModelIdentity(NamedTuple):
         return cls(parts, proofs) if are_texts and parts.keys() >= set(PARTS) else None
 
     def difference(self, other: "ModelIdentity") -> str:
-        """What is another in the other one, as far as samples show, in words; empty where that is
-        nothing.
-        """
+        """Return in words which parts differ, as far as samples show; empty where none does."""
         names = [
             name
             for name in {**self.parts, **other.parts}
@@ -83,41 +84,41 @@ class ModelIdentity(NamedTuple):
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
     def has_weights_of(self, other: "ModelIdentity") -> bool | None:
-        """Whether the weights are the same to the last byte; None where nothing proves either."""
+        """Return whether all bytes of the weights are equal; None where nothing proves either."""
         if self.parts["weights"] != other.parts["weights"]:
             return False
         return proved(self.proofs, other.proofs)
 
     @property
     def has_sum(self) -> bool:
-        """Whether reading all weights of another model would tell whether they are these."""
+        """Return whether there is a sum of all bytes to compare other weights with."""
         return SUM in self.proofs
 
     def drafted_by(self, draft: "ModelIdentity | None") -> "ModelIdentity":
-        """That of a text which depends on the draft as well."""
+        """Return the identity for a text that depends on the draft as well."""
         return self if draft is None else self._replace(parts={**self.parts, "draft": draft.digest})
 
     def with_sum(self, total: str) -> "ModelIdentity":
-        """The same, once all bytes have been read."""
+        """Return this identity with the sum of all bytes."""
         return self._replace(proofs={**self.proofs, SUM: total})
 
     @property
     def digest(self) -> str:
-        """One name for all parts."""
+        """Return one name for all parts."""
         return _digest(json.dumps(self.parts, sort_keys=True).encode())
 
 
 def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
-    """The identity of a model whose files are here, by samples and by what is known of it.
+    """Return the identity of a model whose files are here, from samples and known proofs.
 
-    Raises `ReadError`, also where a file is not the one any more that was opened, and `UserError`
-    for small files that make no sense.
+    Raises `ReadError`, also where a file was replaced since it was opened, and `UserError` for
+    small files that make no sense.
     """
     parts = {
         "weights": _sampled(checkpoint),
         "config": _config(checkpoint),
         "generation config": _json_digest(
-            {name: generation_settings(checkpoint).get(name) for name in _ENDS}
+            {name: generation_settings(checkpoint).get(name) for name in _SPECIAL_TOKENS}
         ),
         **_text_files(checkpoint.tokenizer_path),
     }
@@ -127,7 +128,7 @@ def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
 
 
 def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
-    """Whether proofs are of the same weights; None where they prove neither."""
+    """Return whether two sets of proofs are of the same weights; None where they prove neither."""
     shared = told.keys() & mine.keys()
     if any(told[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
         return False
@@ -135,9 +136,9 @@ def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
 
 
 def keep_sum(identity: ModelIdentity, total: str) -> None:
-    """Have the sum of all bytes for the next time, as long as nobody touches the files.
+    """Store the sum of all bytes for the next time, valid while the files stay unchanged.
 
-    Where nothing can be written it is taken again the next time.
+    Where it cannot be written, the next run reads all bytes again.
     """
     try:
         path = _kept_path(identity.parts["weights"], identity.proofs[FILES])
@@ -149,7 +150,7 @@ def keep_sum(identity: ModelIdentity, total: str) -> None:
 
 
 def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:
-    """Why these are two models, in words; empty where they are one. Nothing is read."""
+    """Return in words why these are two models; empty where they are one. Nothing is read."""
     if what := told.difference(mine):
         return f"{what} {'differ' if ' and ' in what or what == 'weights' else 'differs'}"
     has_same = told.has_weights_of(mine)
@@ -159,9 +160,7 @@ def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:
 
 
 def stored_entries(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """All tensors that a text needs as they lie in files, companions of coded weights included,
-    with their names.
-    """
+    """Yield name and entry of all tensors that a text needs, companions included."""
     for name, entry in checkpoint.tensors.items():
         yield name, entry
         if entry.coded is not None:
@@ -177,7 +176,7 @@ def _json_digest(value: object) -> str:
 
 
 def _sampled(checkpoint: Checkpoint) -> str:
-    """Names, types, shapes, places and a few bytes of the tensors."""
+    """Return a digest of names, types, shapes, places and a few bytes of the tensors."""
     stored = stored_entries(checkpoint)
     entries = sorted(
         (one.shard, one.lo, one.hi, name, one.dtype, one.shape) for name, one in stored
@@ -200,10 +199,10 @@ def _sampled(checkpoint: Checkpoint) -> str:
 
 
 def _places(spans: Sequence[tuple[str, int, int, int]]) -> list[tuple[int, int, int]]:
-    """Shard, first byte and number of bytes of what is read: all tensors, but of very many experts
-    some.
+    """Return the places to sample as (shard, first byte, number of bytes).
 
-    `spans` are names with their shards and [lo, hi).
+    `spans` are names with their shards and [lo, hi). All tensors are sampled, but only some of very
+    many experts.
     """
     if len(spans) > _MOST_READS:
         others = [one for one in spans if _EXPERT not in one[0]][:_MOST_READS]
@@ -224,7 +223,7 @@ def _places(spans: Sequence[tuple[str, int, int, int]]) -> list[tuple[int, int, 
 
 
 def _opened(checkpoint: Checkpoint, shard: int, opened: ExitStack) -> int:
-    """A descriptor of a file of weights that is read here and there."""
+    """Open a weight file for scattered reads and return its descriptor."""
     path = checkpoint.shards[shard]
     try:
         file = opened.enter_context(open_regular(path)).fileno()
@@ -260,8 +259,9 @@ def _read(
 
 
 def _config(checkpoint: Checkpoint) -> str:
-    """All of a config but names, as it was read with the headers: what is computed is computed with
-    that one.
+    """Return a digest of the config without names, as it was read with the headers.
+
+    Raises `ReadError` where the file changed since: computing uses the one that was read.
     """
     path = checkpoint.small_files / "config.json"
     stamp = checkpoint.config_stamp
@@ -279,10 +279,11 @@ def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_files(where: Path) -> dict[str, str]:
-    """Digests of what makes tokens of text, and of what makes a text of a conversation."""
+    """Return digests of the files that turn text into tokens, and a conversation into text."""
     tokenizer = hashlib.sha256()
     template = hashlib.sha256()
-    if os.path.isfile(where):  # of a GGUF file, whose header has both
+    # a GGUF file has both in its header
+    if os.path.isfile(where):
         from offload.checkpoint.gguf_header import read_gguf_header
 
         header = read_gguf_header(where)
@@ -308,7 +309,7 @@ def _text_files(where: Path) -> dict[str, str]:
 
 
 def _text_paths(folder: Path) -> list[Path]:
-    """Files of a tokenizer and its templates, in the order of their names."""
+    """Return the files of a tokenizer and its templates, sorted by name."""
     more = folder / _MORE_TEMPLATES
     try:
         own = [folder / name for name in sorted(os.listdir(folder)) if _is_of_tokenizer(name)]
@@ -332,7 +333,7 @@ def _small(path: Path, num_bytes: int = -1) -> bytes:
 
 
 def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
-    """What is known of the weights as a whole without reading them."""
+    """Return what is known of the weights as a whole without reading them."""
     stamps = checkpoint.stamps or tuple(map(Stamp.of, checkpoint.shards))
     places = [str(path.resolve()) for path in checkpoint.shards]
     own = [(one.inode, one.num_bytes, one.written_ns) for one in stamps]
@@ -351,13 +352,14 @@ def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 
 
 def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
-    """What `offload verify` has noted of these very files; nothing where one was written to since."""
+    """Return what `offload verify` has noted of these very files; empty where one changed since."""
     try:
         path = (
             checkpoint.shards[0] if checkpoint.shards[0].suffix == ".gguf" else checkpoint.directory
         )
         known = read_manifest(default_manifest(path))
-    except UserError:  # it is damaged itself: verify tells of that
+    # a damaged manifest proves nothing here; `offload verify` reports it
+    except UserError:
         return []
     sums = [known.get(path.name) for path in checkpoint.shards]
     are_these = all(
@@ -372,5 +374,8 @@ def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
 
 
 def _kept_path(weights: str, files: str) -> Path:
-    """Where the sum of files with these stamps is kept. Raises `UserError` where there is no cache."""
+    """Return where the sum of files with these stamps is kept.
+
+    Raises `UserError` where there is no cache folder.
+    """
     return cache_folder() / "weights" / f"{_VERSION}-{_digest(f'{weights} {files}'.encode())}"

@@ -1,18 +1,16 @@
-"""Makes a small trained Llama or Qwen3-MoE as large on disk as is wished; it goes on computing the
-same function.
+"""Enlarge a small trained Llama or Qwen3-MoE to any size on disk without changing its function.
 
 Speculation is only worth measuring against a trained target, and the package carries a small one.
-So that is padded: hidden coordinates that are always zero, query heads and feed-forward rows that
-nothing listens to, whole layers that add nothing. The padding is random wherever it only meets
-zeros, so its bytes are real work. The number of experts stays and each grows; a layer that adds
-nothing routes as the nearest real one does, so which experts a text needs stays real.
+So that one is padded: hidden coordinates that are always zero, query heads and feed-forward rows
+whose output is not read, whole layers that add nothing. The padding is random wherever it only
+meets zeros, so its bytes are real work. The number of experts stays and each grows; a layer that
+adds nothing routes as the nearest real layer does, so which experts a text needs stays realistic.
 
-Invariant: what is *read* from a new coordinate is any finite number, what is *written* to one is
-zero. The hidden size
-grows by 4, so RMSNorm divides by a root that is half as large, and its weight takes the factor
-back: exact in any binary float. Norms of queries and keys keep their width, but meet the same
-    smaller epsilon: queries and keys arrive
-half as large. Logits therefore equal the small model's up to the order of summation.
+Invariant: the weights that *read* a new coordinate are any finite numbers, the weights that *write*
+to one are zero. The hidden size grows by 4, so RMSNorm divides by a root that is half as large, and
+its weight takes the factor back: exact in any binary float. Norms of queries and keys keep their
+width but meet the smaller epsilon, so queries and keys arrive half as large. Logits therefore equal
+the small model's up to the order of summation.
 """
 
 import hashlib
@@ -40,9 +38,8 @@ from offload.errors import UserError
 from offload.units import format_bytes
 
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
-# RMSNorm of a vector padded with zeros is larger by the root of the factor
 _WIDTH_FACTOR = 4
-_NORM_DIVISOR = 2
+_NORM_DIVISOR = 2  # RMSNorm of a vector padded with zeros grows by the root of the factor
 _LAYER_BYTES = 25_000_000
 _EXPERT_BYTES = 2_500_000
 _SHARD_BYTES = 1 << 30
@@ -50,12 +47,12 @@ _SEED = 0
 _FFN_STEP = 64
 _LAYER = "model.layers.{}."
 _BALLAST_STD = 0.02
-# What writes into the hidden state adds nothing to new coordinates, and nothing from new heads or
-# ffn rows.
+# Tensors that write into the hidden state are padded with zeros: they add nothing to new
+# coordinates, and nothing from new heads or feed-forward rows.
 _HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj"})
 _ROUTER = "mlp.gate"
-_ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # what a layer chooses experts by
-# where a family norms queries and keys
+_ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # decides which experts are chosen
+# only in families that norm queries and keys
 _HEAD_NORMED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})
 _HEAD_NORMS = frozenset({"self_attn.q_norm", "self_attn.k_norm"})
 _COPIED = (
@@ -66,11 +63,11 @@ _COPIED = (
     "merges.txt",
     "chat_template*",
 )
-_BLOCK_BYTES = 4 << 20  # written at once: large for the disk, small beside a layer
+_WRITE_BYTES = 4 << 20  # large for the disk, small beside a layer
 _POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
 _DISK_MARGIN_BYTES = 64 << 20  # headers, tokenizer, the file system's own blocks
-# one entry per stored dimension; where the rows of all query heads lie, (kv group, row within the
-# group)
+# The sizes of each stored dimension; a dimension of all query heads is split into
+# (kv group, row within the group).
 Axes = tuple[tuple[int, ...], ...]
 
 
@@ -86,25 +83,24 @@ class InflationPlan(NamedTuple):
 
 
 def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
-    """The feed-forward size that gives the wished layers, then the fewest of these to reach
-    `target_bytes`.
+    """Return the feed-forward size and the fewest layers of it that reach `target_bytes`.
 
     Layers are of about `_LAYER_BYTES`, experts of about `_EXPERT_BYTES`, or smaller where the small
     model's own number of layers would overshoot. The total is never below `target_bytes`, and less
     than a layer above it unless the narrowest inflated model is bigger already.
     """
     wide = {**small, **_widened(small)}
-    grown = _grown(small)
+    grown = _inner_size_name(small)
 
     def layer_bytes(ffn_size: int) -> int:
         return _num_bytes(_layer_axes({**wide, grown: ffn_size}), small["dtype"])
 
     outer_bytes = _num_bytes(_outer_axes(wide), small["dtype"])
     fixed_bytes = layer_bytes(0)
-    wish_bytes = min(
+    wanted_bytes = min(
         _most_layer_bytes(small), (target_bytes - outer_bytes) / small["num_hidden_layers"]
     )
-    num_steps = round((wish_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
+    num_steps = round((wanted_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
     ffn_size = max(math.ceil(small[grown] / _FFN_STEP), num_steps) * _FFN_STEP
     each_bytes = layer_bytes(ffn_size)
     num_layers = max(
@@ -124,8 +120,7 @@ def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
 def inflate(
     source: Path, destination: Path, target_bytes: int, *, progress: Callable[[int, int], None]
 ) -> Path:
-    """Write the inflated checkpoint of `source`; return its folder, at once when `destination`
-    already holds it.
+    """Write the inflated checkpoint of `source`, unless it is there already; return its folder.
 
     Args:
         source: a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
@@ -138,17 +133,13 @@ def inflate(
     destination = destination.resolve()
     small = read_json(source / "config.json")
     made_from = {
-        **{
-            "format": _FORMAT_VERSION,
-            "source_sha256": _digest(source),
-            "seed": _SEED,
-            "target_bytes": target_bytes,
-        },
-        **{
-            "layer_bytes": _most_layer_bytes(small),
-            "width_factor": _WIDTH_FACTOR,
-            "shard_bytes": _SHARD_BYTES,
-        },
+        "format": _FORMAT_VERSION,
+        "source_sha256": _digest(source),
+        "seed": _SEED,
+        "target_bytes": target_bytes,
+        "layer_bytes": _most_layer_bytes(small),
+        "width_factor": _WIDTH_FACTOR,
+        "shard_bytes": _SHARD_BYTES,
     }
     if _is_finished(destination, made_from):
         return destination
@@ -170,19 +161,19 @@ def inflate(
 
 
 def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
-    """The config that `inflate` will write."""
+    """Return the config that `inflate` will write."""
     small = read_json(source / "config.json")
     plan = plan_inflation(small, target_bytes)
     return {
         **small,
         **_widened(small),
-        _grown(small): plan.ffn_size,
+        _inner_size_name(small): plan.ffn_size,
         "num_hidden_layers": plan.num_layers,
     }
 
 
-def _grown(config: dict[str, Any]) -> str:
-    """The size that makes layers as large as is wished."""
+def _inner_size_name(config: dict[str, Any]) -> str:
+    """Return the name of the size that makes layers larger."""
     return "moe_intermediate_size" if _num_experts(config) else "intermediate_size"
 
 
@@ -191,14 +182,15 @@ def _most_layer_bytes(config: dict[str, Any]) -> int:
 
 
 def _num_experts(config: dict[str, Any]) -> int:
-    """Of each layer; 0 in a Llama. transformers 5 writes the second name for what Qwen wrote as the
-    first.
+    """Return the number of experts of each layer; 0 in a Llama.
+
+    transformers 5 writes the second name where Qwen wrote the first.
     """
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def _widened(small: dict[str, Any]) -> dict[str, Any]:
-    """What a new width changes in the config."""
+    """Return the settings that the new width changes."""
     return {
         "hidden_size": small["hidden_size"] * _WIDTH_FACTOR,
         "num_attention_heads": small["num_attention_heads"] * _WIDTH_FACTOR,
@@ -207,8 +199,9 @@ def _widened(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
-    """One layer in file order. The small tensor is the low corner of the big one on every axis,
-    groups included.
+    """Return the axes of one layer's tensors, in file order.
+
+    The small tensor is the low corner of the big one on every axis, groups included.
     """
     shapes = (_moe_shapes if _num_experts(config) else layer_shapes)(config).items()
     axes = {
@@ -221,8 +214,9 @@ def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
 
 
 def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of a layer's tensors by name, as safetensors sorts them: those of an expert
-    lie together.
+    """Return the shapes of a layer's tensors by name, sorted as safetensors does.
+
+    The tensors of an expert lie together.
     """
     width = config["hidden_size"]
     inner = config["moe_intermediate_size"]
@@ -242,7 +236,7 @@ def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
-    """What lies outside the layers; the head is tied."""
+    """Return the axes of the tensors outside the layers; the head is tied."""
     return {
         "model.embed_tokens": ((config["vocab_size"],), (config["hidden_size"],)),
         "model.norm": ((config["hidden_size"],),),
@@ -254,7 +248,7 @@ def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
 
 
 def _digest(source: Path) -> str:
-    """sha256 over names and contents of everything that an inflation depends on."""
+    """Return the sha256 over names and contents of all files that an inflation depends on."""
     digest = hashlib.sha256()
     for path in sorted(
         {*source.glob("config.json"), *source.glob("*.safetensors*"), *_companions(source)}
@@ -284,10 +278,11 @@ class _Corners:
     """The small model's tensors, as they lie in the low corners of the big ones."""
 
     def __init__(self, source: Path, config: dict[str, Any]) -> None:
-        self.config, self._weights = config, load_file(source / "model.safetensors")
+        self.config = config
+        self._weights = load_file(source / "model.safetensors")
 
     def outer(self, big: dict[str, Any]) -> list[_Piece]:
-        """What lies outside the layers."""
+        """Return the tensors outside the layers."""
         old = _outer_axes(self.config)
         return [
             self._piece(part, axes, self._corner(part, old[part]))
@@ -295,8 +290,9 @@ class _Corners:
         ]
 
     def layer(self, big: dict[str, Any], index: int, real: int, *, is_real: bool) -> list[_Piece]:
-        """Layer `index`, with the small model's layer `real` in its corners, or of an inserted one
-        how that routes.
+        """Return layer `index`, with the small model's layer `real` in its corners.
+
+        An inserted layer has only the routing of `real` there.
         """
         old = _layer_axes(self.config)
         new = _layer_axes(big)
@@ -327,10 +323,9 @@ class _Corners:
 
 
 def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[list[_Piece]]:
-    """All pieces in file order: what is outside the layers first; a layer never crosses a shard."""
+    """Return all pieces in file order, outer tensors first; a layer never crosses a shard."""
     num_real = small.config["num_hidden_layers"]
-    # evenly spread, and never two at one place since there are at least as many places as real
-    # layers
+    # Evenly spread; no two fall on one index, since there are at least as many layers as real ones.
     real_at = {(2 * real + 1) * plan.num_layers // (2 * num_real): real for real in range(num_real)}
     shards = [small.outer(big)]
     filled_bytes = plan.total_bytes - plan.num_layers * plan.layer_bytes
@@ -348,20 +343,21 @@ class _Padding:
     """Zeros, or views of one random pool."""
 
     def __init__(self, dtype: str) -> None:
-        self._random, self._generator = random.Random(_SEED), torch.Generator().manual_seed(_SEED)
+        self._random = random.Random(_SEED)
+        self._generator = torch.Generator().manual_seed(_SEED)
         self._pool = torch.empty(0, dtype=getattr(torch, dtype))
 
     def blocks(self, piece: _Piece) -> Iterator[Tensor]:
-        """The piece from its first element to its last, to be read only."""
+        """Yield the tensor in blocks of rows, read-only."""
         num_rows, *row = chain(*piece.axes)
-        step = max(1, _BLOCK_BYTES // (math.prod(row) * self._pool.element_size()))
+        step = max(1, _WRITE_BYTES // (math.prod(row) * self._pool.element_size()))
         for lo in range(0, num_rows, step):
             block = self._take((min(step, num_rows - lo)) * math.prod(row), piece.is_ballast).view(
                 -1, *row
             )
             if piece.corner is not None and lo < len(piece.corner):
-                # the pool is shared
                 corner = piece.corner[lo : lo + step]
+                # the block is a view of the shared pool
                 block = block.clone()
                 block[tuple(map(slice, corner.shape))] = corner
             yield block
@@ -377,9 +373,7 @@ class _Padding:
 
 
 def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Iterator[int]:
-    """Write all shards, and the index when there are several; yields the bytes of every block once
-    it is written.
-    """
+    """Write all shards, and an index for several; yield the bytes of each block written."""
     padding = _Padding(dtype)
     weight_map = dict[str, str]()
     total_bytes = 0
@@ -401,8 +395,9 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Itera
 def _write_shard(
     path: Path, pieces: list[_Piece], dtype: str, blocks: Iterable[Iterator[Tensor]]
 ) -> Iterator[int]:
-    """One safetensors file: u64 header length, JSON padded to a block, tensors in the order of the
-    pieces.
+    """Write one safetensors file; yield the bytes of each block written.
+
+    It holds the header's length (u64), JSON padded to a block, and the tensors in order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -416,7 +411,8 @@ def _write_shard(
             "data_offsets": (lo, end),
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)  # so that tensors begin where wide loads can
+    # tensors begin where wide loads can
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for block in chain.from_iterable(blocks):
@@ -430,8 +426,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
-    """Whether the folder holds this very inflation; False when it is empty. Raises `UserError` for
-    anything else.
+    """Return whether the folder holds this very inflation; False when it is empty.
+
+    Raises `UserError` where it holds anything else.
     """
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
@@ -452,8 +449,9 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
 
 @contextmanager
 def _workspace(destination: Path) -> Iterator[Path]:
-    """An empty sibling folder, locked: `destination` when the body ends well, removed when it does
-    not.
+    """Yield an empty, locked folder beside `destination` that becomes it when the body succeeds.
+
+    It is removed when the body fails.
     """
     folder = destination.with_name(f".{destination.name}.inflating")
     with locked_anew(folder):

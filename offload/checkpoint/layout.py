@@ -1,20 +1,16 @@
-"""How the tensors of one layer become one run of bytes (a slab), and which bytes of which file fill
-it.
+"""How the tensors of one layer become one run of bytes (a slab), and which file bytes fill it.
 
-A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into
-place. Tensors that must be regrouped (fused experts) or that start at an odd offset make it
-*scattered*: the same reads go through a small bounce buffer. A float32 matrix begins a line of a
-    cache in any slab, or MKL's product of one row has other bits.
+A slab that mirrors its file block by block is *direct*: O_DIRECT reads straight into place. Tensors
+that must be regrouped (fused experts) or that start at an odd offset make it *scattered*: the same
+reads go through a small bounce buffer. A float32 matrix begins a cache line in any slab, or MKL's
+product of one row has other bits. The blocks of a direct slab begin before its first weight, which
+may lie anywhere; a device, whose wide loads want 16 bytes and more, gets the slab from its first
+weight on.
 
-The blocks of a direct slab begin before its first weight, which may lie anywhere. A device, whose
-wide loads want 16 bytes and more, gets the slab from its first weight on. Invariant: pieces never
-leave the slab, and a parameter's bytes are covered exactly once; so are the words of coded weights,
-which lie wherever their file has them.
-
-Routed experts one by one: what of a stack's tensors belongs to each of them.
-
-Files hold experts as tensors of their own or as one stack of all; models have stacks. Invariant: an
-expert's parts are bytes of its own alone, and together they are the stack's.
+Routed experts get slabs of their own. Files hold experts as separate tensors or as one stack;
+models have stacks. Invariant: pieces never leave the slab; the bytes of each parameter, and the
+words of each coded weight, are covered exactly once; the bytes of different experts are disjoint
+and together are the stack's.
 """
 
 import math
@@ -32,10 +28,8 @@ from offload.encoding.base import STORED
 
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
-# of a float32 matrix anywhere: what MKL asks for, to give the same bits in any place
-_MATRIX_ALIGN_BYTES = 64
-# reading over a small gap is cheaper than a second run; a rank's rows have many gaps
-_MAX_GAP_BYTES = 64 << 10
+_MATRIX_ALIGN_BYTES = 64  # of a float32 matrix: MKL's result depends on alignment below it
+_MAX_GAP_BYTES = 64 << 10  # reading over a small gap is cheaper than starting a new run
 _LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
 
@@ -56,7 +50,7 @@ class SlabRead(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A parameter inside a slab."""
+    """The place of a parameter inside a slab."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,7 +66,7 @@ class Placed(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Words of a coded parameter, or of some of its rows, inside a slab."""
+    """The place of a coded parameter's words, or of some of its rows, inside a slab."""
 
     part: TensorPart
     slab_lo: int
@@ -94,27 +88,29 @@ class SlabLayout:
 
     @cached_property
     def lead_bytes(self) -> int:
-        """What lies before the first weight, as far as weights of the widest type keep their own
-        alignment without.
+        """Return the bytes before the first weight that a device need not get.
+
+        It is rounded down so that all weights keep their alignment without them.
         """
-        held: list[Placed | Words] = [
+        weights: list[Placed | Words] = [
             *self.parameters.values(),
             *chain.from_iterable(self.coded.values()),
         ]
-        width = math.lcm(1, *(one.align_bytes for one in held))
-        return min((one.slab_lo for one in held), default=0) // width * width
+        width = math.lcm(1, *(one.align_bytes for one in weights))
+        return min((one.slab_lo for one in weights), default=0) // width * width
 
     @property
     def sent(self) -> slice:
-        """The part of the slab that a device gets."""
+        """Return the part of the slab that a device gets."""
         return slice(self.lead_bytes, self.slab_bytes)
 
 
 def slab_layout(
     parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
 ) -> SlabLayout:
-    """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else
-    scattered.
+    """Lay out parameters, name -> (shape, parts).
+
+    The layout is direct where the order in the file allows it, else scattered.
     """
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     whole = all(is_coded(parts) or _adjoin(parts) for _, parts in parameters.values())
@@ -124,18 +120,18 @@ def slab_layout(
 
 
 def _adjoin(parts: Sequence[TensorPart]) -> bool:
-    """Whether they lie in their file one behind the other, as in the parameter."""
+    """Return whether the parts lie in their file one behind the other, as in the parameter."""
     entries = pairwise(part.entry for part in parts)
     return all((one.shard, one.hi) == (two.shard, two.lo) for one, two in entries)
 
 
 def is_coded(parts: Sequence[TensorPart]) -> bool:
-    """Whether a parameter of these parts has to be expanded."""
+    """Return whether a parameter of these parts has to be expanded."""
     return any(part.entry.coded is not None for part in parts)
 
 
 def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
-    """Bytes that the slab of these tensors takes at most, whichever way it is laid out."""
+    """Return the most bytes that the slab of these tensors takes, direct or scattered."""
     entries = list(entries)
     direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(filter(_is_in_place, entries)))
     scattered = sum(_up(entry.hi - entry.lo, _PARAMETER_ALIGN_BYTES) for entry in entries)
@@ -145,8 +141,9 @@ def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
 def group_by_layer(
     checkpoint: Checkpoint, num_layers: int, num_encoder_layers: int = 0
 ) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
-    """Tensors of each decoder layer, then of each of an encoder, and the rest, by name alone: for
-    planning.
+    """Group tensors by their names into layers and the rest: for planning.
+
+    The layers are those of the decoder, followed by those of an encoder.
     """
     layers: list[list[TensorEntry]] = [[] for _ in range(num_layers + num_encoder_layers)]
     own = {"encoder.block": layers[num_layers:]}
@@ -167,7 +164,7 @@ def _direct(
 ) -> SlabLayout:
     pieces = []
     base = 0
-    # a device has the largest aligned
+    # The longest run comes first, so a device gets that one aligned.
     for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):
         pieces.append(SlabRead(shard, lo, hi, base + lo % BLOCK_BYTES))
         base += _aligned_span(lo, hi)
@@ -224,7 +221,7 @@ def _scattered(
 
 
 def _is_in_place(entry: TensorEntry) -> bool:
-    """Whether memory that mirrors its file has it where it can be used."""
+    """Return whether the tensor is aligned for use in memory that mirrors its file."""
     return entry.lo % _align_of(entry) == 0
 
 
@@ -239,11 +236,12 @@ def _align_of(entry: TensorEntry) -> int:
 def _align_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     if dtype == "F32" and len(shape) > 1:
         return _MATRIX_ALIGN_BYTES
-    return STORED[dtype].align_bytes if dtype in STORED else 1  # what nobody knows is refused later
+    # unknown types are refused later
+    return STORED[dtype].align_bytes if dtype in STORED else 1
 
 
 def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:
-    """(shard, lo, hi) of the stretches that hold the tensors, small gaps included."""
+    """Return (shard, lo, hi) of the stretches that hold the tensors, small gaps included."""
     runs: list[tuple[int, int, int]] = []
     for entry in sorted(entries, key=lambda e: (e.shard, e.lo)):
         if runs and runs[-1][0] == entry.shard and entry.lo - runs[-1][2] <= _MAX_GAP_BYTES:
@@ -261,10 +259,10 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-Stack = tuple[tuple[int, ...], Sequence[TensorPart]]  # its shape, (E, ...), and what it is made of
+Stack = tuple[tuple[int, ...], Sequence[TensorPart]]  # shape (E, ...) and parts
 
-# Model types whose experts transformers dispatches one by one; others multiply every row with every
-# expert.
+# Model types whose experts transformers runs one by one, for their own rows; the others multiply
+# every row with every expert.
 ON_DEMAND = frozenset(
     (
         "afmoe",
@@ -296,9 +294,7 @@ ON_DEMAND = frozenset(
 
 
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:
-    """One layout for each expert of these stacks, by name; what they have is without the first
-    dimension.
-    """
+    """Return a layout for each expert; shapes lose their first dimension."""
     split = {name: _split(stack) for name, stack in stacks.items()}
     return [
         slab_layout({name: own[expert] for name, own in split.items()})
@@ -307,9 +303,9 @@ def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLay
 
 
 def _split(stack: Stack) -> list[Stack]:
-    """Shape and parts of each expert."""
+    """Return shape and parts of each expert."""
     (num_experts, *rest), parts = stack
-    # of a single expert the only part may be its own
+    # With one expert, the only part may already be without the expert dimension.
     if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):
         slices = (slice_of(parts[0].entry, expert, num_experts) for expert in range(num_experts))
         return [(tuple(rest), [TensorPart(one)]) for one in slices]
@@ -323,7 +319,7 @@ def _split(stack: Stack) -> list[Stack]:
 
 
 def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
-    """Of a stack's tensor, coded or not, the part of one expert."""
+    """Return the part of a stack's tensor, coded or not, that belongs to one expert."""
     size = entry.num_bytes // num_experts
     assert size * num_experts == entry.num_bytes and entry.shape[0] == num_experts, (
         "stacks begin with experts"

@@ -1,8 +1,7 @@
-"""What stored numbers show of themselves at a glance: the largest of them, told by bits alone, at
-the speed of memory.
+"""The largest of stored numbers, found from their bits at the speed of memory, and what it tells.
 
-Among floats of one sign the larger has the larger bits, and what is not finite has the largest. So
-two maxima of whole numbers tell whether a run of weights is finite, whether it is all zero, and how
+Among floats of one sign the larger has the larger bits, and infinity and NaN have the largest. So
+two maxima of integers tell whether a run of weights is finite, whether it is all zero, and how
 large its numbers are. No torch, whose reductions bring threads of their own. Invariant: nothing is
 written, and no more is read than what is handed in.
 """
@@ -31,7 +30,7 @@ _BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4),
 
 
 class Form(NamedTuple):
-    """How the bytes of a tensor become whole numbers that can be compared."""
+    """How the bytes of a tensor become integers that can be compared."""
 
     item_bytes: int  # of a number, or of a block, which is looked at as a whole or not at all
     number_bytes: int
@@ -42,13 +41,14 @@ class Form(NamedTuple):
 
     @property
     def is_sized(self) -> bool:
-        """Whether its numbers say how large weights are."""
+        """Return whether its numbers tell how large weights are."""
         return self.places is None and self.dtype in _SIZED
 
 
 def form_of(dtype: str, name: str = "") -> Form | None:
-    """Of a type that headers name, GGUF's included; None for one that nobody knows, and for a
-    tensor of no weights.
+    """Return the form of a type in headers, GGUF's included.
+
+    Returns None for unknown types, and for tensors that are no weights.
     """
     if name.endswith(_MASK):
         return None
@@ -61,8 +61,7 @@ def form_of(dtype: str, name: str = "") -> Form | None:
 
 
 def top_bits(stored: np.ndarray, form: Form) -> int:
-    """The largest bits, signs left out, among bytes (uint8) that are whole items; 0 where all are
-    zero.
+    """Return the largest bits without sign among whole items (uint8); 0 if all are zero.
 
     Rows of bytes may lie apart, each of them whole items in one piece.
     """
@@ -80,12 +79,12 @@ def top_bits(stored: np.ndarray, form: Form) -> int:
 
 
 def is_finite(bits: int, form: Form) -> bool:
-    """Whether numbers of these largest bits are all finite."""
+    """Return whether numbers with these largest bits are all finite."""
     return form.endless is None or bits < form.endless
 
 
 def magnitude(bits: int, form: Form) -> float:
-    """The number of these bits, a float."""
+    """Return the number of these bits as a float."""
     wide = np.array([bits << 16 if form.dtype == "BF16" else bits], "<u8").view("<u4")[:1]
     if form.dtype == "F64":
         return float(np.array([bits], "<u8").view("<f8")[0])
@@ -93,7 +92,7 @@ def magnitude(bits: int, form: Form) -> float:
 
 
 class TensorMaximum(NamedTuple):
-    """A tensor, and the largest of its numbers."""
+    """A tensor and the largest of its numbers."""
 
     name: str
     file: str
@@ -103,17 +102,16 @@ class TensorMaximum(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """Whether it multiplies what was normed, and is no bias that is added to it."""
+        """Return whether it is the weight, not the bias, of a norm."""
         return not self.is_matrix and "norm" in self.name and not self.name.endswith("bias")
 
 
 def remarks(tops: list[TensorMaximum], *, has_zeros: bool) -> list[str]:
-    """What is odd about finite tensors, in a line for each kind of oddness; damage looks so, and
-    nothing trained does.
+    """Return a line for each kind of oddness in finite tensors that hints at damage.
 
-    Vectors are zero in models that are whole (biases, and norms to which 1 is added): only where
-    others of their kind are not it is odd. With `has_zeros` a checkpoint says that its matrices may
-    be zero.
+    Vectors may be zero in sound models (biases, and norms to which 1 is added): that is odd only
+    where others of their kind are not. With `has_zeros` a checkpoint says that its matrices may be
+    zero.
     """
     has_norms = any(one.bits and one.is_norm for one in tops)
     zero = [one for one in tops if not one.bits and (one.is_matrix or (has_norms and one.is_norm))]
@@ -133,11 +131,11 @@ def remarks(tops: list[TensorMaximum], *, has_zeros: bool) -> list[str]:
 
 
 def named(tops: list[TensorMaximum]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the name of the first one, and how many more there are."""
     more = f" and {len(tops) - 1} more" if len(tops) > 1 else ""
     return f"{tops[0].name:.200} in {tops[0].file}{more}"
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor multiplies what comes, and is no bias, norm or scale."""
+    """Return whether a tensor of this shape is a matrix, and no bias, norm or scale."""
     return len(shape) > 1 and math.prod(shape[:-1]) > 1

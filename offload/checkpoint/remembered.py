@@ -1,7 +1,7 @@
-"""What follows from a checkpoint's headers alone is worked out once: many plans ask the same of one
-checkpoint.
+"""A cache for results that follow from a checkpoint's headers alone.
 
-Invariant: what is kept of a checkpoint goes with it.
+Many plans ask the same questions of one checkpoint. Invariant: what is kept of a checkpoint is
+freed with it.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,10 @@ _Found = TypeVar("_Found")
 def remembered(
     function: Callable[Concatenate[_Checkpoint, _Others], _Found],
 ) -> Callable[Concatenate[_Checkpoint, _Others], _Found]:
-    """Return the function with its results kept, by checkpoint and other arguments; errors are
-    raised anew each time.
+    """Return the function with its results kept, by checkpoint and other arguments.
 
-    Nobody may change a result, and none may refer to the checkpoint, which would then stay for
-    ever.
+    Errors are raised anew each time. A result must not be changed, nor refer to the checkpoint,
+    which would then never be freed.
     """
     known: WeakKeyDictionary[_Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
 

@@ -1,14 +1,12 @@
-"""Safetensors checkpoints, read by their headers alone: where every tensor lies, proved before a
-byte of it is used.
+"""Safetensors checkpoints, read by their headers alone; every tensor's place is checked first.
 
-The files come from strangers, so sizes, offsets, names and shard references are checked here, once;
-everything downstream works with `TensorEntry` values that are known to lie inside their file.
+The files may be hostile, so sizes, offsets, names and shard references are checked here, once; all
+other code works with `TensorEntry` values that are known to lie inside their file.
 
-The type that quantised weights are expanded into, where nobody names one.
-
-They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2 to 8 times slower
-than bfloat16, even such as have instructions for both; in memory both take the same. What is packed
-is no other model than it was.
+`settled_dtype` chooses the type that quantised weights are expanded into, where the user names
+none. They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2 to 8 times
+slower than bfloat16, even those with instructions for both; in memory both take the same. Packed
+weights keep the type of the original model.
 """
 
 import json
@@ -54,7 +52,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 
 
 class Stamp(NamedTuple):
-    """What tells a file from one that takes its place, and from itself once it is written to."""
+    """What tells a file from one that replaces it, and from itself once it is written to."""
 
     device: int
     inode: int
@@ -63,13 +61,13 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, file: int | Path) -> "Stamp":
-        """That of a file, open or by its path, as it is now. Raises `OSError`."""
+        """Return the stamp of a file, open or by its path, as it is now. Raises `OSError`."""
         found = os.stat(file)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """That of a file, or None where there is none to be seen."""
+    """Return the stamp of a file, or None where none can be seen."""
     try:
         return Stamp.of(path)
     except OSError:
@@ -78,7 +76,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model directory whose headers have been read and found sound."""
+    """A model whose headers have been read and found sound."""
 
     directory: Path
     config: dict[str, Any]
@@ -97,7 +95,7 @@ class Checkpoint:
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a target, held in fewer bits to draft for itself."""
+        """Return whether it is a self draft: the target, quantised."""
         return self.held is not None and self.held.is_copy
 
     @property
@@ -109,18 +107,19 @@ class Checkpoint:
 
     @property
     def small_files(self) -> Path:
-        """Where small files lie."""
+        """Return the folder of small files."""
         return self.beside or self.directory
 
     @property
     def tokenizer_path(self) -> Path:
-        """Folder, or GGUF file, for `load_tokenizer`; it need not have one."""
+        """Return the folder, or GGUF file, for `load_tokenizer`; it need not have a tokenizer."""
         return self.tokenizer or self.directory
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Read config and headers of a Hugging Face directory or hub id. Raises `UserError` where they
-    make no sense.
+    """Read config and headers of a Hugging Face directory or hub id.
+
+    Raises `UserError` where they make no sense.
     """
     directory = _resolve(model)
     if not os.path.isfile(directory / "config.json"):
@@ -156,8 +155,9 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 
 
 def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
-    """What a model of text has of these tensors, by its own names. Raises `UserError` where they
-    contradict.
+    """Return the tensors of the language model, by its own names.
+
+    Raises `UserError` where they contradict each other or the config.
     """
     check_method(where, config)
     found = text_part(where, config, tensors)
@@ -170,9 +170,7 @@ def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntr
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
-    """The type to compute in: the wish, or for `auto` what the config says, or what most of the
-    bytes are.
-    """
+    """Return the type to compute in: `wish`, or for `auto` the config's or the most common one."""
     return _usual_dtype_name(checkpoint) if wish == "auto" else wish
 
 
@@ -198,16 +196,18 @@ def _decoded_dtype(entry: TensorEntry) -> str:
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
-    """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts
-    the file.
+    """Return the entries of a safetensors file, and its stamp.
+
+    Raises `UserError` where the header contradicts the file.
     """
     raw, stamp = read_raw_header(path)
     return parse_header(path, raw, stamp.num_bytes, shard), stamp
 
 
 def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
-    """The JSON that a safetensors file begins with, and the file's stamp. Raises `UserError` where
-    there is none.
+    """Return the JSON that a safetensors file begins with, and the file's stamp.
+
+    Raises `UserError` where there is none.
     """
     try:
         return _raw_header(path)
@@ -216,8 +216,9 @@ def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
 
 
 def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
-    """What a header says of a file of so many bytes. Raises `UserError` where it contradicts
-    itself, or the file.
+    """Return the entries of a header of a file of `file_bytes`.
+
+    Raises `UserError` where the header contradicts itself, or the file.
     """
     data_lo = 8 + len(raw)
     found, _ = _parse_json(path, raw)
@@ -238,7 +239,7 @@ def _require_few(where: str, num_tensors: int) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a file says of itself. Raises `UserError` where its header cannot be read."""
+    """Return the file's own metadata. Raises `UserError` where its header cannot be read."""
     return _parse_json(path, read_raw_header(path)[0])[1]
 
 
@@ -262,22 +263,23 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
 
 
 def damaged(what: str, directory: Path | None = None) -> UserError:
-    """What to tell of a file that contradicts itself; whether it was downloaded, or packed, its
-    folder says.
+    """Return the error for a file that contradicts itself.
+
+    The folder tells whether the file was downloaded or packed.
     """
     is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
     return UserError(f"{what}: {'pack the model again' if is_packed else _AGAIN}")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """What to tell of a file that the system does not give."""
+    """Return the error for a file that the system does not open."""
     return UserError(
         f"cannot read {path} ({error.strerror}): check that it is a file and yours to read"
     )
 
 
 def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tensors, and what the file says of itself."""
+    """Return the header's tensors, and the file's metadata."""
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -304,8 +306,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
-    """One tensor of a header, proved sound in itself; the file's tensors begin at `data_lo`. Raises
-    `UserError`.
+    """Return one tensor's entry, checked in itself; tensors begin at `data_lo`.
+
+    Raises `UserError`.
     """
     if len(name) > _MAX_NAME_CHARS:
         raise damaged(
@@ -334,7 +337,7 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
 
 
 def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
-    """Raises `UserError` where tensors leave the file or lie over each other."""
+    """Raise `UserError` where tensors leave the file or overlap."""
     end = 0
     before = ""
     for name, entry in _in_file_order(entries):
@@ -350,9 +353,7 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
 def _check_holes(
     path: Path, entries: dict[str, TensorEntry], data_lo: int, file_bytes: int
 ) -> None:
-    """Raises `UserError` for bytes that are no tensor's, in which other programs may see another
-    file.
-    """
+    """Raise `UserError` for bytes between tensors, in which other programs may see another file."""
     end = data_lo
     for lo, hi in [
         *((entry.lo, entry.hi) for _, entry in _in_file_order(entries)),
@@ -364,13 +365,14 @@ def _check_holes(
 
 
 def _in_file_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
-    """Tensors of one file by where they lie."""
+    """Return the tensors of one file in the order of their bytes."""
     return sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
 
 
 def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
-    """Where a model's tokenizer lies; from the hub it is fetched without the weights. Raises
-    `UserError`.
+    """Return where a model's tokenizer lies; from the hub it is fetched without the weights.
+
+    Raises `UserError`.
     """
     return _resolve(model, with_weights=False)
 
@@ -402,25 +404,26 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a folder has files that a tokenizer is made of."""
+    """Return whether a folder has files that a tokenizer is made of."""
     return any(os.path.isfile(directory / name) for name in _TOKENIZERS)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config. Raises `UserError` where it is missing, or does not describe the language
-    model inside.
+    """Return a model's config.
+
+    Raises `UserError` where it is missing, or does not describe the language model inside.
     """
     return with_text_sizes(path.parent.name, spelled_out(read_json(path)))
 
 
 def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError:
-    """What to tell of a model whose architecture is the trouble."""
+    """Return the error for a model whose architecture is not supported."""
     kind = config.get("model_type", "unknown")
     return UserError(f"{directory.name}: model type {kind} is not supported ({what}): {_LOOK}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `UserError` when it is missing or something else."""
+    """Return the JSON object in a file. Raises `UserError` when it is missing or something else."""
     try:
         return read_object(path, _AGAIN)
     except FileNotFoundError:
@@ -432,17 +435,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a folder holds weights of any form, even such as cannot be read."""
+    """Return whether a folder holds weights in any format, readable or not."""
     return any(
         True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern)
     )
 
 
 def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """Files of weights, which need not all be there, and which of them has which tensor, where an
-    index says so.
+    """Return the weight files, which need not exist, and the index's map of tensors to them.
 
-    Raises `UserError` where there are none, or the index makes no sense.
+    The map is None without an index. Raises `UserError` where there are no files, or the index
+    makes no sense.
     """
     if os.path.isfile(directory / _INDEX):
         weight_map = read_json(directory / _INDEX).get("weight_map")
@@ -467,7 +470,7 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
 
 def _refuse_other_formats(directory: Path) -> None:
-    """Folders that hold weights, but not those of a whole model in safetensors. Raises `UserError`."""
+    """Raise `UserError` for a folder that holds an adapter without its model."""
     if os.path.isfile(directory / "adapter_config.json"):
         raise UserError(
             f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
@@ -491,9 +494,7 @@ def _shard_names(directory: Path, weight_map: Any) -> list[str]:
 
 
 def check_shard_names(directory: Path, names: Iterable[str]) -> None:
-    """Raises `UserError` for names in an index that lead out of its folder, or to other files than
-    safetensors.
-    """
+    """Raise `UserError` for names in an index that leave its folder or are not safetensors."""
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise damaged(
@@ -508,7 +509,7 @@ def _require_files(directory: Path, shards: Iterable[Path]) -> None:
 
 
 def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
-    """The wish, or where there is none a type in place of float16; and what to tell the user."""
+    """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
     codings = [entry.coded.coding for entry in target.tensors.values() if entry.coded is not None]
     is_rounded = not all(isinstance(one, Exponents) for one in codings)
     if (

@@ -1,14 +1,9 @@
 """The sizes of a model that memory and time depend on, from its config and tensor headers alone.
 
-No weights are read and no model is built. Invariant: a size is never smaller than what loading will
-take.
-
-The routed experts of a mixture: how many, and what each takes, from its config and tensor headers
-alone.
-
-A checkpoint has the tensors of every expert by themselves, or stacks whose first dimension counts
-the experts, coded or not. Invariant: every byte of a layer is either of one expert or dense, and a
-size is never smaller than what loading will take.
+No weights are read and no model is built. Routed experts of a mixture are stored as separate
+tensors, or as stacks whose first dimension counts the experts, coded or not. Invariant: a size is
+never smaller than what loading will take, and every byte of a layer belongs to one expert or is
+dense.
 """
 
 import math
@@ -42,8 +37,9 @@ Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
 
 
 class ExpertShape(NamedTuple):
-    """The sizes of a mixture that memory and time depend on; the record of an expert is all that it
-    consists of.
+    """The sizes of a mixture that memory and time depend on.
+
+    The record of an expert is all that it consists of.
     """
 
     num_layers: int  # with routed experts
@@ -60,18 +56,17 @@ class ExpertShape(NamedTuple):
 
     @property
     def num_records(self) -> int:
-        """Of all layers."""
+        """Return the number of experts of all layers."""
         return self.num_layers * self.num_experts
 
 
 def expert_shape(
     checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
-    """The experts of a model that computes in `computed`; None where there are not two that could
-    come one by one.
+    """Return the experts of a model that computes in `computed`.
 
-    `config` is that of the decoder of text. Raises `UserError` where it and the tensors disagree on
-    their number.
+    Returns None where fewer than two could be read on demand. `config` is that of the decoder of
+    text. Raises `UserError` where it and the tensors disagree on their number.
     """
     num_chosen = count_of(config, _CHOSEN)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
@@ -99,7 +94,7 @@ def expert_shape(
         slot_bytes=max(map(slab_bytes_bound, experts)),
         dense_bytes=tuple(map(slab_bytes_bound, layers)),
         scratch_bytes=max(
-            _scratch_bytes_expert_sizes(dense, computed),
+            _dense_scratch_bytes(dense, computed),
             *(_expanded_bytes(one, computed) for one in experts),
         ),
         cast_bytes=sum(
@@ -110,13 +105,13 @@ def expert_shape(
 
 
 def count_of(config: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """The first of these that a config gives as a whole number above 0; 0 where it has none."""
+    """Return the first of these keys that a config has as a whole number above 0; 0 for none."""
     given = (config.get(key) for key in keys)
     return next((value for value in given if type(value) is int and value > 0), 0)
 
 
 def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) -> int:
-    """Where the config does not say."""
+    """Return the number of experts by their tensors, for configs that do not tell."""
     numbers = [
         int(match[2]) + 1 if match[2] else checkpoint.tensors[name].shape[0]
         for name, match in routed.items()
@@ -127,7 +122,7 @@ def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) 
 def _records(
     checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int
 ) -> Records | None:
-    """Every expert's own; None where a stack cannot be taken apart."""
+    """Return the tensors of every expert; None where a stack cannot be taken apart."""
     where = checkpoint.directory.name
     if num_experts > _MOST_EXPERTS:
         raise UserError(
@@ -155,7 +150,7 @@ def _records(
 
 
 def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
-    """Whether an expert's part of it is a run of bytes, and so it is with what belongs to it."""
+    """Return whether an expert's part, and that of its companions, is a run of bytes."""
     if len(entry.shape) < 2 or entry.num_bytes % num_experts:
         return False
     if entry.coded is None:
@@ -168,7 +163,7 @@ def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
 
 
 def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chosen: int) -> None:
-    """Every layer that has experts has all of them, and each has what the others have."""
+    """Check that every layer with experts has all of them, and that all have the same tensors."""
     if num_chosen > num_experts:
         raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
     for layer, found in Counter(layer for layer, _ in records).items():
@@ -197,8 +192,8 @@ def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserE
     return UserError(f"{checkpoint.directory.name}: {what}: {_MEND}")
 
 
-def _scratch_bytes_expert_sizes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
-    """Of the dense module that owns most in coded weights of layers."""
+def _dense_scratch_bytes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
+    """Return the expanded bytes of the dense module with the most coded weights."""
     sizes = Counter[str]()
     for name, entry in dense.items():
         if "layers." in name:
@@ -212,9 +207,7 @@ def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
 
 
 def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
-    """What the copies of these tensors take that are not stored in the compute type; coded ones
-    have the scratch.
-    """
+    """Return the bytes of copies in the compute type; coded tensors use the scratch instead."""
     others = (
         e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None
     )
@@ -286,15 +279,16 @@ class ModelShape:
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
-    """Sizes of a model that computes in `dtype`. Raises `UserError` where config.json lacks those
-    of a decoder.
+    """Return the sizes of a model that computes in `dtype`.
+
+    Raises `UserError` where config.json lacks the sizes of a decoder.
     """
     return _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
 
 
 @remembered
 def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
-    """By the name of the type, which `auto` no longer hides."""
+    """Return the sizes of a model that computes in this type, which is no longer `auto`."""
     sizes = config_sizes(checkpoint)
     num_layers = sizes["num_hidden_layers"]
     num_encoder_layers = sizes.get("num_encoder_layers", 0)
@@ -374,14 +368,15 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
 
 
 def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The part of the config that describes the decoder of text."""
+    """Return the part of the config that describes the decoder of text."""
     part = checkpoint.config.get("text_config")
     return part if isinstance(part, dict) else decoder_config(checkpoint.config)
 
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """The numbers of config.json that memory depends on, as far as it has them; of one per layer
-    the largest.
+    """Return the numbers of config.json that memory depends on, as far as it has them.
+
+    Of a list with one per layer it is the largest.
     """
     where = checkpoint.directory.name
     config = text_config(checkpoint)
@@ -407,7 +402,7 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def head_dim(sizes: dict[str, int]) -> int:
-    """K, width of one attention head."""
+    """Return K, the width of one attention head."""
     usual = sizes["hidden_size"] // sizes.get("num_attention_heads", 1)
     return sizes.get("head_dim") or sizes.get("kv_channels") or usual
 
@@ -415,10 +410,10 @@ def head_dim(sizes: dict[str, int]) -> int:
 def table_and_head(
     checkpoint: Checkpoint, rest: list[TensorEntry], vocab_size: int
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """The embedding tables, and what is needed behind the layers: without a head of its own the
-    first table as well.
+    """Return the embedding tables, and the tensors that are needed after the layers.
 
-    Nothing is needed behind the layers of a section that has not even a norm there.
+    Without a head of its own these include the first table; a section without even a norm after its
+    layers needs nothing there.
     """
     named = {
         name: entry
@@ -435,7 +430,7 @@ def table_and_head(
 
 
 def _routed_share(sizes: dict[str, int]) -> float:
-    """k / E; one where the config does not say both, so that no expert is left out by mistake."""
+    """Return k / E, or 1 where the config lacks either, so that no expert is left out."""
     num_experts = max(
         sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
     )
@@ -444,19 +439,22 @@ def _routed_share(sizes: dict[str, int]) -> float:
 
 
 def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
-    """What is stored as it is, and copies in the compute type of all else."""
+    """Return the bytes of tensors as stored, and of copies in the compute type where needed."""
     plain = [entry for entry in entries if entry.coded is None]
     expanded = (computed.stored_bytes(entry.shape) for entry in entries if entry.coded is not None)
     return slab_bytes_bound(plain) + cast_bytes_of(plain, computed) + sum(expanded)
 
 
 def coded_companion_bytes(entry: TensorEntry) -> int:
-    """What stays in memory beside the words of a tensor; nothing where it is not coded."""
+    """Return what stays in memory beside the words of a tensor; 0 where it is not coded."""
     return 0 if entry.coded is None else entry.coded.coding.companion_bytes(entry.shape)
 
 
 def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: Encoding) -> int:
-    """Of the module that owns most in coded weights; experts of a layer are one."""
+    """Return the expanded bytes of the module with the most coded weights.
+
+    The experts of a layer are one module.
+    """
     sizes = Counter[str]()
     around = set(rest)
     for name, entry in checkpoint.tensors.items():
@@ -477,8 +475,9 @@ def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> i
 
 
 def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
-    """What one row holds at once inside a layer: residual, norms (partly in fp32), heads,
-    feed-forward.
+    """Return what one row holds at once inside a layer.
+
+    This is residual, norms (partly in fp32), heads and feed-forward.
     """
     width = sizes["hidden_size"]
     feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
@@ -487,8 +486,9 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
 
 
 def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
-    """Of these what lies within feed-forwards, where all of them are such as `model.row_parts`
-    finds by their names.
+    """Return the part of it inside feed-forwards, where these take rows part by part.
+
+    That is where `model.row_parts` finds all of them by their names.
     """
     named = {
         match[0].partition(".mlp")[0]
@@ -500,19 +500,20 @@ def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: 
 
 
 def _types_of(checkpoint: Checkpoint, computed: Encoding) -> set[Encoding]:
-    """What layers are turned into at most: transformers keeps some of T5 in float32 where float16
-    is asked for.
+    """Return the types that layers are computed in.
+
+    transformers keeps some of T5 in float32 where float16 is asked for.
     """
     is_mixed = has_encoder(checkpoint.config) and computed == PLAIN_OF["float16"]
     return {computed, PLAIN_OF["float32"]} if is_mixed else {computed}
 
 
 def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
-    """A mask for each kind of layer and the bits of the last one; where scores are capped, those of
-    all heads.
+    """Return the bytes of a row and a position that it may see.
 
-    A bias by distance is looked up by whole numbers, masked, and laid out anew by the attention,
-    for every head.
+    Masks for each kind of layer and the bits of the last one; where scores are capped, those of all
+    heads. A T5's bias by distance is looked up by integers, masked, and laid out again by the
+    attention, for every head.
     """
     if has_encoder(config):
         return 64 + sizes.get("num_attention_heads", 1) * (3 * item_bytes + 4)
@@ -523,8 +524,9 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
 
 
 def _projected_kv_width(checkpoint: Checkpoint) -> int:
-    """Numbers per token in the keys and values of all layers, by the projections that make them; 0
-    where fused.
+    """Return the numbers per token in keys and values of all layers, by their projections.
+
+    Returns 0 where projections are fused.
     """
     projections = {
         name: entry for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)
@@ -539,8 +541,9 @@ def _projected_kv_width(checkpoint: Checkpoint) -> int:
 
 
 def _kv_width(sizes: dict[str, int]) -> int:
-    """Numbers per token and layer in keys and values together; compressed ones are kept expanded,
-    head by head.
+    """Return the numbers per token and layer in keys and values together.
+
+    Compressed ones are kept expanded, head by head.
     """
     if "kv_lora_rank" in sizes:
         expanded = (

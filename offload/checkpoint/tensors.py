@@ -1,24 +1,15 @@
-"""Where one tensor of a checkpoint lies, and how its bytes become the weight that a model has.
+"""Tensors of a checkpoint as entries: where they lie, how they are coded, and what is refused.
 
-Which tensors of a checkpoint are the words and companions of one weight: told by their names, types
-and shapes.
+`with_codings` tells by names, types and shapes which tensors are the words and companions of one
+weight; the config only adds what these cannot say. `check_method` refuses quantised checkpoints
+that are not read, by name and with what would work instead, because their tensors have the names of
+a format that is read, or names that explain nothing. `check_counts` and `check_types` guard
+transformers, which counts up to numbers of a config while it reads them, in lists of layers and
+tables of labels: a config of 10^12 layers would fill memory before anything could be refused. A
+config is checked before it reaches transformers.
 
-The config only adds what these cannot say. Invariant: afterwards every weight has the one name that
-models know, and no tensor belongs to two.
-
-Quantised checkpoints that are not read, told by their config, by name and with what would work
-instead.
-
-What is read is decided by tensors (`coded.py`); here stands what must be refused before, because
-its tensors have the names of a format that is read, or none that would tell anybody what is wrong.
-Invariant: a config that is read passes.
-
-Numbers of a config that transformers counts up to while it reads them, as lists of layers and
-tables of labels.
-
-A config of 10^12 layers fills memory before anything could be refused, wherever in it they are
-claimed. So whoever hands a config to transformers has it looked at first. Invariant: no model that
-exists is refused here.
+Invariant: every weight has the one name that models know, and no tensor belongs to two weights; no
+model that exists and is read is refused.
 """
 
 import re
@@ -33,7 +24,7 @@ from offload.units import require
 
 
 class TensorEntry(NamedTuple):
-    """A tensor on disk; of a coded weight its words, the shape being that of the weight."""
+    """A tensor on disk; for a coded weight, its words with the weight's shape."""
 
     shard: int  # index into Checkpoint.shards
     dtype: str  # name used by the format: BF16, F16, F32; of a coded weight that of its words
@@ -48,14 +39,14 @@ class TensorEntry(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """How words are expanded, and what else that takes."""
+    """How words are expanded, and the companions that this takes."""
 
     coding: Coding
     companions: tuple[tuple[str, TensorEntry], ...] = ()  # by their suffixes
 
     @property
     def num_bytes(self) -> int:
-        """Of the companions in the file."""
+        """Return the bytes of the companions in the file."""
         return sum(entry.num_bytes for _, entry in self.companions)
 
 
@@ -65,7 +56,7 @@ _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=l
 def with_codings(
     where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Tensors by the names of models; what a coded weight consists of is one entry.
+    """Return the tensors by the names of models; a coded weight becomes one entry.
 
     Raises:
         UserError: tensors of a weight contradict each other, or are of a version that is not known.
@@ -96,7 +87,7 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _weights_of(
     where: str, stem: str, own: Mapping[str, TensorEntry], settings: Mapping[str, Any]
 ) -> dict[str, TensorEntry]:
-    """One coded weight, or the tensors as they are."""
+    """Return one coded weight, or the tensors as they are."""
     if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
         return {f"{stem}.weight": own[".weight"]}
     for one in FORMATS:
@@ -153,7 +144,7 @@ _MLX = ("group_size", "bits")
 
 
 def check_method(name: str, config: Mapping[str, Any]) -> None:
-    """Nothing where a config names no quantisation, or one that is read.
+    """Check that a config names no quantisation, or one that is read.
 
     Args:
         name: of the folder, for the message.
@@ -187,7 +178,7 @@ def _problem(settings: Mapping[str, Any]) -> str | None:
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:
-    """Which of those that are read, by one name each."""
+    """Return the name of the method, one for all its synonyms; None if it is not read."""
     method = settings.get("quant_method")
     if method is None:  # early bitsandbytes and compressed-tensors name none
         is_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
@@ -266,7 +257,7 @@ _LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")
 
 
 def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
-    """Raises `UserError` for a count, in any part of a config, that no model has."""
+    """Raise `UserError` for a count, in any part of a config, that no model has."""
     for part in objects(config):
         for key, value in part.items():
             size = len(value) if key in _LABELS and isinstance(value, dict) else value
@@ -302,16 +293,14 @@ def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _most(key: str) -> int | None:
-    """Of what is counted under this name; None for what is not."""
+    """Return the largest count under this key; None for keys that are no counts."""
     if key in _LABELS or key.endswith("labels"):
         return _MOST_LABELS
     return _MOST_LAYERS if _LAYERS.search(key) else None
 
 
 def check_types(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
-    """Raises `UserError` where a config, or a part of it, names a kind of model by anything but
-    text.
-    """
+    """Raise `UserError` where a part of a config has a model type that is not text."""
     for kind in (part.get("model_type") for part in objects(config)):
         require(
             isinstance(kind, str | None),
@@ -322,7 +311,7 @@ def check_types(where: str, config: Mapping[str, Any], file: str = "config.json"
 
 
 def objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of a JSON value."""
+    """Yield all objects of a JSON value."""
     left = [value]
     while left:
         part = left.pop()

@@ -1,11 +1,10 @@
-"""What a model of text has of a checkpoint's tensors, and what is left out: towers that see or
-hear, layers that guess.
+"""Select the tensors of the language model from a checkpoint that also holds other parts.
 
-Folders of models that also see or hear hold a language model under a name of its own
-(`language_model.model.layers.0`, `model.language_model.layers.0`), or beside the towers
-(`model.layers.0`, `visual.blocks.0`). Some checkpoints carry layers more than the model has, which
-guess tokens further ahead. Invariant: what is left out is neither read nor counted in any size, and
-what is kept bears the names that the language model has on its own.
+Multimodal checkpoints hold the language model under a prefix (`language_model.model.layers.0`,
+`model.language_model.layers.0`), or beside the vision and audio towers (`model.layers.0`,
+`visual.blocks.0`). Some checkpoints carry additional layers for multi-token prediction. Invariant:
+what is left out is neither read nor counted in any size, and what is kept has the names of the
+language model on its own.
 """
 
 import copy
@@ -18,41 +17,44 @@ from offload.checkpoint.tensors import TensorEntry, check_counts, check_types
 from offload.errors import UserError, reason
 
 _INNER = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
-# of a language model beside towers
+# tensors of a language model that lies beside the towers
 _BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|lm_head)\.")
 _HEAD = re.compile(r"^(?:model\.)?lm_head\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
-_AHEAD = re.compile(r"(?:^|\.)mtp(?![a-z])")  # multi-token prediction
+_MULTI_TOKEN = re.compile(r"(?:^|\.)mtp(?![a-z])")
 _EXTRA = "extra layers"
 _OTHER = "other parts"
 _KINDS = {
-    _EXTRA: _AHEAD,
+    _EXTRA: _MULTI_TOKEN,
     "audio": re.compile("audio|speech|sound"),
     "vision": re.compile("vis|vit|image|pixel|patch|multi_modal|mm_"),
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
-# whose files have the sizes of text beside `vision_config`
+# model types whose config has the sizes of text at the top, beside `vision_config`
 _SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
 _USE = "give the folder of a model that transformers has, or of its language model alone"
 
 
 class TextPart(NamedTuple):
-    """Tensors by the names of a language model, and the bytes of all others by what they are of."""
+    """The language model's tensors by its own names, and the bytes left out, by kind."""
 
     tensors: dict[str, TensorEntry]
     left_out: dict[str, int]
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
-    """Whether a config is of a model around a language model."""
+    """Return whether a config is of a model around a language model."""
     return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
 
 
 def text_part(
     where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> TextPart:
-    """Tell a language model from what is around it. Raises `UserError` where there is none, or two."""
+    """Separate a language model from what is around it.
+
+    Raises `UserError` where there is none, or a tensor is stored twice.
+    """
     kept = dict[str, TensorEntry]()
     left_out = Counter[str]()
     inner = config.get("text_config")
@@ -60,8 +62,8 @@ def text_part(
     is_around = is_wrapper(config)
     is_named = any(map(_INNER.match, tensors))
     for name, entry in tensors.items():
-        own = _own_name(name, is_named=is_named) if is_around else name
-        if own is None or _is_ahead(own, num_layers):
+        own = _text_model_name(name, is_named=is_named) if is_around else name
+        if own is None or _is_for_multi_token_prediction(own, num_layers):
             left_out[_kind(name) if own is None else _EXTRA] += entry.hi - entry.lo
         elif own in kept:
             raise UserError(
@@ -77,11 +79,10 @@ def text_part(
 
 
 def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model around a language model, with all sizes of that: files often leave out
-    what is usual.
+    """Return the config with all sizes of the language model in `text_config`.
 
-    Raises `UserError` where it describes no language model, or names the model's type by something
-    else than a word.
+    Files often leave out the usual ones. Raises `UserError` where the config describes no language
+    model, or its model type is not text.
     """
     check_types(where, config)
     inner = config.get("text_config")
@@ -92,13 +93,12 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inner, dict) or not inner:
         raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {_USE}")
     check_counts(where, config)
-    from transformers import (
-        CONFIG_MAPPING,  # which takes seconds, so only where it has to say something
-    )
+    # this import takes seconds, so it waits until it is needed
+    from transformers import CONFIG_MAPPING
 
     try:
         known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
-    # transformers says what it dislikes about a config with any that lies at hand
+    # transformers rejects a config with exceptions of any type
     except Exception as error:
         raise UserError(f"{where}: {rule} (model type {kind}; {reason(error)}): {_USE}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
@@ -108,21 +108,22 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_name(name: str, *, is_named: bool) -> str | None:
-    """Of a tensor in the language model on its own; None for those around it."""
+def _text_model_name(name: str, *, is_named: bool) -> str | None:
+    """Return a tensor's name in the language model on its own; None for the parts around it."""
     found = _INNER.match(name)
     if found:
         return f"{found[1] or 'model.'}{name[found.end() :]}"
     return name if (_HEAD if is_named else _BARE).match(name) else None
 
 
-def _is_ahead(name: str, num_layers: Any) -> bool:
-    """Whether it belongs to layers that guess further ahead: these have a name of their own, or
-    follow the last.
+def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
+    """Return whether a tensor belongs to layers for multi-token prediction.
+
+    These have a name of their own, or follow the last layer.
     """
     found = _LAYER.search(name)
     is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
-    return bool(_AHEAD.search(name)) or is_beyond
+    return bool(_MULTI_TOKEN.search(name)) or is_beyond
 
 
 def _kind(name: str) -> str:

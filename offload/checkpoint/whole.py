@@ -1,25 +1,19 @@
-"""All weights of a model as they lie on disk, whatever a text needs of them: what `offload verify`
-is asked about.
+"""Files of a model as a whole, with their checksums: what `offload verify` reads and leaves behind.
 
-Nothing has to be known of the model, so that any checkpoint of safetensors, and any GGUF file, can
-be asked about; what is of a kind that is not read is bytes, no numbers. Invariant: the spans of a
-file follow one another and are all of it.
+Nothing has to be known of the model: any safetensors checkpoint and any GGUF file can be verified,
+and tensors of unknown types are plain bytes. The manifest holds a CRC-32 for every 8 MiB of each
+tensor. That detects any damage of up to 32 bits in a row for certain and other damage but for one
+case in four billion, at the speed of a disk. It is no protection against forgery, since the
+manifest itself could be rewritten; a sha256 of the hub is noted where it was seen to hold.
 
-Checksums of a model's files, by tensor, that `offload verify` leaves for the next time: checked as
-a stranger's.
+The CRC-32 equals zlib's but is computed at twice zlib's speed where zlib has no processor
+instruction for it. x^91639 + x^41678 + 1 is a multiple of CRC-32's polynomial, and so are its
+powers of two, whose exponents are that many times larger. So a byte can be dropped if it is xored
+into two later ones: numpy does that at the speed of a cache, and zlib does the rest (Russell,
+Chorba, arXiv 2412.16398).
 
-A CRC-32 of every 8 MiB: it tells any damage of up to 32 bits in a row for certain and other damage
-but for one in four billion, on any processor at the speed of a disk. It is no proof against people,
-who could write another manifest; the hub's own sha256 is noted where it was seen to hold.
-Invariant: a manifest that is damaged itself is refused.
-
-CRC-32, the number that zlib gives, at twice its speed where zlib has no instruction of the
-processor's own for it.
-
-x^91639 + x^41678 + 1 is a multiple of CRC-32's polynomial, and so are its powers of two, whose
-exponents are as many times as large. So a byte can be left out if it is added, by exclusive or, to
-two that come later: numpy does that at the speed of a cache, and zlib has the rest to do (Russell,
-Chorba, arXiv 2412.16398). Invariant: no other number than that of zlib comes out.
+Invariant: the spans of a file follow one another and cover all of it; a damaged manifest is
+refused.
 """
 
 import json
@@ -51,7 +45,16 @@ from offload.checkpoint.safetensors import (
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UnreadError, UserError, reason
 
+SUFFIX = ".sums.json"  # follows the name of a GGUF file; in a folder the manifest is `SUMS`
+_FORMAT = "offload.sums"
+_VERSION = 1
+_HEX = re.compile(r"(?:[0-9a-f]{8})*")
 _UNREAD = ""  # name of the span that is all of a file whose header is not read
+# The 32nd power of the multiple: its steps are long against a call of numpy, and fit a cache.
+_POWER_BYTES = 32 // 8
+_FAR = 91_639 * _POWER_BYTES
+_NEAR = (91_639 - 41_678) * _POWER_BYTES
+_BEGIN = 0xFF  # CRC-32 xors it into each of the first four bytes
 
 _Headers = dict[Path, tuple[dict[str, TensorEntry], Stamp]]
 
@@ -60,12 +63,12 @@ class Damage(NamedTuple):
     """What is wrong with a file, or with a tensor in it."""
 
     file: str
-    tensor: str  # "" where it is of none alone
+    tensor: str  # "" where it concerns no single tensor
     what: str
 
 
 class Span(NamedTuple):
-    """A tensor, or the header before all of them, with what lies between it and the next."""
+    """A tensor, or the header before all of them, with the padding up to the next one."""
 
     name: str | None  # None: the header
     lo: int
@@ -75,7 +78,7 @@ class Span(NamedTuple):
     is_matrix: bool = False
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """Cut where numbers, or blocks of them, end."""
+        """Yield [lo, hi) of parts that end where numbers, or blocks of them, end."""
         item_bytes = self.form.item_bytes if self.form else 1
         step = PART_BYTES // item_bytes * item_bytes
         for at in range(self.lo, self.end, step):
@@ -88,7 +91,7 @@ class WholeFile(NamedTuple):
     path: Path
     stamp: Stamp
     spans: tuple[Span, ...]
-    unread: str = ""  # why its header is not; then there is one span, of all of it
+    unread: str = ""  # why its header is not read; then one span covers the file
 
 
 class ModelSpans(NamedTuple):
@@ -96,17 +99,17 @@ class ModelSpans(NamedTuple):
 
     path: Path  # folder, or first GGUF file
     files: tuple[WholeFile, ...]
-    damage: tuple[Damage, ...]  # that names, sizes and headers show
-    left_out: Mapping[str, int]  # bytes that no text needs, by what they are of
+    damage: tuple[Damage, ...]  # what names, sizes and headers show
+    left_out: Mapping[str, int]  # bytes that no text needs, by kind
 
     @property
     def folder(self) -> Path:
-        """Where the files lie."""
+        """Return the folder that holds the files."""
         return self.path if os.path.isdir(self.path) else self.path.parent
 
     @property
     def is_packed(self) -> bool:
-        """Whether `offload pack` has made it."""
+        """Return whether `offload pack` has made it."""
         return os.path.isfile(self.folder / MANIFEST)
 
     @property
@@ -115,10 +118,9 @@ class ModelSpans(NamedTuple):
 
 
 def open_whole(model: str) -> ModelSpans:
-    """Read the headers of a folder, a GGUF file or a hub id that was downloaded. Raises `UserError`
-    for anything else.
+    """Read the headers of a folder, a GGUF file or a hub id that was downloaded.
 
-    What damage shows in headers is no error.
+    Damage that headers show is recorded and no error. Raises `UserError` for anything else.
     """
     file = gguf_file(model)
     places = dict[str, str]()
@@ -134,7 +136,7 @@ def open_whole(model: str) -> ModelSpans:
     for name, own in places.items():
         if own in have and name not in have[own]:
             damage.append(Damage(own, name, "is not in the file that the index names"))
-    words, left_out = _meaning(path, shards)
+    words, left_out = _words_and_left_out(path, shards)
     files = (
         WholeFile(one, stamp, _spans(entries, stamp, words.get(one, ())))
         for one, (entries, stamp) in headers.items()
@@ -144,7 +146,7 @@ def open_whole(model: str) -> ModelSpans:
 
 
 def _local(model: str) -> Path:
-    """A folder, or what the hub's cache has: nothing is downloaded."""
+    """Return the folder of a model, or the one in the hub's cache; nothing is downloaded."""
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
@@ -165,7 +167,7 @@ def _local(model: str) -> Path:
 def _headers(
     shards: tuple[Path, ...], *, is_gguf: bool
 ) -> tuple[_Headers, dict[Path, str], list[Damage]]:
-    """What headers say, why others are not read, and what is damaged."""
+    """Return the headers, why others are not read, and the damage found."""
     found = _Headers()
     unread = dict[Path, str]()
     damage = list[Damage]()
@@ -186,7 +188,7 @@ def _headers(
             else:
                 found[path] = read_header(path)
         except UnreadError as error:
-            # the remedy is for whoever wants to run it
+            # the remedy concerns running the model, not verifying it
             unread[path] = _without_name(error, path).rpartition(": ")[0]
         except UserError as error:
             damage.append(Damage(path.name, "", _without_name(error, path)))
@@ -203,11 +205,12 @@ def _unread_file(path: Path, why: str) -> WholeFile:
     return WholeFile(path, stamp, spans, why)
 
 
-def _meaning(
+def _words_and_left_out(
     path: Path, shards: tuple[Path, ...]
 ) -> tuple[dict[Path, set[int]], Mapping[str, int]]:
-    """Where words of coded weights begin, by file, and what no text needs; nothing of models that
-    cannot be run.
+    """Return where words of coded weights begin, by file, and what no text needs.
+
+    Both are empty for models that cannot be run.
     """
     words = dict[Path, set[int]]()
     try:
@@ -234,25 +237,21 @@ def _spans(
     return tuple(spans)
 
 
-SUFFIX = ".sums.json"  # behind the name of a GGUF file; in a folder it is `SUMS`
-_FORMAT = "offload.sums"
-_VERSION = 1
-_HEX = re.compile(r"(?:[0-9a-f]{8})*")
-
-
 class FileSums(NamedTuple):
-    """What is known of a file."""
+    """The checksums of one file."""
 
     num_bytes: int
     written_ns: int
-    sha256: str | None  # as the hub has it, and as it was seen to be
-    header: str  # CRC-32 of its parts, 8 characters each
+    sha256: str | None  # the hub's, where it was seen to hold
+    header: str  # CRC-32 of the header's parts, 8 characters each
     tensors: Mapping[str, str]
 
 
 def default_manifest(model: Path) -> Path:
-    """Beside a folder's files or a first GGUF file; of a model in the hub's cache, which is not
-    ours, in our own.
+    """Return where the manifest of a model lies.
+
+    It lies beside the files of a folder or the first GGUF file. The hub's cache is not ours to
+    write to, so for models there it lies in this program's own cache.
     """
     # links are not followed: files of the cache are links out of a commit
     path = Path(os.path.abspath(model))
@@ -266,8 +265,9 @@ def default_manifest(model: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, FileSums]:
-    """Files by name; none where there is no manifest. Raises `UserError` for what is none, or is
-    damaged.
+    """Return the checksums of files by name; empty where there is no manifest.
+
+    Raises `UserError` for a file that is no manifest, or is damaged.
     """
     remedy = "remove it to have it written anew"
     try:
@@ -291,7 +291,7 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
 
 
 def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
-    """All or nothing. Raises `OSError`."""
+    """Write the manifest, whole or not at all. Raises `OSError`."""
     told = {name: own._asdict() for name, own in files.items()}
     with replacing(path) as scratch:
         text = json.dumps(
@@ -301,12 +301,12 @@ def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
 
 
 def have_same_bytes(one: FileSums, other: FileSums) -> bool:
-    """Whether two files agree, whenever they were written, and whatever the hub says of them."""
+    """Return whether two files agree, whatever their times of writing and the hub's sums."""
     return one._replace(written_ns=0, sha256=None) == other._replace(written_ns=0, sha256=None)
 
 
 def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> list[Damage]:
-    """What is not as it was, by tensor."""
+    """Return what changed since the manifest was written, by tensor."""
     what = f"its bytes are not those of {manifest.name}"
     if found.written_ns != known.written_ns:
         what += ", and the file was written to since: where that was meant, remove the manifest"
@@ -316,7 +316,7 @@ def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> 
         if known.tensors.get(name) != found.tensors.get(name)
     ]
     if found.tensors.keys().isdisjoint(known.tensors):
-        names = []  # it is the header that is another
+        names = []  # the header changed, so tensors cannot be compared by name
     is_header = found.header != known.header or (found.num_bytes != known.num_bytes and not names)
     header = [Damage(file, "", f"in its header, {what}")] if is_header else []
     return [*header, *(Damage(file, name, what) for name in names)]
@@ -341,15 +341,8 @@ def _is_sound(own: Any) -> bool:
     return are_sums and are_numbers and isinstance(own["sha256"], str | None)
 
 
-# of the 32nd power, whose steps are far longer than a call of numpy takes, and lie in a cache
-_POWER_BYTES = 32 // 8
-_FAR = 91_639 * _POWER_BYTES
-_NEAR = (91_639 - 41_678) * _POWER_BYTES
-_BEGIN = 0xFF  # what CRC-32 adds to each of the first four bytes
-
-
 def crc32_of_scratch(scratch: np.ndarray) -> int:
-    """Of bytes (uint8), which are lost."""
+    """Return the CRC-32 of bytes (uint8), which are overwritten."""
     num_folded = len(scratch) - _FAR
     if num_folded <= 0:
         return zlib.crc32(scratch.data)
@@ -358,5 +351,5 @@ def crc32_of_scratch(scratch: np.ndarray) -> int:
         folded = scratch[at : min(at + _NEAR, num_folded)]
         for step in (_NEAR, _FAR):
             scratch[at + step : at + step + len(folded)] ^= folded
-    # which takes back what zlib would begin with
+    # This start value takes back what zlib would begin with.
     return zlib.crc32(scratch[num_folded:].data, 0xFFFF_FFFF)

@@ -1,15 +1,11 @@
-"""Writes stores: documents are encoded in batches, sorted chunk by chunk, and valid from one moment
-to the next.
+"""Build datastores: read documents from files, encode them in batches, sort them chunk by chunk.
 
-Invariant: whatever ends a build, there is a whole store or none; whatever ends an addition, there
-is the old one or the new one. The memory that is taken beside the process's own is 5 bytes for
-every byte of a chunk's text, and a batch.
-
-Documents from files: text and code as it is, and the usual layouts of chats and samples from lines
-of JSON.
-
-Invariant: no document is made of bytes that are not UTF-8. What is passed over is counted or named,
-and a file that was meant but cannot be used is an error unless bad ones are to be skipped.
+Documents are text and code as it is, and the usual layouts of chats and samples in lines of JSON.
+Invariant: however a build ends, there is a whole store or none; however an addition ends, there is
+the old store or the new one. Beside the process's own memory it takes 5 bytes for every byte of a
+chunk's text, and a batch. No document contains bytes that are not UTF-8; skipped files are counted
+or named, and a file that was named but cannot be used is an error unless bad ones are to be
+skipped.
 """
 
 import codecs
@@ -47,16 +43,26 @@ from offload.errors import UserError, reason
 from offload.machine import rss_bytes
 from offload.units import format_bytes, require
 
-# encoded together; tokenizers take some 100 bytes for each token, and heed no Ctrl-C meanwhile
+# Encoded together: tokenizers take some 100 bytes for each token, and delay Ctrl-C meanwhile.
 _BATCH_CHARS = 1 << 20
 _RESERVE_BYTES = 256 << 20  # for a batch, and what libraries keep
 _LEAST_ROOM = 1 << 16  # tokens of a chunk
-_BLOCK_BYTES = 1 << 24
+_WRITE_BYTES = 1 << 24
+_READ_BYTES = 1 << 20
 _ROOM = "free some room or take another place"
+# Longer texts become several documents, cut at a line's end, so that no file need fit in memory.
+_PIECE_CHARS = 1 << 16
+_MAX_LINE_BYTES = 64 << 20
+_HEAD_BYTES = 8192  # a zero byte in them means that a file is no text, as for git
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # in ShareGPT's files
+_LAYOUTS = "text, messages (role, content), conversations (from, value), or prompt and completion"
+
+Messages = list[dict[str, str]]  # each with role and content
+OnPhase = Callable[[str], object]  # is told what begins, where its duration is unknown
 
 
 class Coder(NamedTuple):
-    """A tokenizer, as far as building needs one."""
+    """The part of a tokenizer that building needs."""
 
     name: str  # folder or hub id
     vocabulary: Mapping[str, int]
@@ -64,14 +70,12 @@ class Coder(NamedTuple):
     encode: Callable[[list[str]], Iterable[Sequence[int]]]
 
 
-OnPhase = Callable[[str], object]  # hears of what begins, where nobody knows how long it takes
-
-
 def build(
     path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
 ) -> Store:
-    """A new store at `path`. Raises `UserError` where something is there, the corpus is empty, or
-    the disk is full.
+    """Build a new store at `path` and return it.
+
+    Raises `UserError` where `path` exists, the corpus is empty, or the disk is full.
     """
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path), _workspace(path) as folder:
@@ -88,14 +92,15 @@ def build(
 def append(
     path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
 ) -> Store:
-    """Add chunks to a store; readers that have it open go on with what it was. Raises what `build`
-    raises.
+    """Add chunks to a store; readers that have it open keep its old state.
+
+    Raises what `build` raises.
     """
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path), _locked_store(path):
         store = read_store(path)
         require_tokenizer(store, coder.vocabulary)
-        with _discarding_what_is_not_named(path):
+        with _discarding_unnamed_chunks(path):
             writer = _ChunkWriter(path, store.vocab_size, room, on_phase)
             chunks = tuple(writer.write(_encoded(documents, coder, room), len(store.chunks)))
             require(bool(chunks), "what is added must hold some text", "none", "name other files")
@@ -108,8 +113,9 @@ def append(
 
 
 def chunk_room(ram_bytes: int, coder: Coder) -> int:
-    """Tokens and separators of a chunk that can be sorted within a budget for the whole process.
-    Raises `UserError`.
+    """Return how many tokens and separators of a chunk can be sorted within `ram_bytes`.
+
+    The budget is that of the whole process. Raises `UserError`.
     """
     width = TokenWidth.of(vocabulary_size(coder.vocabulary)).num_bytes
     taken_bytes = rss_bytes() + _RESERVE_BYTES
@@ -122,7 +128,7 @@ def chunk_room(ram_bytes: int, coder: Coder) -> int:
 
 
 def _encoded(documents: Iterable[str], coder: Coder, room: int) -> Iterator[NDArray[np.int64]]:
-    """Token ids, in pieces where they would fill more than a chunk."""
+    """Yield the token ids of documents, in pieces where they would fill more than a chunk."""
     for batch in _batches(documents):
         for ids in coder.encode(batch):
             tokens = np.asarray(ids, np.int64)
@@ -153,14 +159,14 @@ class _ChunkWriter(NamedTuple):
     on_phase: OnPhase
 
     def write(self, documents: Iterator[NDArray[np.int64]], first: int) -> Iterator[ChunkEntry]:
-        """Documents in as few chunks as have room for them, numbered from `first`."""
+        """Write documents into as few chunks as have room for them, numbered from `first`."""
         index = first
-        held = next(documents, None)
-        while held is not None:
+        document = next(documents, None)
+        while document is not None:
             text = ReversedText(self.vocab_size, self.room)
-            while held is not None and len(held) < text.room:
-                text.add(held)
-                held = next(documents, None)
+            while document is not None and len(document) < text.room:
+                text.add(document)
+                document = next(documents, None)
             if text.num_tokens:
                 yield self._write_one(chunk_files(self.folder, index), text)
                 index += 1
@@ -177,15 +183,16 @@ class _ChunkWriter(NamedTuple):
 
 
 def _heeding_signals(work: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-    """In a thread that nobody waits for at the end: the first one hears no Ctrl-C while a library's
-    function runs.
+    """Return `work()`, run in a daemon thread so that Ctrl-C is handled meanwhile.
+
+    The main thread handles no signal while a library's function runs in it.
     """
     done: SimpleQueue[NDArray[np.int32] | BaseException] = SimpleQueue()
 
     def run() -> None:
         try:
             done.put(work())
-        # of whatever kind: it is raised where the result is waited for
+        # of any kind: it is raised again where the result is waited for
         except BaseException as error:
             done.put(error)
 
@@ -199,8 +206,8 @@ def _heeding_signals(work: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]
 def _write_file(path: Path, raw_B: NDArray[np.uint8]) -> FileEntry:
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for lo in range(0, len(raw_B), _BLOCK_BYTES):
-            block = raw_B[lo : lo + _BLOCK_BYTES].data
+        for lo in range(0, len(raw_B), _WRITE_BYTES):
+            block = raw_B[lo : lo + _WRITE_BYTES].data
             digest.update(block)
             file.write(block)
         file.flush()
@@ -225,10 +232,11 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _workspace(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path`, locked: it takes that name when the body ends well, and is
-    removed when not.
+    """Yield an empty, locked folder that becomes `path` when the body succeeds.
+
+    It is removed when the body fails.
     """
-    # one that a rename can replace
+    # only an empty folder can be replaced by renaming
     is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
     is_free = not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
     if not is_free:
@@ -250,7 +258,10 @@ def _workspace(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked_store(path: Path) -> Iterator[None]:
-    """Against others that write. Raises `UserError` where one does, or where there is no store."""
+    """Lock a store against other writers.
+
+    Raises `UserError` where another process writes, or where there is no store.
+    """
     if not path.is_dir():
         read_store(path)  # which says what is missing
     with locked(path):
@@ -258,9 +269,10 @@ def _locked_store(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _discarding_what_is_not_named(path: Path) -> Iterator[None]:
-    """Files of chunks that `store.json` does not name when the body fails: it may have failed just
-    after it did.
+def _discarding_unnamed_chunks(path: Path) -> Iterator[None]:
+    """Remove chunk files that `store.json` does not name when the body fails.
+
+    The body may also fail just after `store.json` was replaced.
     """
     try:
         yield
@@ -280,22 +292,13 @@ def _discarding_what_is_not_named(path: Path) -> Iterator[None]:
 def _refusing_bad_places(path: Path) -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # of who reads what is said
+    # comes from the reader of the progress messages, not from the store
+    except BrokenPipeError:
         raise
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror or error}): nothing of it was kept, {_ROOM}"
         ) from None
-
-
-Messages = list[dict[str, str]]  # of roles and contents
-# longer texts are several documents, cut at a line's end, so that no file need fit into memory
-_PIECE_CHARS = 1 << 16
-_MAX_LINE_BYTES = 64 << 20
-_HEAD_BYTES = 8192  # where a zero byte tells that a file is no text, as for git
-_BLOCK_BYTES_CORPUS = 1 << 20
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # in ShareGPT's files
-_LAYOUTS = "text, messages (role, content), conversations (from, value), or prompt and completion"
 
 
 class _File(NamedTuple):
@@ -305,17 +308,16 @@ class _File(NamedTuple):
 
 
 def joined(messages: Messages) -> str:
-    """A conversation for models without a chat template."""
+    """Return a conversation as text, for models without a chat template."""
     return "\n".join(message["content"] for message in messages)
 
 
 class Corpus:
-    """What files and folders hold, document by document; folders are walked in the order of names.
+    """The documents in files and folders; folders are walked in the order of names.
 
     Args:
-        skips_bad: name bad files and lines in `bad`, where otherwise the first one is raised as
-            `UserError`.
-        or_else: what that says besides, such as how to skip them.
+        skips_bad: list bad files and lines in `bad` instead of raising `UserError` for the first.
+        or_else: what that error adds, such as how to skip them.
     """
 
     def __init__(
@@ -324,17 +326,17 @@ class Corpus:
         self._skips_bad = skips_bad
         self._or_else = or_else
         self.bad: list[str] = []  # a line of explanation each
-        self.num_binary = self.num_hidden = self.done_bytes = 0
+        self.num_binary = 0
+        self.num_hidden = 0
+        self.done_bytes = 0
         self._files = [
             file for path in paths for file in self._found(Path(os.path.expanduser(path)))
         ]
-        self.num_files, self.num_bytes = (
-            len(self._files),
-            sum(file.num_bytes for file in self._files),
-        )
+        self.num_files = len(self._files)
+        self.num_bytes = sum(file.num_bytes for file in self._files)
 
     def documents(self, render: Callable[[Messages], str] = joined) -> Iterator[str]:
-        """Texts; `render` makes one of a conversation, or raises `ValueError` where it cannot.
+        """Yield the texts; `render` turns a conversation into one, or raises `ValueError`.
 
         Raises `UserError` for the first bad file or line, unless they are skipped.
         """
@@ -378,7 +380,7 @@ class Corpus:
         self.bad.append(what)
 
     def _texts(self, file: _File, render: Callable[[Messages], str]) -> Iterator[tuple[str, int]]:
-        """Texts, and how many bytes of the file they have taken."""
+        """Yield texts, and how many bytes of the file they have taken."""
         with open_regular(file.path) as raw:
             is_binary = b"\0" in raw.read(_HEAD_BYTES)
             raw.seek(0)
@@ -409,7 +411,7 @@ class Corpus:
 
 
 def _text_of_line(line: bytes, render: Callable[[Messages], str]) -> str:
-    """Raises `ValueError` for a line without a text."""
+    """Return the text of a line. Raises `ValueError` where it has none."""
     if len(line) == _MAX_LINE_BYTES:
         raise ValueError(f"must have less than {_MAX_LINE_BYTES >> 20} MiB")
     text = text_of(json.loads(line.decode("utf-8")), render)
@@ -418,7 +420,7 @@ def _text_of_line(line: bytes, render: Callable[[Messages], str]) -> str:
 
 
 def text_of(record: Any, render: Callable[[Messages], str]) -> str:
-    """The text of one line of JSON. Raises `ValueError` where it has none of the layouts."""
+    """Return the text of one JSON record. Raises `ValueError` where it has none of the layouts."""
     match record:
         case {"text": str(text)}:
             return text
@@ -432,7 +434,7 @@ def text_of(record: Any, render: Callable[[Messages], str]) -> str:
 
 
 def _message(record: Any, role: str, content: str) -> dict[str, str]:
-    """One turn; a content in parts, as models for pictures take it, is the text of its parts."""
+    """Return one turn; of a content in parts (multimodal layouts), the text parts are joined."""
     match isinstance(record, dict) and (record.get(role), record.get(content)):
         case (str(who), str(said)):
             return {"role": _ROLES.get(who, who), "content": said}
@@ -447,10 +449,10 @@ def _message(record: Any, role: str, content: str) -> dict[str, str]:
 
 
 def _first_wrong(raw: BinaryIO) -> int | None:
-    """Where a file stops being UTF-8."""
+    """Return the byte at which a file stops being UTF-8, or None."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     before = 0
-    for block in iter(lambda: raw.read(_BLOCK_BYTES_CORPUS), b""):
+    for block in iter(lambda: raw.read(_READ_BYTES), b""):
         kept_bytes = len(decoder.getstate()[0])
         try:
             decoder.decode(block)
@@ -462,7 +464,7 @@ def _first_wrong(raw: BinaryIO) -> int | None:
 
 
 def _pieces_of_file(raw: BinaryIO) -> Iterator[tuple[str, int]]:
-    # without the mark that some begin with
+    # utf-8-sig drops the byte order mark that some files begin with
     with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as reader:
         for piece in _pieces(reader):
             yield piece, raw.tell()

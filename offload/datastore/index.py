@@ -1,26 +1,18 @@
-"""Where in a corpus that stands which a text ends with, and what follows there.
+"""Suffix search in a corpus: where the end of a context occurs, and what follows there.
 
-Shapes: M matches, C tokens of a continuation.
+A chunk holds the tokens of its documents in reversed order, and the sorted suffixes of that text.
+Reversed, the end of a context is the beginning of a suffix, so one search finds the longest match.
+Tokens are big-endian, so bytes compare as tokens do and a comparison is one call into C. `heaviest`
+selects the prefixes that most continuations share: REST's choice of what to guess (2311.08252, Alg.
+2).
 
-Invariant: nothing outside of a chunk is read, whatever positions and tokens its files hold.
-
-A chunk of a corpus: the tokens of its documents in reversed order, and the sorted suffixes of that
-text.
-
-Why reversed: what a context ends with is then what a suffix begins with, so one search finds the
-longest match. Tokens are big-endian, so that bytes compare as tokens do and one comparison is one
-call into C.
+Shapes: M matches or continuations, C tokens of a continuation, R nodes.
 
 Invariant: a separator, which is no token, stands before, between and after the documents. Positions
-are sorted by what
-begins there, and there is exactly one for every token of the corpus: that which follows it in the
-reversed text, hence stands before it in the document. So every match has a continuation, and
-neither runs across two documents.
-
-The prefixes that continuations share, with how many share them: REST's choice of what to guess
-(2311.08252, Alg. 2).
-
-Shapes: M continuations, C their tokens, R nodes.
+are sorted by what begins there, and there is exactly one for every token of the corpus: the
+position after it in the reversed text, hence before it in the document. So every match has a
+continuation, and neither crosses documents. Nothing outside a chunk is read, whatever its files
+hold.
 """
 
 import mmap
@@ -35,8 +27,9 @@ from numpy.typing import NDArray
 from offload.errors import ReadError, UserError
 from offload.units import require
 
-MAX_TEXT_BYTES = 2**31 - 1  # positions, also those between tokens that are sorted along, are int32
-_BLOCK = 1 << 16  # positions that are looked at together
+MAX_TEXT_BYTES = 2**31 - 1  # positions are int32, also those within tokens while sorting
+_BLOCK = 1 << 16  # positions that are filtered together
+Ints = NDArray[np.int64]
 
 
 class TokenWidth(NamedTuple):
@@ -48,8 +41,9 @@ class TokenWidth(NamedTuple):
 
     @classmethod
     def of(cls, vocab_size: int) -> "TokenWidth":
-        """Two bytes where they hold every token beside the separator, else four. Raises
-        `UserError`.
+        """Return two bytes where they hold every token and the separator, else four.
+
+        Raises `UserError` for an impossible `vocab_size`.
         """
         is_possible = 0 < vocab_size < 2**32
         require(
@@ -63,7 +57,7 @@ class TokenWidth(NamedTuple):
 
 
 class CorpusChunk(NamedTuple):
-    """In memory or mapped from a file."""
+    """One chunk of a corpus, in memory or mapped from files."""
 
     text: bytes | mmap.mmap  # sliced and compared by searches
     tokens_B: NDArray[np.unsignedinteger]  # the same bytes as numbers
@@ -71,16 +65,18 @@ class CorpusChunk(NamedTuple):
     files: tuple[mmap.mmap, ...] = ()  # what it is mapped from
 
     def require_whole(self) -> None:
-        """Raises `ReadError` where a file was cut since it was mapped: whoever touches what is gone
-        is killed.
+        """Raise `ReadError` where a file was cut since it was mapped.
+
+        Touching the lost part of a mapping would kill the process.
         """
         if any(file.size() < len(file) for file in self.files):
             raise ReadError("a file of the datastore was cut short while in use: build it again")
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "CorpusChunk":
-        """Raises `UserError` for tokens outside of the vocabulary, or more of them than one chunk
-        can hold.
+        """Return a chunk of these documents.
+
+        Raises `UserError` for tokens outside the vocabulary, or for more than one chunk can hold.
         """
         given = [np.asarray(one, np.int64) for one in documents]
         text = ReversedText(vocab_size, sum(len(one) + 1 for one in given))
@@ -91,7 +87,7 @@ class CorpusChunk(NamedTuple):
 
 
 class ReversedText:
-    """Documents as they come, each written before the last into memory that is taken once.
+    """Documents in reversed order, each written before the last, in memory allocated once.
 
     Args:
         room: how many tokens there may be, with a separator for every document.
@@ -111,12 +107,11 @@ class ReversedText:
         self._buffer = np.empty(room + 1, self.width.dtype)
         self._buffer[room] = self.width.separator
         self.room = room  # what is left of it
-        self.num_tokens = self.num_documents = 0
+        self.num_tokens = 0
+        self.num_documents = 0
 
     def add(self, document: Sequence[int] | NDArray[np.int64]) -> None:
-        """Another document; one without tokens is none. Raises `UserError` for tokens outside of
-        the vocabulary.
-        """
+        """Add a document, unless it is empty. Raises `UserError` for unknown tokens."""
         tokens = np.asarray(document, np.int64)
         if not len(tokens):
             return
@@ -135,16 +130,16 @@ class ReversedText:
 
     @property
     def tokens_B(self) -> NDArray[np.unsignedinteger]:
-        """The text so far."""
+        """Return the text so far."""
         return self._buffer[self.room :]
 
 
 def sorted_positions(tokens_B: NDArray[np.unsignedinteger]) -> NDArray[np.int32]:
-    """Positions of a reversed text, sorted by what begins there; those of which nothing stands
-    before are left out.
+    """Return the positions of a reversed text, sorted by the suffix that begins there.
 
-    Sorted as bytes, for which there is a library; what begins within a token is dropped, in place:
-    4 bytes for every byte of the text is all that it takes.
+    Positions that follow a separator are left out. The text is sorted as bytes by a library;
+    suffixes that begin within a token are dropped in place: 4 bytes for every byte of the text is
+    all the memory.
     """
     import pydivsufsort
 
@@ -155,7 +150,8 @@ def sorted_positions(tokens_B: NDArray[np.unsignedinteger]) -> NDArray[np.int32]
     for lo in range(0, len(order), _BLOCK):
         at = order[lo : lo + _BLOCK]
         at = at[at % width == 0] // width
-        at = at[tokens_B[at - 1] != separator]  # of the first position, that is the last separator
+        # for the first position, index -1 is the last separator
+        at = at[tokens_B[at - 1] != separator]
         order[num_kept : num_kept + len(at)] = at
         num_kept += len(at)
     # ctypes' own type says the same, but memoryviews do not know it
@@ -171,14 +167,14 @@ class MatchRange(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """All places where the same tokens stand."""
+    """All places where the same tokens occur."""
 
     length: int  # tokens of the context's end that were found; 0: none of them
     ranges: tuple[MatchRange, ...]  # none of them empty
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """In all chunks."""
+        """Return the number of places in all chunks."""
         return sum(one.hi - one.lo for one in self.ranges)
 
 
@@ -191,28 +187,25 @@ class SuffixIndex:
     def __init__(
         self, chunks: Sequence[CorpusChunk], vocab_size: int, most_ids: int = sys.maxsize
     ) -> None:
-        self.vocab_size, self._width, self._chunks = (
-            min(vocab_size, most_ids),
-            TokenWidth.of(vocab_size),
-            tuple(chunks),
-        )
-        # Items of a memoryview are numbers of Python, three times as quick to get and to slice with
-        # as those of numpy.
+        self.vocab_size = min(vocab_size, most_ids)
+        self._width = TokenWidth.of(vocab_size)
+        self._chunks = tuple(chunks)
+        # Items of a memoryview are Python's numbers, three times as quick to get and to slice with
+        # as numpy's.
         self._views = [chunk.position_M.data for chunk in chunks]
         self.num_tokens = sum(map(len, self._views))
 
     @classmethod
     def in_memory(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "SuffixIndex":
-        """Of token ids, document by document. Raises `UserError` for ids outside of the vocabulary."""
+        """Return the index of these documents. Raises `UserError` for unknown ids."""
         chunk = CorpusChunk.of(documents, vocab_size)
         return cls([chunk] if len(chunk.position_M) else [], vocab_size)
 
     def longest(self, context: Sequence[int], most: int = 16, least: int = 2) -> Matches:
-        """The places with the longest end of `context`, of at most `most` tokens; none where fewer
-        than `least` match.
+        """Return the places with the longest end of `context`, from `least` to `most` tokens.
 
         Every match has a token that follows it. With `least` 0 and no match, all places of the
-        corpus are found. Raises `ReadError` where a file was cut.
+        corpus are returned. Raises `ReadError` where a file was cut.
         """
         for chunk in self._chunks:
             chunk.require_whole()
@@ -234,10 +227,10 @@ class SuffixIndex:
     def continuations(
         self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
     ) -> NDArray[np.int64]:
-        """What follows the matches, (M, length), -1 behind a document's end.
+        """Return what follows the matches, (M, length), -1 from a document's end on.
 
-        Where there are more matches than `most`, so many are drawn, each set of them as likely as
-        any other, and the same ones for the same seed.
+        Of more than `most` matches, a uniformly random set of `most` is used, the same one for the
+        same seed.
         """
         drawn_M = _drawn(matches, most, seed)
         bounds = np.cumsum([0, *(one.hi - one.lo for one in matches.ranges)])
@@ -249,9 +242,7 @@ class SuffixIndex:
         return np.concatenate(parts) if parts else np.empty((0, length), np.int64)
 
     def _reversed(self, context: Sequence[int], most: int) -> bytes:
-        """The context's end as it stands in the text, no further than tokens that no corpus can
-        have.
-        """
+        """Return the context's end as the text has it, up to a token that no corpus has."""
         ids = [int(token) for token in reversed(context[max(0, len(context) - most) :])]
         known = next(
             (i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size), len(ids)
@@ -259,7 +250,7 @@ class SuffixIndex:
         return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in ids[:known])
 
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
-        """How many tokens a chunk has of what is wanted, and where in its order they would stand."""
+        """Return how many tokens of `wanted` a chunk has, and their place in its order."""
         text = self._chunks[index].text
         view = self._views[index]
         size = len(wanted)
@@ -273,7 +264,7 @@ class SuffixIndex:
         ) // width, at
 
     def _range(self, index: int, wanted: bytes, at: int) -> MatchRange:
-        """All places of a chunk where `wanted` stands; `at` is one of them, or next to one."""
+        """Return all places in a chunk of `wanted`; `at` is one of them, or next to one."""
         text = self._chunks[index].text
         view = self._views[index]
         size = len(wanted)
@@ -291,23 +282,23 @@ class SuffixIndex:
     def _following(self, index: int, order_M: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         chunk = self._chunks[index]
         at_MC = chunk.position_M[order_M].astype(np.int64)[:, None] - np.arange(1, length + 1)
-        # within the text, wherever that may be
+        # "clip" keeps the indices inside the text
         tokens_MC = chunk.tokens_B.take(at_MC, mode="clip").astype(np.int64)
-        # separators, and what is no token
+        # a separator, or an id beyond the vocabulary, ends the continuation
         is_over_MC = np.logical_or.accumulate(tokens_MC >= self.vocab_size, axis=1)
         tokens_MC[is_over_MC] = -1
         return tokens_MC
 
 
 def _common_bytes(wanted: bytes, found: bytes) -> int:
-    """How many bytes both begin with."""
+    """Return the length of the common prefix in bytes."""
     size = len(wanted)
     difference = int.from_bytes(wanted, "big") ^ int.from_bytes(found.ljust(size, b"\0"), "big")
     return min(size - (difference.bit_length() + 7) // 8, len(found))
 
 
 def _drawn(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
-    """Which of the matches are looked at, counted through all ranges, in rising order."""
+    """Return which matches are used, counted through all ranges, in rising order."""
     if matches.count <= most:
         return np.arange(matches.count)
     key = [seed, matches.length, *(number for one in matches.ranges for number in one)]
@@ -315,11 +306,8 @@ def _drawn(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
     return np.sort(drawn)
 
 
-Ints = NDArray[np.int64]
-
-
 class Trie(NamedTuple):
-    """Nodes in falling order of their counts; a parent stands before its children."""
+    """Nodes in falling order of their counts; a parent precedes its children."""
 
     parent_R: Ints  # index of the parent among the nodes, -1 below the root
     token_R: Ints
@@ -328,11 +316,11 @@ class Trie(NamedTuple):
 
 
 def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
-    """The nodes that most continuations pass through, with all their ancestors; a row ends where it
-    is negative.
+    """Return the nodes that most continuations pass through, with all their ancestors.
 
-    Of nodes with the same count the less deep comes first, then the one whose path has the lower
-    tokens, wherever the two paths part. So the choice does not depend on the order of the rows.
+    A row ends at its first negative token. Among nodes of equal count the shallower comes first,
+    then the one whose path has the lower token where the two paths part. So the choice does not
+    depend on the order of the rows.
     """
     num_rows, depth = continuations_MC.shape
     if not num_rows or not depth:
@@ -340,8 +328,8 @@ def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
         return Trie(none_R, none_R, none_R, num_rows)
     is_over_MC = np.logical_or.accumulate(continuations_MC < 0, axis=1)
     sorted_CM = _sorted_rows(np.where(is_over_MC, -1, continuations_MC)).T
-    # A run of rows with the same first tokens is a node; runs of one depth lie side by side, those
-    # below them behind.
+    # A run of rows with the same first tokens is a node; runs of one depth lie side by side, and
+    # those of the next depth follow.
     is_first_CM = np.ones((depth, num_rows), bool)
     np.logical_or.accumulate(sorted_CM[:, 1:] != sorted_CM[:, :-1], axis=0, out=is_first_CM[:, 1:])
     first = np.flatnonzero(is_first_CM)
@@ -358,8 +346,9 @@ def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
 
 
 def _sorted_rows(rows_MC: Ints) -> Ints:
-    """By the first token, then the second and so on: big-endian bytes compare in that order, and in
-    one go.
+    """Sort rows by their first token, then the second, and so on.
+
+    Big-endian bytes compare in that order, all at once.
     """
     keys_MC = np.ascontiguousarray(rows_MC + 1, dtype=">u4")
     order_M = np.argsort(keys_MC.view(f"S{4 * rows_MC.shape[1]}").ravel(), kind="stable")

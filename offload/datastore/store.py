@@ -1,15 +1,10 @@
-"""A corpus on disk: a folder with `store.json` and two files for every chunk, its tokens and their
-sorted positions.
+"""A corpus on disk: a folder with `store.json` and, for each chunk, its tokens and positions.
 
-Invariant: files of chunks are never changed once `store.json` names them, so that whoever has
-mapped them goes on while chunks are added. Nothing is mapped before its size is what `store.json`
-says, and no store answers for a tokenizer whose ids mean something else.
-
-Is a store what was written, and sorted as searches need it? Every byte is read once, and every
-position checked.
-
-Why beside checksums: whoever edits a store can edit those, too. A store that passes gives right
-answers.
+`verify` checks that a store is what was written, and sorted as searches need it: every byte is read
+once, and every position checked, because checksums alone can be edited along with the data.
+Invariant: files of chunks never change once `store.json` names them, so that readers who have
+mapped them are undisturbed while chunks are added. Nothing is mapped before its size is what
+`store.json` says, and no store answers for a tokenizer whose ids mean something else.
 """
 
 import hashlib
@@ -33,10 +28,12 @@ MANIFEST_NAME = "store.json"
 FORMAT = "offload datastore"
 VERSION = 1
 AGAIN = "build it again with offload datastore build"
+_READ_BYTES = 1 << 22
+_BLOCK = 1 << 20  # positions that are checked together
 
 
 class FileEntry(NamedTuple):
-    """What a file must be."""
+    """The expected size and checksum of a file."""
 
     num_bytes: int
     sha256: str
@@ -52,7 +49,7 @@ class ChunkEntry(NamedTuple):
 
 
 class Store(NamedTuple):
-    """What `store.json` says."""
+    """The content of `store.json`."""
 
     path: Path
     vocab_size: int
@@ -62,26 +59,26 @@ class Store(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of all chunks."""
+        """Return the tokens of all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def num_documents(self) -> int:
-        """Of all chunks; what is longer than building takes at once counts several times."""
+        """Return the documents of all chunks; one that fills several counts several times."""
         return sum(chunk.num_documents for chunk in self.chunks)
 
     @property
     def num_bytes(self) -> int:
-        """Of all files but the small one."""
+        """Return the bytes of all files but `store.json`."""
         return sum(chunk.tokens.num_bytes + chunk.positions.num_bytes for chunk in self.chunks)
 
     @property
     def sorting_bytes(self) -> int:
-        """Memory that the largest chunk took while it was sorted."""
+        """Return the memory that the largest chunk took while it was sorted."""
         return max(sorting_bytes(chunk.tokens.num_bytes) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs, figures that follow from others included."""
+        """Return the figures for `--json`, derived ones included."""
         sums = {
             name: getattr(self, name)
             for name in ("num_tokens", "num_documents", "num_bytes", "sorting_bytes")
@@ -89,7 +86,7 @@ class Store(NamedTuple):
         return {"path": str(self.path), **sums, **self.manifest()}
 
     def manifest(self) -> dict[str, Any]:
-        """The content of `store.json`."""
+        """Return the content of `store.json`."""
         chunks = [
             {
                 **chunk._asdict(),
@@ -107,32 +104,29 @@ class Store(NamedTuple):
 
 
 def sorting_bytes(text_bytes: int) -> int:
-    """Memory for a text of so many bytes and four for each of them: positions, also of what begins
-    within a token.
-    """
+    """Return the memory for sorting a text: its bytes, and four for each of them."""
     return 5 * text_bytes
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
-    """Of what a tokenizer's `get_vocab` gives: equal where every id means the same token."""
+    """Return a digest of a tokenizer's vocabulary, equal where every id means the same token."""
     return hashlib.sha256(
         json.dumps(sorted(vocabulary.items()), separators=(",", ":")).encode()
     ).hexdigest()
 
 
 def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
-    """Ids that texts can have; a model's scores may be padded to more."""
+    """Return the number of ids that texts can have; a model's logits may be padded to more."""
     return max(vocabulary.values(), default=0) + 1
 
 
 def open_datastore(
     path: str | os.PathLike[str], vocabulary: Mapping[str, int], most_ids: int = sys.maxsize
 ) -> SuffixIndex:
-    """The index of a store, mapped. Raises `UserError` where its tokenizer is not the one with this
-    vocabulary.
+    """Return the index of a store, mapped from its files.
 
     Tokens from `most_ids` on end a match and a continuation: a tokenizer may know more of them than
-    its model.
+    its model. Raises `UserError` where the store's tokenizer has another vocabulary.
     """
     store = read_store(path)
     require_tokenizer(store, vocabulary)
@@ -142,7 +136,7 @@ def open_datastore(
 
 
 def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
-    """Raises `UserError` where the ids of a store mean something else than in this vocabulary."""
+    """Raise `UserError` where the ids of a store mean something else than in this vocabulary."""
     own = store.tokenizer_sha256
     other = vocabulary_sha256(vocabulary)
     if own != other:
@@ -154,8 +148,9 @@ def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
 
 
 def read_store(path: str | os.PathLike[str]) -> Store:
-    """What `store.json` says, and files of those sizes hold. Raises `UserError` where there is no
-    such store.
+    """Return the content of `store.json`, after checking the sizes of its files.
+
+    Raises `UserError` where there is no such store.
     """
     folder = Path(os.path.expanduser(path))
     file = folder / MANIFEST_NAME
@@ -184,23 +179,24 @@ def read_store(path: str | os.PathLike[str]) -> Store:
     require(version == VERSION, f"{file} must have version {VERSION}", version, remedy)
     store = _checked(folder, content)
     for index in range(len(store.chunks)):
-        map_chunk(store, index)  # which costs nothing, and looks at their sizes
+        map_chunk(store, index)  # costs nothing, and checks their sizes
     return store
 
 
 def scratch_folder(path: Path) -> Path:
-    """Where a store lies until it is whole."""
-    whole = Path(os.path.abspath(path))  # of `.` as well, which has no name of its own
+    """Return where a store lies until it is whole."""
+    # absolute, because `.` has no name of its own
+    whole = Path(os.path.abspath(path))
     return whole.parent / f".{whole.name}.building"
 
 
 def chunk_files(path: Path, index: int) -> tuple[Path, Path]:
-    """Tokens and positions."""
+    """Return the paths of tokens and positions."""
     return path / f"chunk-{index:05d}.tokens", path / f"chunk-{index:05d}.positions"
 
 
 def map_chunk(store: Store, index: int) -> CorpusChunk:
-    """Raises `UserError` where a file is missing or has another size."""
+    """Map the files of a chunk. Raises `UserError` where one is missing or has another size."""
     entry = store.chunks[index]
     files = chunk_files(store.path, index)
     text = _mapped(files[0], entry.tokens.num_bytes)
@@ -225,8 +221,10 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
 
 
 def _checked_chunk(folder: Path, content: Any, token_bytes: int) -> ChunkEntry:
-    """Sizes follow from the numbers of documents and tokens, of which each has one separator or
-    position.
+    """Check a chunk's entry and return it.
+
+    Sizes follow from the numbers of documents and tokens: each document has one separator, each
+    token one position.
     """
     match content:
         case {
@@ -262,15 +260,11 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
         ) from None
 
 
-_BLOCK_BYTES = 1 << 22
-_BLOCK = 1 << 20  # positions that are looked at together
-
-
 def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
-    """Raises `UserError` for the first thing that is wrong; `on_bytes` hears of the bytes done and
-    all.
+    """Check all chunks; raise `UserError` for the first thing that is wrong.
 
-    Takes some eight bytes of memory for every token of the largest chunk.
+    `on_bytes` hears of the bytes done and of all. Takes some eight bytes of memory for every token
+    of the largest chunk.
     """
     done_bytes = 0
     for index, entry in enumerate(store.chunks):
@@ -287,10 +281,10 @@ def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
 
 
 def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Iterator[int]:
-    """Yields the bytes of every block that was read."""
+    """Compare a checksum; yield the bytes of every block that was read."""
     digest = hashlib.sha256()
-    for lo in range(0, len(raw_B), _BLOCK_BYTES):
-        block = raw_B[lo : lo + _BLOCK_BYTES].data
+    for lo in range(0, len(raw_B), _READ_BYTES):
+        block = raw_B[lo : lo + _READ_BYTES].data
         digest.update(block)
         yield len(block)
     found = digest.hexdigest()
@@ -303,9 +297,7 @@ def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Itera
 
 
 def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents: int) -> None:
-    """Of the vocabulary all of them, and a separator before, between and after the documents, which
-    are not empty.
-    """
+    """Check that tokens lie in the vocabulary, and separators enclose non-empty documents."""
     tokens_B = chunk.tokens_B
     separator = TokenWidth.of(vocab_size).separator
     is_end_B = tokens_B == separator
@@ -323,7 +315,7 @@ def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents
 
 
 def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
-    """Every position once but those behind separators, and each suffix no less than the one before.
+    """Check that each position occurs once, except behind separators, in sorted order.
 
     Two suffixes with the same first token are in order if what follows is, which is read off the
     positions' own ranks. Behind a separator nothing is compared, because no search looks further.

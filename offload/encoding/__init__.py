@@ -1,1 +1,1 @@
-"""How stored bytes become numbers. No torch until they do."""
+"""How the bytes of a checkpoint become numbers. Torch is imported only to expand them."""

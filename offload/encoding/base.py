@@ -1,19 +1,10 @@
-"""What is asked of the ways in which a checkpoint stores a tensor.
+"""The interface of the ways in which a checkpoint stores tensors, and checks that they share.
 
-Of an `Encoding` the numbers are a view of the stored bytes. Those of a `Coding` have to be expanded
-before they are
-multiplied with: its words are streamed as they are stored, while the small tensors that belong to
-them, the companions (scales, zero points, orders), are read once, checked, and stay. Headers,
-layouts, sizes and the planner know tensors by these answers alone; a further way of storing weights
-is one more file here and one more entry of a registry.
-
-Numbers as they are computed with: decoding is a view.
-
-The encodings that are read, by the names that headers give them, and the types that are computed
-in.
-
-What is asked of the small tensors that belong to words, wherever they come from: shapes, finite
-scales, orders.
+The numbers of an `Encoding` are a view of the stored bytes. The numbers of a `Coding` have to be
+expanded before they are multiplied with: its words are streamed as they are stored, while the small
+tensors that belong to them, the companions (scales, zero points, column orders), are read once,
+checked, and stay. Headers, layouts, sizes and the planner know tensors by this interface alone; a
+further way of storing weights is one more module here and one more entry in `formats.FORMATS`.
 """
 
 import math
@@ -26,66 +17,62 @@ if TYPE_CHECKING:  # planning does without torch
 
     from offload.kernels.expansion import Expansion
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class Encoding(Protocol):
-    """One way in which a checkpoint stores a tensor of plain numbers."""
+    """A way in which a checkpoint stores a tensor of plain numbers."""
 
     @property
     def name(self) -> str:
-        """As safetensors headers have it."""
+        """The name in safetensors headers."""
 
     @property
     def dtype(self) -> str:
-        """The type, by torch's name, of the numbers that `decode` gives."""
+        """The torch type, by name, of the numbers that `decode` returns."""
 
     @property
     def align_bytes(self) -> int:
-        """Stored bytes must begin at multiples of this where they are decoded."""
+        """Stored bytes must begin at multiples of this to be decoded."""
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """What a tensor of this shape takes in the file, and in a slab."""
+        """Return the bytes that a tensor of this shape takes in the file and in a slab."""
 
     def decode(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """The tensor whose stored bytes, uint8, these are, on their device."""
+        """Return the tensor whose stored bytes (uint8) these are, on their device."""
 
 
 class Coding(Protocol):
-    """One way in which a checkpoint stores weights that have to be expanded; values are hashable.
+    """A way in which a checkpoint stores weights that have to be expanded; values are hashable.
 
-    Each weight is what a float32 product of the stored numbers gives, rounded once to the type that
+    An expanded weight is the float32 product of the stored numbers, rounded once to the type that
     is asked for.
     """
 
     @property
     def name(self) -> str:
-        """For users, such as `fp8 in blocks of 128 x 128`."""
+        """The name that users see, such as `fp8 in blocks of 128 x 128`."""
 
     @property
     def dtype(self) -> str:
-        """The type, by torch's name, that the format's own library expands into."""
+        """The torch type, by name, that the format's own library expands into."""
 
     @property
     def is_transposed(self) -> bool:
-        """Whether models have the last two dimensions of what `expand` fills the other way round."""
+        """Whether models have the last two dimensions of what `expand` fills in the other order."""
 
     @property
     def align_bytes(self) -> int:
-        """Words must begin at multiples of this where they are expanded."""
+        """Words must begin at multiples of this to be expanded."""
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """What the words of a weight of this shape take in the file, and in a slab."""
+        """Return the bytes that the words of such a weight take in the file and in a slab."""
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """What stays in memory beside them, as `prepare` gives it."""
+        """Return the bytes of the companions in memory, as `prepare` returns them."""
 
     def prepare(
         self, companions: Mapping[str, "Tensor"], shape: Sequence[int]
     ) -> Mapping[str, "Tensor"]:
-        """Companions, by their suffixes in the file, in the form that `expand` wants, looked at
-        once for all.
+        """Check companions, by their suffixes in the file, and return them as `expand` needs them.
 
         Raises `ValueError` (rule, value, remedy) for numbers that are not finite, out of range, or
         of another shape.
@@ -98,44 +85,43 @@ class Coding(Protocol):
         out: "Tensor",
         expansion: "Expansion",
     ) -> None:
-        """Fill `out`, contiguous, of the weight's shape, in a floating-point type, from words
-        (uint8) on its device.
+        """Fill `out` from words (uint8) on its device.
+
+        `out` is contiguous, of the weight's shape and of a floating-point type.
         """
 
 
 class Header(Protocol):
-    """What a header says of one tensor."""
+    """The header's entry for one tensor."""
 
     @property
     def dtype(self) -> str:
-        """The format's name."""
+        """The format's name of the type."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the stored tensor."""
+        """The shape of the stored tensor."""
 
 
 class RecognisedWeight(NamedTuple):
-    """A weight whose tensors were recognised."""
+    """A weight that was recognised by its tensors."""
 
     coding: Coding
-    # of the weight, (out, in) or a stack of these; where headers do not say, one number: N x K
+    # the weight's, (out, in) or a stack of these; (out x in,) where headers do not tell
     shape: tuple[int, ...]
-    # suffixes of what is streamed; several must lie one behind the other in the file
-    words: tuple[str, ...]
-    companions: tuple[str, ...]  # suffixes of what stays
+    words: tuple[str, ...]  # suffixes of tensors that are streamed, consecutive in the file
+    companions: tuple[str, ...]  # suffixes of tensors that stay in memory
 
 
 class Format(NamedTuple):
-    """A family of codings, known by names of tensors."""
+    """A family of codings, recognised by the names of tensors."""
 
-    suffixes: tuple[str, ...]  # of its tensors behind the name of a weight without its `.weight`
-    # Tensors of one weight by suffix, some of which may be those of other formats, and
-    # `quantization_config` -> what they are; None where they are not of this format. Raises
-    # `ValueError` (rule, value, remedy) where they contradict each other, or for a version of the
-    # format that is not known.
+    suffixes: tuple[str, ...]  # of its tensors, which follow the weight's name without `.weight`
+    # Takes the tensors of one weight by suffix, some of which may be those of other formats, and
+    # `quantization_config`; returns None where they are not of this format. Raises `ValueError`
+    # (rule, value, remedy) where they contradict each other, or for an unknown version.
     recognise: Callable[[Mapping[str, Header], Mapping[str, Any]], RecognisedWeight | None]
-    parameter: str = ".weight"  # what a model has behind that name
+    parameter: str = ".weight"  # the suffix in the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +133,33 @@ class Plain:
     align_bytes: int  # of one number
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """One number after the other."""
+        """Return the bytes of the numbers, one after the other."""
         return math.prod(shape) * self.align_bytes
 
     def decode(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """A view of the same memory."""
+        """Return a view of the same memory."""
         import torch
 
         return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
+AGAIN = "download the checkpoint again"
 _PLAIN = (Plain("BF16", "bfloat16", 2), Plain("F16", "float16", 2), Plain("F32", "float32", 4))
+# the types of words and companions
 _PARTS = (Plain("F64", "float64", 8), Plain("I64", "int64", 8), Plain("I32", "int32", 4), Plain("I16", "int16", 2),
           Plain("I8", "int8", 1), Plain("U8", "uint8", 1), Plain("BOOL", "bool", 1), Plain("U64", "uint64", 8),
           Plain("U32", "uint32", 4), Plain("U16", "uint16", 2), Plain("F8_E4M3", "float8_e4m3fn", 1),
           Plain("F8_E5M2", "float8_e5m2", 1), Plain("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
-# of weights that are computed with as they are
+# the types of weights that are computed with as they are, by the header's name
 ENCODINGS: Mapping[str, Encoding] = {one.name: one for one in _PLAIN}
-# by the type that is computed in
+# the same types by torch's name
 PLAIN_OF: Mapping[str, Encoding] = {one.dtype: one for one in _PLAIN}
-# also of words and companions
+# all types that are read, by the header's name
 STORED: Mapping[str, Encoding] = {one.name: one for one in (*_PLAIN, *_PARTS)}
 
 
-AGAIN = "download the checkpoint again"
-
-
 def float_type(stored: Mapping[str, Header], suffix: str) -> str:
-    """The header's name of the type of scales. Raises `ValueError` where they are of no
-    floating-point type.
-    """
+    """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
     if dtype not in ENCODINGS:
         raise ValueError(f"{suffix} must be of type {', '.join(ENCODINGS)}, is {dtype}: {AGAIN}")
@@ -184,14 +167,14 @@ def float_type(stored: Mapping[str, Header], suffix: str) -> str:
 
 
 def require(stored: Mapping[str, Header], suffixes: Sequence[str], beside: str) -> None:
-    """Raises `ValueError` where a tensor is missing."""
+    """Raise `ValueError` where a tensor is missing."""
     for suffix in suffixes:
         if suffix not in stored:
             raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {AGAIN}")
 
 
 def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
-    """Raises `ValueError` where a tensor has not two dimensions."""
+    """Return the shape of a matrix. Raises `ValueError` unless it has two dimensions."""
     shape = stored[suffix].shape
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{suffix} must have two dimensions, has shape {list(shape)}: {AGAIN}")
@@ -199,10 +182,10 @@ def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
 
 
 def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
-    """Of `.qweight`, `.qzeros` and `.scales`, as AWQ and GPTQ name them alike; None where there are
-    no such words.
+    """Return the shapes of `.qweight`, `.qzeros` and `.scales`, the names of AWQ and GPTQ alike.
 
-    Raises `ValueError` for a tensor that is missing, or is none of what both store.
+    Returns None where there is no `.qweight`. Raises `ValueError` for a tensor that is missing, or
+    of a type or shape that neither format stores.
     """
     if ".qweight" not in stored:
         return None
@@ -212,7 +195,10 @@ def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
 
 
 def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
-    """Raises `ValueError` where a tensor, if it is there, is not of type I32; orders may be of I64."""
+    """Raise `ValueError` unless these tensors, where present, are of type I32.
+
+    Column orders (`.g_idx`) may be of type I64.
+    """
     for suffix in suffixes:
         known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
         if suffix in stored and stored[suffix].dtype not in known:
@@ -222,13 +208,13 @@ def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> N
 
 
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raises `ValueError` where a tensor has another shape than the words ask for."""
+    """Raise `ValueError` where a tensor has another shape than the words require."""
     if tuple(shape) != tuple(wanted):
         raise ValueError(f"{suffix} must have shape {list(wanted)}, has {list(shape)}: {AGAIN}")
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
-    """How many columns share a scale: what the config says, or what divides them; 0 where all do.
+    """Return how many columns share a scale: `said` by the config, or what divides them; 0 for all.
 
     Raises `ValueError` where so many groups do not fit so many columns.
     """
@@ -244,8 +230,9 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
 
 
 def config_weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What groups in compressed-tensors' config say of weights; names of modules, which tensors
-    need not, are left.
+    """Yield the weight settings of the groups in compressed-tensors' config.
+
+    The names of modules that groups list are ignored, since tensors need not follow them.
     """
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -255,7 +242,7 @@ def config_weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor":
-    """Scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
+    """Return scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
     if scale.numel() != math.prod(shape):
         raise ValueError(
             f"{suffix} must have {math.prod(shape)} numbers, has {scale.numel()}: {AGAIN}"
@@ -269,7 +256,7 @@ def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor
 
 
 def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: int) -> "Tensor":
-    """Which scale each column has, int32. Raises `ValueError` where there is no such scale."""
+    """Return the index (int32) of each column's scale. Raises `ValueError` for a bad index."""
     import torch
 
     if order.numel() != num_columns:
@@ -282,9 +269,7 @@ def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: in
 
 
 def unpacked(words: "Tensor", bits: int, dim: int, num_codes: int) -> "Tensor":
-    """Codes (uint8) that lie one behind the other in int32 words along a dimension, the first in
-    the lowest bits.
-    """
+    """Return the codes (uint8) packed in int32 words along a dimension, lowest bits first."""
     import torch
 
     shift_E = torch.arange(0, 32, bits, dtype=torch.int32)

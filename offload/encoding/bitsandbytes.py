@@ -1,12 +1,9 @@
-"""Weights of 4 bits as bitsandbytes stores them: codes of a table (NF4, FP4), scaled in blocks of
-the flattened matrix.
+"""Weights of 4 and 8 bits as bitsandbytes stores them.
 
-Scales may be quantised once more ("nested"); they are expanded when they are read. What is said
-beside them as JSON is read, checked against the shapes, and used for the nested scales' numbers
-alone.
-
-Weights of 8 bits as bitsandbytes stores them: signed bytes, and the largest number (`SCB`) of each
-row.
+Weights of 4 bits are codes of a table (NF4, FP4), scaled in blocks of the flattened matrix. Their
+scales may be quantised once more ("nested") and are expanded when they are read. The JSON beside
+them is checked against the shapes and used for the nested scales alone. Weights of 8 bits are
+signed bytes with the largest number (`SCB`) of each row.
 """
 
 import json
@@ -32,15 +29,13 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _STATE = ".weight.quant_state.bitsandbytes__"
 _STATES = {f"{_STATE}nf4": "nf4", f"{_STATE}fp4": "fp4"}
 _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 _ABSMAX = ".weight.absmax"
 _MAP = ".weight.quant_map"
-# the usual one first: for few weights several fit
+_FORM = ".weight_format"  # 0 is row-major; other values are tiles of a GPU
+# block sizes, the usual one first: for few weights several fit
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _MOST_JSON_BYTES = 1 << 16
 _ANOTHER = "take another checkpoint"
@@ -48,7 +43,7 @@ _ANOTHER = "take another checkpoint"
 
 @dataclass(frozen=True)
 class Bitsandbytes4:
-    """See `Coding`. Companions are "scale", float32, one for each block, and the "values" of codes."""
+    """See `Coding`. Companions: "scale", float32, one per block, and "values" of the 16 codes."""
 
     kind: str
     block: int
@@ -62,11 +57,11 @@ class Bitsandbytes4:
         return f"{self.kind} in blocks of {self.block}"
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Two to a byte."""
+        """Return the bytes of codes, two to a byte."""
         return math.ceil(math.prod(shape) / 2)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """A float32 scale for each block, and the table."""
+        """Return the bytes of a float32 scale per block, and of the table."""
         return 4 * self._num_blocks(shape) + 64
 
     def prepare(
@@ -77,7 +72,7 @@ class Bitsandbytes4:
             raise ValueError(
                 f"weights must be even in number, two to a byte, have shape {list(shape)}: {_ANOTHER}"
             )
-        said = _said(companions[self.state])
+        said = _parsed_state(companions[self.state])
         num_blocks = self._num_blocks(shape)
         if said.get("blocksize") != self.block or said.get("shape") != list(shape):
             what = f"shape {said.get('shape')!r:.60} in blocks of {said.get('blocksize')!r:.20}"
@@ -96,8 +91,9 @@ class Bitsandbytes4:
         out: "Tensor",
         expansion: "Expansion",
     ) -> None:
-        """Blocks are expanded as rows of their own where rows of the weight are no whole number of
-        them.
+        """See `Coding`.
+
+        Blocks are expanded as rows of their own unless they divide the rows of the weight.
         """
         scale = companions["scale"]
         values = companions["values"]
@@ -116,7 +112,7 @@ class Bitsandbytes4:
         return math.ceil(math.prod(shape) / self.block)
 
 
-def _said(state: "Tensor") -> Mapping[str, Any]:
+def _parsed_state(state: "Tensor") -> Mapping[str, Any]:
     if state.numel() > _MOST_JSON_BYTES:
         raise ValueError(
             f"quant_state must have at most {_MOST_JSON_BYTES} bytes, has {state.numel()}: {AGAIN}"
@@ -133,7 +129,7 @@ def _said(state: "Tensor") -> Mapping[str, Any]:
 def _unnested(
     absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mapping[str, Any]
 ) -> "Tensor":
-    """Scales that are codes of 8 bits, in blocks of their own, less an offset."""
+    """Return scales that are stored as codes of 8 bits, in blocks of their own, less an offset."""
     import torch
 
     block = said.get("nested_blocksize")
@@ -157,7 +153,7 @@ def _unnested(
     return levels[absmax.int()] * outer[torch.arange(num_scales) // block] + offset
 
 
-def _recognise(
+def _recognise_4_bits(
     stored: Mapping[str, Header], settings: Mapping[str, Any]
 ) -> RecognisedWeight | None:
     state = next((suffix for suffix in _STATES if suffix in stored), None)
@@ -183,10 +179,7 @@ def _recognise(
     )
 
 
-BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recognise)
-
-
-_FORM = ".weight_format"  # how columns and rows lie: others are tiles of a GPU
+BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recognise_4_bits)
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,7 @@ class BitsandbytesBytes(ByteIntegers):
     def prepare(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
     ) -> "Mapping[str, Tensor]":
-        """See `Coding`: 127 stands for a row's largest number."""
+        """See `Coding`: 127 stands for the largest number of a row."""
         form = companions.get(_FORM)
         if form is not None and form.flatten().tolist() != [0]:
             raise ValueError(
@@ -205,7 +198,7 @@ class BitsandbytesBytes(ByteIntegers):
         return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape)) / 127}
 
 
-def _recognise_bitsandbytes_bytes(
+def _recognise_8_bits(
     stored: Mapping[str, Header], _: Mapping[str, Any]
 ) -> RecognisedWeight | None:
     weight = stored.get(".weight")
@@ -219,4 +212,4 @@ def _recognise_bitsandbytes_bytes(
     )
 
 
-BITSANDBYTES_8 = Format((".weight", ".SCB", _FORM), _recognise_bitsandbytes_bytes)
+BITSANDBYTES_8 = Format((".weight", ".SCB", _FORM), _recognise_8_bits)

@@ -1,12 +1,11 @@
-"""Weights of 16 bits without loss in about 12, or 11: of the exponent is stored how far it lies
-below a top.
+"""Weights of 16 bits stored without loss in about 12 or 11: exponents as distances below a top.
 
-They are bfloat16, or float16 that was bfloat16 once. `offload pack` writes them;
+The weights are bfloat16, or float16 that was bfloat16 once. `offload pack` writes them;
 `kernels/exponents_layout.py` has the layout. A weight X consists of `X.mantissas` (sign and
-mantissa of each number, of its shape; U8 of bfloat16, I8 of float16), `X.exponents` (distances),
-`X.escapes` (exponents outside of the window; zeros behind them let the next tensor begin at a
-multiple of 64), streamed as one run, and `X.code`, which stays: the top and the number of escapes
-in each chunk.
+mantissa of each number, of its shape; U8 for bfloat16, I8 for float16), `X.exponents` (distances),
+`X.escapes` (exponents outside the window, padded with zeros so that the next tensor begins at a
+multiple of 64), streamed as one run, and `X.code`, which stays in memory: the top and the number of
+escapes in each chunk.
 """
 
 import math
@@ -28,14 +27,14 @@ ESCAPE_BYTES = 3
 ALIGN_BYTES = 64
 WORDS = (".mantissas", ".exponents", ".escapes")
 CODE = ".code"
-MANTISSAS = {"BF16": "U8", "F16": "I8"}  # what they are stored as, by what can be coded
+MANTISSAS = {"BF16": "U8", "F16": "I8"}  # type of weights -> stored type of their mantissas
 _WIDTHS = (4, 3)  # bits of a distance
 _AGAIN = "pack it again"
 DAMAGED = "it was damaged, pack the model again"
 
 
 class ExponentWindow(NamedTuple):
-    """Exponents top, top - 1, ... that need no escape, and what a weight takes with them."""
+    """The exponents top, top - 1, ... that need no escape, and the bits per weight with them."""
 
     top: int
     width: int  # bits of a distance, the largest of which marks an escape
@@ -43,7 +42,7 @@ class ExponentWindow(NamedTuple):
 
 
 def best_window(histogram_256: "np.ndarray") -> ExponentWindow:
-    """The fewest bits for weights with exponents as frequent as these."""
+    """Return the window with the fewest bits for weights with this histogram of exponents."""
     import numpy as np
 
     below = np.concatenate(([0], np.cumsum(histogram_256, dtype=np.float64)))
@@ -59,7 +58,10 @@ def best_window(histogram_256: "np.ndarray") -> ExponentWindow:
 
 
 def histogram(bits_N: "np.ndarray", dtype: str) -> "np.ndarray":
-    """How often each of the 256 exponents occurs, of bfloat16 or float16 seen as int16."""
+    """Count how often each of the 256 exponents occurs.
+
+    `bits_N` is bfloat16 or float16 seen as int16.
+    """
     import numpy as np
 
     word_N = word_of_half(bits_N) if dtype == "F16" else bits_N
@@ -67,12 +69,12 @@ def histogram(bits_N: "np.ndarray", dtype: str) -> "np.ndarray":
 
 
 def distance_bytes(num_weights: int, width: int) -> int:
-    """Of whole blocks."""
+    """Return the bytes of the distances, in whole blocks."""
     return -(-num_weights // BLOCK) * RUN * width
 
 
 def width_of(num_weights: int, num_bytes: int) -> int | None:
-    """That of the distances which take so many bytes, if there is one."""
+    """Return the width of distances that take so many bytes, or None where none fits."""
     return next((one for one in _WIDTHS if distance_bytes(num_weights, one) == num_bytes), None)
 
 
@@ -81,7 +83,7 @@ class Exponents:
     """See `Coding`."""
 
     width: int
-    # with what fills them up; every weight has its own, all expand alike
+    # with padding; not compared, since weights with different escapes expand alike
     escape_bytes: int = field(compare=False)
     dtype: str = "bfloat16"
     align_bytes: int = 1
@@ -92,17 +94,17 @@ class Exponents:
         return f"{self.dtype} without loss in {8 + self.width} bits"
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Of all three."""
+        """Return the bytes of mantissas, distances and escapes."""
         return math.prod(shape) + distance_bytes(math.prod(shape), self.width) + self.escape_bytes
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """Where the escapes of each chunk begin, where they end, and the top, as int64."""
+        """Return the bytes (int64) of the start of each chunk's escapes, their end, and the top."""
         return 8 * (-(-math.prod(shape) // CHUNK) + 2)
 
     def prepare(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
     ) -> "Mapping[str, Tensor]":
-        """Proves that no place in the list of escapes lies outside of it."""
+        """Check that every index into the escapes lies inside them; return starts and top."""
         import torch
 
         (code,) = companions.values()
@@ -128,7 +130,7 @@ class Exponents:
         out: "Tensor",
         expansion: "Expansion",
     ) -> None:
-        """As they were before."""
+        """Fill `out` with the original numbers."""
         import torch
 
         num_weights = out.numel()
@@ -144,7 +146,7 @@ class Exponents:
 def _recognise(
     stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]
 ) -> RecognisedWeight | None:
-    """`stem` stands before the suffixes."""
+    """Recognise a weight whose tensors' suffixes all begin with `stem`."""
     names = [stem + suffix for suffix in (*WORDS, CODE)]
     if not any(name in stored for name in names):
         return None
@@ -173,5 +175,5 @@ def _format(stem: str) -> Format:
     )
 
 
-# the second is of parameters by other names, such as fused experts
+# the second is for parameters without `.weight`, such as fused experts
 FORMATS = (_format(".weight"), _format(""))

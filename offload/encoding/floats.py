@@ -1,19 +1,14 @@
-"""Weights of 8 bits each, floating-point, with a scale for each block, row or tensor, as DeepSeek
-and Qwen store them.
+"""Floating-point weights of 8 and 4 bits with block scales: FP8, MXFP4 and NVFP4.
 
-Their `weight_scale_inv` is a factor in spite of its name. Where sizes are no multiple of a block's,
-the last blocks are cut. compressed-tensors has the same numbers with a `weight_scale`, DeepSeek's
-later checkpoints with a `scale` of exponents, Mistral's with a `qscale_weight`.
+FP8 has a scale for each block, row or tensor, as DeepSeek and Qwen store them. Their
+`weight_scale_inv` is a factor in spite of its name; compressed-tensors calls the scales
+`weight_scale`, Mistral `qscale_weight`, and DeepSeek's later checkpoints have a `scale` of
+exponents. Where sizes are no multiple of a block's, the last blocks are cut.
 
-Stacks of experts of 4 bits each, floating-point, with a power of two for each 32 of them, as
-gpt-oss stores them.
-
-The model has a stack's matrices the other way round.
-
-Weights of 4 bits each, floating-point, with a scale of 8 bits for each 16 of them and one for all
-(NVFP4).
-
-compressed-tensors divides the small scales by the one for all; ModelOpt multiplies them with it.
+MXFP4 is gpt-oss's format for stacks of experts: 4 bits each and a power of two for 32 of them; the
+model has a stack's matrices transposed. NVFP4 has 4 bits each, a scale of 8 bits for 16 of them and
+one scale per tensor, by which compressed-tensors divides the small scales and ModelOpt multiplies
+them.
 """
 
 import math
@@ -37,12 +32,17 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
-_OF_ACTIVATIONS = (".input_scale", ".qscale_act")  # which are not rounded here
+TABLE_BYTES = 4 * 256  # the float32 levels of scales of 8 bits
+_FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
+_ACTIVATION_SCALES = (".input_scale", ".qscale_act")  # unused: activations are not rounded here
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
 _USUAL_BLOCK = (128, 128)
-# numbers; no matrix has as many rows or columns, and compiled code counts in 32 bits
-_LARGE = 1 << 31
+_LARGE = 1 << 31  # no matrix has as many rows or columns, and compiled code counts in 32 bits
+_MXFP4_GROUP = 32
+_MXFP4_NAN = 255
+_NVFP4_GROUP = 16
+# suffix of the words -> suffix of the scale per tensor
+_NVFP4_WORDS = {".weight_packed": ".weight_global_scale", ".weight": ".weight_scale_2"}
 _NAMES = {(0, 0): "with one scale", (1, 0): "with a scale for each row"}
 _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
@@ -51,8 +51,8 @@ _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 class Float8:
     """See `Coding`."""
 
-    kind: str  # as headers have it
-    # rows and columns that share a scale; 0: all, so that weights of any shape have one coding
+    kind: str  # the header's type
+    # rows and columns that share a scale; 0 is all, so weights of any shape have equal codings
     block: tuple[int, int]
     dtype: str = "bfloat16"
     align_bytes: int = 1
@@ -65,17 +65,17 @@ class Float8:
         return f"fp8 {_NAMES.get(self.block, blocks)}"
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """One byte each."""
+        """Return one byte for each weight."""
         return math.prod(shape)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """A float32 scale for each block."""
+        """Return the bytes of a float32 scale for each block."""
         return 4 * math.prod(self._grid(shape))
 
     def prepare(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
     ) -> "Mapping[str, Tensor]":
-        """Scales in float32, one for each block."""
+        """Return the scales in float32, one for each block."""
         import torch
 
         ((suffix, stored),) = companions.items()
@@ -89,7 +89,7 @@ class Float8:
         out: "Tensor",
         expansion: "Expansion",
     ) -> None:
-        """Of a stack every matrix by itself."""
+        """See `Coding`; the matrices of a stack are expanded one by one."""
         import torch
 
         weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
@@ -111,15 +111,15 @@ class Float8:
         return rows or max(1, shape[-2]), columns or max(1, shape[-1])
 
 
-def _recognise(
+def _recognise_float8(
     stored: Mapping[str, Header], settings: Mapping[str, Any]
 ) -> RecognisedWeight | None:
     weight = stored.get(".weight")
-    suffix = next((suffix for suffix in _SCALES if suffix in stored), None)
+    suffix = next((suffix for suffix in _FP8_SCALES if suffix in stored), None)
     if weight is None or weight.dtype not in _TYPES:
         return None
     if suffix is None:
-        wanted = " or ".join(_SCALES[:2])
+        wanted = " or ".join(_FP8_SCALES[:2])
         raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
     scale = stored[suffix]
     if scale.dtype not in _SCALE_TYPES:
@@ -142,7 +142,7 @@ def _recognise(
 def _block(
     shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """How many rows and columns share a scale: all (0), those of one row, or what the config says."""
+    """Return how many rows and columns share a scale; 0 stands for all."""
     if math.prod(scale_shape) == 1:
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
@@ -162,17 +162,12 @@ def _block(
     return rows, columns
 
 
-FLOAT8 = Format((".weight", *_SCALES, *_OF_ACTIVATIONS), _recognise)
-
-
-TABLE_BYTES = 4 * 256  # what scales stand for
-_GROUP = 32
-_NO_NUMBER = 255
+FLOAT8 = Format((".weight", *_FP8_SCALES, *_ACTIVATION_SCALES), _recognise_float8)
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """See `Coding`. Companions are "scale" (E x N, G), uint8, with their "levels" (256)."""
+    """See `Coding`. Companions: "scale" (E x N, G), uint8, an index into "levels" (256)."""
 
     name: str = "mxfp4"
     dtype: str = "bfloat16"
@@ -180,11 +175,11 @@ class Mxfp4:
     is_transposed: bool = True
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Two to a byte, in whole groups."""
+        """Return the bytes of whole groups, two codes to a byte."""
         return 16 * self._num_groups(shape)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """A byte for each group, and the table."""
+        """Return a byte for each group, and the bytes of the table."""
         return self._num_groups(shape) + TABLE_BYTES
 
     def prepare(
@@ -194,8 +189,8 @@ class Mxfp4:
         import torch
 
         scale = companions["_scales"]
-        require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _GROUP))
-        num_wrong = int((scale == _NO_NUMBER).sum())
+        require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _MXFP4_GROUP))
+        num_wrong = int((scale == _MXFP4_NAN).sum())
         if num_wrong:
             raise ValueError(f"_scales must be numbers, {num_wrong} are none: {AGAIN}")
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
@@ -215,7 +210,7 @@ class Mxfp4:
         expansion.e2m1(words_NB, scale, levels, out.view(len(scale), -1))
 
     def _num_groups(self, shape: Sequence[int]) -> int:
-        return math.prod(shape[:-1]) * math.ceil(shape[-1] / _GROUP)
+        return math.prod(shape[:-1]) * math.ceil(shape[-1] / _MXFP4_GROUP)
 
 
 def _recognise_mxfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
@@ -223,41 +218,40 @@ def _recognise_mxfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> Reco
     if words is None or words.dtype != "U8":
         return None
     require(stored, ("_scales",), "_blocks")
-    if len(words.shape) < 3 or words.shape[-1] != _GROUP // 2 or stored["_scales"].dtype != "U8":
+    if (
+        len(words.shape) < 3
+        or words.shape[-1] != _MXFP4_GROUP // 2
+        or stored["_scales"].dtype != "U8"
+    ):
         raise ValueError(
-            f"_blocks must be stacks of rows of {_GROUP // 2} bytes, with _scales of type U8, has shape "
+            f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8, has shape "
             f"{list(words.shape)}: {AGAIN}"
         )
     require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
-    shape = (*words.shape[:-2], words.shape[-2] * _GROUP)
+    shape = (*words.shape[:-2], words.shape[-2] * _MXFP4_GROUP)
     return RecognisedWeight(Mxfp4(), shape, ("_blocks",), ("_scales",))
 
 
 MXFP4 = Format(("_blocks", "_scales"), _recognise_mxfp4, parameter="")
 
 
-_GROUP_NVFP4 = 16
-# and what belongs to them
-_WORDS = {".weight_packed": ".weight_global_scale", ".weight": ".weight_scale_2"}
-
-
 @dataclass(frozen=True)
 class Nvfp4:
-    """See `Coding`. Companions are "scale" (N, G), uint8, with their "levels" (256)."""
+    """See `Coding`. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
 
-    is_divided: bool  # by the scale for all
+    is_divided: bool  # whether scales are divided by the tensor's scale, or multiplied with it
     name: str = "nvfp4"
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Two to a byte."""
+        """Return the bytes of codes, two to a byte."""
         return shape[0] * (shape[1] // 2)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """A byte for each group, and the table."""
-        return shape[0] * (shape[1] // _GROUP_NVFP4) + TABLE_BYTES
+        """Return a byte for each group, and the bytes of the table."""
+        return shape[0] * (shape[1] // _NVFP4_GROUP) + TABLE_BYTES
 
     def prepare(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
@@ -265,9 +259,9 @@ class Nvfp4:
         """See `Coding`."""
         import torch
 
-        suffix = _WORDS[".weight_packed" if self.is_divided else ".weight"]
+        suffix = _NVFP4_WORDS[".weight_packed" if self.is_divided else ".weight"]
         scale = checked_scale(
-            ".weight_scale", companions[".weight_scale"], (shape[0], shape[1] // _GROUP_NVFP4)
+            ".weight_scale", companions[".weight_scale"], (shape[0], shape[1] // _NVFP4_GROUP)
         )
         whole = checked_scale(suffix, companions[suffix].float(), (1,))
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -292,27 +286,31 @@ class Nvfp4:
 
 def _recognise_nvfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
     suffix = next(
-        (suffix for suffix in _WORDS if suffix in stored and stored[suffix].dtype == "U8"), None
+        (suffix for suffix in _NVFP4_WORDS if suffix in stored and stored[suffix].dtype == "U8"),
+        None,
     )
     scale = stored.get(".weight_scale")
     if suffix is None or scale is None or scale.dtype != "F8_E4M3":
         return None
     words = stored[suffix]
-    require(stored, (_WORDS[suffix],), suffix)
-    if len(words.shape) != 2 or words.shape[1] % (_GROUP_NVFP4 // 2):
+    require(stored, (_NVFP4_WORDS[suffix],), suffix)
+    if len(words.shape) != 2 or words.shape[1] % (_NVFP4_GROUP // 2):
         raise ValueError(
-            f"{suffix} must have rows of {_GROUP_NVFP4 // 2} bytes, has {list(words.shape)}: pack it again"
+            f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes, has {list(words.shape)}: pack it again"
         )
     require_shape(
-        ".weight_scale", scale.shape, (words.shape[0], words.shape[1] * 2 // _GROUP_NVFP4)
+        ".weight_scale", scale.shape, (words.shape[0], words.shape[1] * 2 // _NVFP4_GROUP)
     )
     coding = Nvfp4(is_divided=suffix == ".weight_packed")
     return RecognisedWeight(
-        coding, (words.shape[0], words.shape[1] * 2), (suffix,), (".weight_scale", _WORDS[suffix])
+        coding,
+        (words.shape[0], words.shape[1] * 2),
+        (suffix,),
+        (".weight_scale", _NVFP4_WORDS[suffix]),
     )
 
 
 NVFP4 = Format(
-    (*_WORDS, *_WORDS.values(), ".weight_scale", ".input_scale", ".input_global_scale"),
+    (*_NVFP4_WORDS, *_NVFP4_WORDS.values(), ".weight_scale", ".input_scale", ".input_global_scale"),
     _recognise_nvfp4,
 )

@@ -1,23 +1,14 @@
-"""What the formats of packed integers have in common: scales, zero points and an order beside words
-of 4 or 8 bits.
+"""Packed integers of 4 and 8 bits with scales and zero points: AWQ, GPTQ and compressed-tensors.
 
-Integers of 4 bits as AWQ's `gemm` version stores them: words of eight rows of a column, in an order
-of their own.
+AWQ's `gemm` version packs eight rows of a column into a word, in an order of its own. GPTQ packs
+eight (or four) columns of a row into a word. Its first version stores zero points less one;
+libraries differ where that meets an all-ones code (15 of 4 bits): AutoGPTQ reads 16, its older
+kernel 0, GPTQModel lets it carry into the neighbour. Here it is 16, one more than is stored. Shapes
+tell GPTQ from AWQ, and how many bits a module has, whatever the config says of single modules.
 
-Integers of 4 and 8 bits as GPTQ's libraries store them: words of one column each, first and second
-version.
-
-The first version stores zero points less one. Libraries differ where that gives -1 of an all-ones
-code (15 of 4 bits): AutoGPTQ reads 16, its older kernel 0, GPTQModel lets it carry into the
-neighbour; here it is 16, as one more than is stored. Shapes tell GPTQ from AWQ, and how many bits a
-module has, whatever the config says of single modules.
-
-Integers of 4 and 8 bits as compressed-tensors stores them: `pack-quantized`, and `int-quantized` of
-signed bytes.
-
-Zero points are packed along rows of the weight, words along its columns. The true number of columns
-is data (`weight_shape`); headers only say how many words there are, so the last of them may be
-padded.
+compressed-tensors has `pack-quantized`, and `int-quantized` with signed bytes. Zero points are
+packed along rows of the weight, words along its columns. The true number of columns is data
+(`weight_shape`); headers only say how many words there are, so the last of them may be padded.
 """
 
 import math
@@ -49,23 +40,34 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_BITS = (4, 8)  # in GPTQ and compressed-tensors
+_GPTQ_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+_GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+_COMPRESSED_SUFFIXES = (
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".weight",
+    ".input_scale",
+    ".input_zero_point",
+)
 
 
 @dataclass(frozen=True)
 class Integers:
     """The part of a `Coding` that does not depend on how words are laid out.
 
-    Companions are "scale" (N, G) as stored, "zero" (N, G) and "order" (K,), int32, which scale each
-    column has.
+    Companions are "scale" (N, G) as stored, "zero" (N, G), and "order" (K,), int32: the scale of
+    each column.
     """
 
     bits: int
     group: int  # columns that share a scale; 0: all
     scale: str  # the type of scales, as headers have it
-    zero_bytes: int = 0  # of a zero point; 0: there is none
-    is_ordered: bool = False  # columns belong to groups by a list
+    zero_bytes: int = 0  # of a zero point; 0: there are none
+    is_ordered: bool = False  # whether a list says which group each column belongs to
     align_bytes: int = 4
     is_transposed: bool = False
 
@@ -79,11 +81,14 @@ class Integers:
         return ENCODINGS[self.scale].dtype
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Rows, or columns, of whole words."""
+        """Return the bytes of whole words per row, or per column."""
         return shape[0] * 4 * math.ceil(shape[1] * self.bits / 32)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """Of a stack there is none: experts are stored one by one."""
+        """Return the bytes of scales, zero points and order of one matrix.
+
+        Stacks do not occur: experts are stored one by one.
+        """
         each = ENCODINGS[self.scale].align_bytes + self.zero_bytes
         return math.prod(self.grid(shape)) * each + (4 * shape[1] if self.is_ordered else 0)
 
@@ -102,21 +107,19 @@ class Integers:
         )
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """A view of the words, row by row."""
+        """Return a view of the words, row by row."""
         import torch
 
         return stored_B.view(torch.int32).view(shape[0], -1)
 
     def grid(self, shape: Sequence[int]) -> tuple[int, int]:
-        """How many scales there are: for each row, and of each row."""
+        """Return the shape of the scales: rows, and groups of each row."""
         return shape[0], math.ceil(shape[1] / self.group) if self.group else 1
 
-    def turned(
+    def transposed(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
     ) -> "tuple[Tensor, Tensor]":
-        """Scales and packed zero points (uint8) of columns, (N, G) each, as AWQ and GPTQ store them
-        the other way.
-        """
+        """Return scales and unpacked zero points (uint8), (N, G) each, from the file's (G, N)."""
         num_rows, num_groups = self.grid(shape)
         scale = checked_scale(".scales", companions[".scales"], (num_groups, num_rows))
         zero = unpacked(companions[".qzeros"], self.bits, 1, num_rows)
@@ -133,7 +136,7 @@ class Awq(Integers):
         return super().name.replace("int4", "int4 (AWQ)")
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Eight rows to a word."""
+        """Return the bytes of words of eight rows each."""
         return 4 * math.ceil(shape[0] / 8) * shape[1]
 
     def prepare(
@@ -142,7 +145,7 @@ class Awq(Integers):
         """See `Coding`."""
         from offload.kernels.expand_columns import NIBBLES
 
-        scale, zero = self.turned(companions, shape)
+        scale, zero = self.transposed(companions, shape)
         return {
             "scale": scale,
             "zero": zero.unflatten(0, (-1, 8))[:, list(NIBBLES)].flatten(0, 1).contiguous(),
@@ -164,7 +167,7 @@ class Awq(Integers):
         )
 
 
-def _recognise(
+def _recognise_awq(
     stored: Mapping[str, Header], settings: Mapping[str, Any]
 ) -> RecognisedWeight | None:
     shapes = packed_shapes(stored)
@@ -178,27 +181,22 @@ def _recognise(
     return RecognisedWeight(coding, (num_rows, num_columns), (".qweight",), (".qzeros", ".scales"))
 
 
-AWQ = Format((".qweight", ".qzeros", ".scales"), _recognise)
-
-
-_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
-_BITS = (4, 8)
-_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+AWQ = Format((".qweight", ".qzeros", ".scales"), _recognise_awq)
 
 
 @dataclass(frozen=True)
 class Gptq(Integers):
     """See `Coding`."""
 
-    added: int = 1  # to stored zero points
+    added: int = 1  # what has to be added to stored zero points
 
     def prepare(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
     ) -> "Mapping[str, Tensor]":
-        """See `Coding`; without `desc_act` groups must lie one behind the other."""
+        """See `Coding`; without `desc_act`, groups must be consecutive columns."""
         import torch
 
-        scale, zero = self.turned(companions, shape)
+        scale, zero = self.transposed(companions, shape)
         zero = zero.to(torch.uint8 if self.zero_bytes == 1 else torch.int16) + self.added
         ready = {"scale": scale, "zero": zero.contiguous()}
         num_columns = shape[1]
@@ -215,7 +213,7 @@ class Gptq(Integers):
         return ready
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Words of one row of the weight lie in a column."""
+        """Return a view of the words, whose rows are columns in the file."""
         import torch
 
         return stored_B.view(torch.int32).view(-1, shape[0]).t()
@@ -241,29 +239,22 @@ def _recognise_gptq(
     zero_bytes = 2 if added and bits == 8 else 1  # 255 + 1
     scale = float_type(stored, ".scales")
     coding = Gptq(int(bits), group, scale, zero_bytes, is_ordered, added=added)
-    companions = tuple(suffix for suffix in _SUFFIXES[1:] if suffix in stored)
+    companions = tuple(suffix for suffix in _GPTQ_SUFFIXES[1:] if suffix in stored)
     return RecognisedWeight(coding, (num_rows, num_columns), (".qweight",), companions)
 
 
 def _added(settings: Mapping[str, Any]) -> int:
-    """What zero points lack, by the version of the format."""
+    """Return what has to be added to zero points, by the version of the format."""
     version = settings.get("checkpoint_format") or "gptq"
-    if not isinstance(version, str) or version not in _VERSIONS:
+    if not isinstance(version, str) or version not in _GPTQ_VERSIONS:
         raise ValueError(
-            f"checkpoint_format of GPTQ must be one of {', '.join(_VERSIONS)}, got {version!r:.40}: "
+            f"checkpoint_format of GPTQ must be one of {', '.join(_GPTQ_VERSIONS)}, got {version!r:.40}: "
             "take a checkpoint of these"
         )
-    return 2 - _VERSIONS[version]
+    return 2 - _GPTQ_VERSIONS[version]
 
 
-GPTQ = Format(_SUFFIXES, _recognise_gptq)
-
-
-_SUFFIXES_COMPRESSED_INTEGERS = (
-    *(".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
-    *(".weight", ".input_scale", ".input_zero_point"),
-)
-_BITS_COMPRESSED_INTEGERS = (4, 8)
+GPTQ = Format(_GPTQ_SUFFIXES, _recognise_gptq)
 
 
 @dataclass(frozen=True)
@@ -273,7 +264,7 @@ class PackedIntegers(Integers):
     def prepare(
         self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
     ) -> "Mapping[str, Tensor]":
-        """See `Coding`; an order of -1 everywhere is none: groups lie one behind the other."""
+        """See `Coding`; an order of -1 everywhere means consecutive groups."""
         import torch
 
         said = companions.get(".weight_shape")
@@ -295,10 +286,10 @@ class PackedIntegers(Integers):
 
 @dataclass(frozen=True)
 class ByteIntegers(Integers):
-    """See `Coding`: `int-quantized`, whose bytes have a sign and whose scale may be one for all."""
+    """See `Coding`: `int-quantized`, with signed bytes and possibly one scale for all."""
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
-        """One byte each."""
+        """Return one byte for each weight."""
         return math.prod(shape)
 
     def prepare(
@@ -315,7 +306,7 @@ class ByteIntegers(Integers):
         return ready
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """The signed bytes."""
+        """Return the signed bytes."""
         import torch
 
         return stored_B.view(torch.int8).view(tuple(shape))
@@ -325,19 +316,21 @@ def _spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
     return stored.expand(grid) if stored.numel() == 1 else stored
 
 
-def _recognise_compressed_integers(
+def _recognise_compressed(
     stored: Mapping[str, Header], settings: Mapping[str, Any]
 ) -> RecognisedWeight | None:
     packed = stored.get(".weight_packed")
     weight = stored.get(".weight")
     if packed is not None and packed.dtype == "I32":
-        return _packed(stored, settings)
+        return _recognise_packed(stored, settings)
     if weight is not None and weight.dtype == "I8" and ".weight_scale" in stored:
-        return _bytes(stored, settings)
+        return _recognise_bytes(stored, settings)
     return None
 
 
-def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
+def _recognise_packed(
+    stored: Mapping[str, Header], settings: Mapping[str, Any]
+) -> RecognisedWeight:
     require(stored, (".weight_scale",), ".weight_packed")
     require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
     (num_rows, num_words), scale = (
@@ -361,7 +354,7 @@ def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Recogn
         {".weight_g_idx"} if is_ordered else set()
     )
     companions = tuple(
-        suffix for suffix in _SUFFIXES_COMPRESSED_INTEGERS if suffix in stored and suffix in used
+        suffix for suffix in _COMPRESSED_SUFFIXES if suffix in stored and suffix in used
     )
     return RecognisedWeight(coding, (num_rows, num_columns), (".weight_packed",), companions)
 
@@ -369,15 +362,16 @@ def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Recogn
 def _bits_and_group(
     num_words: int, num_groups: int, settings: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """What config groups say that fit these words and scales; they may be told by names, which
-    tensors need not.
+    """Return the bits and group size of the config group that fits these words and scales.
+
+    Groups may be assigned by names, which tensors need not follow.
     """
     fitting = set()
     others = set()
-    for weights in _weights(settings):
+    for weights in _integer_groups(settings):
         bits = weights.get("num_bits")
         size = weights.get("group_size")
-        if type(bits) is not int or bits not in _BITS_COMPRESSED_INTEGERS:
+        if type(bits) is not int or bits not in _BITS:
             others.add(f"{bits!r:.20}")
             continue
         if size is not None and type(size) is not int:
@@ -396,24 +390,24 @@ def _bits_and_group(
         return next(iter(fitting))
     if not fitting and others:
         raise ValueError(
-            f"num_bits must be one of {_BITS_COMPRESSED_INTEGERS}, got {others.pop()}: take a checkpoint of 4 or 8 bits"
+            f"num_bits must be one of {_BITS}, got {others.pop()}: take a checkpoint of 4 or 8 bits"
         )
     what = f"{num_words} words and {num_groups} scales a row, {f'{len(fitting)} do' if fitting else 'none does'}"
     raise ValueError(f"one of config_groups must fit {what}: mend config.json")
 
 
-def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _integer_groups(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     return (one for one in config_weights(settings) if one.get("type", "int") == "int")
 
 
-def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
+def _recognise_bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
     shape = matrix_shape(stored, ".weight")
     scale = stored[".weight_scale"].shape
     if math.prod(scale) == 1:
         group = 0
     else:
         require_shape(".weight_scale", scale[:1], shape[:1])
-        said = next((weights.get("group_size") for weights in _weights(settings)), None)
+        said = next((weights.get("group_size") for weights in _integer_groups(settings)), None)
         group = group_size(shape[1], math.prod(scale[1:]), said)
     zero = stored.get(".weight_zero_point")
     if zero is not None and zero.dtype != "I8":
@@ -427,4 +421,4 @@ def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Recogni
     return RecognisedWeight(coding, shape, (".weight",), companions)
 
 
-COMPRESSED_INTEGERS = Format(_SUFFIXES_COMPRESSED_INTEGERS, _recognise_compressed_integers)
+COMPRESSED_INTEGERS = Format(_COMPRESSED_SUFFIXES, _recognise_compressed)

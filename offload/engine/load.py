@@ -365,7 +365,7 @@ def _plan_tree(
     kernels: KernelSet,
 ) -> MemoryPlan:
     """Settle the tree, and with it the memory plan."""
-    if trees.wish.is_chosen:
+    if trees.spec.is_chosen:
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
         calibrate(
             trees,

@@ -1,5 +1,4 @@
-"""What lies where during a run: the plan as a value, its sums, and the sizes of what stands beside
-the layers.
+"""The memory plan as a value: what lies where, its sums, and sizes of what stands beside layers.
 
 With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against
 `ram_bytes`. Invariant: every byte of a plan is in exactly one of the two sums, `total_bytes` and
@@ -37,8 +36,9 @@ DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their 
 
 
 class LayerTier(StrEnum):
-    """Where a layer lies between sweeps; fixed for the run, since a sweep is a cycle and any cache
-    of it would miss.
+    """The place of a layer between sweeps.
+
+    It is fixed for the run: a sweep is a cycle, so a cache of recent layers would always miss.
     """
 
     RESIDENT = "resident"  # where it is computed
@@ -48,7 +48,7 @@ class LayerTier(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryPlan:
-    """Which layers stay, how many slots the others pass through, and what everything else takes."""
+    """The layers that stay, the slots for the others, and what everything else takes."""
 
     ram_bytes: int
     context: int
@@ -91,12 +91,15 @@ class MemoryPlan:
 
     @property
     def has_experts(self) -> bool:
-        """Whether routed experts come one by one, as passes need them."""
+        """Return whether routed experts are read on demand."""
         return self.num_experts > 0
 
     @property
     def num_kept_experts(self) -> int:
-        """How many may stay where layers are computed, the other slots being for those that pass."""
+        """Return how many experts may stay where layers are computed.
+
+        The other slots are for those that pass through.
+        """
         if self.num_expert_slots >= self.num_experts:
             return self.num_experts
         return max(
@@ -105,12 +108,12 @@ class MemoryPlan:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether any weight of a layer still has to come when a sweep needs it."""
+        """Return whether any weight of a layer still has to come when a sweep needs it."""
         return self.streamed_bytes > 0 or self.num_kept_experts < self.num_experts
 
     @property
     def has_longest_context(self) -> bool:
-        """Whether the model allows no more positions."""
+        """Return whether the model allows no more positions."""
         return self.max_context is not None and self.context >= self.max_context
 
     def __repr__(self) -> str:
@@ -148,9 +151,7 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Exact bytes of pinned memory: the slabs of the layers that every sweep sends from there
-        to the GPU.
-        """
+        """Return the bytes of pinned memory: slabs of layers that every sweep sends to the GPU."""
         return self.bytes_in(LayerTier.HOST)
 
     @property
@@ -159,12 +160,15 @@ class MemoryPlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that every sweep moves to where layers are computed, whatever experts it needs."""
+        """Return the bytes that every sweep moves to where layers are computed.
+
+        Experts that are read on demand are not counted.
+        """
         return self.host_bytes + self.disk_streamed_bytes
 
     @property
     def total_bytes(self) -> int:
-        """What the plan takes of `ram_bytes`."""
+        """Return what the plan takes of `ram_bytes`."""
         if self.gpu_bytes is None:
             return self._computing_bytes
         slots_bytes = (
@@ -181,12 +185,12 @@ class MemoryPlan:
 
     @property
     def gpu_total_bytes(self) -> int:
-        """What the plan takes of `gpu_bytes`; 0 on a CPU."""
+        """Return what the plan takes of `gpu_bytes`; 0 on a CPU."""
         return 0 if self.gpu_bytes is None else self._computing_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Everything but layers and slots, in the memory where layers are computed."""
+        """Return everything but layers and slots, in the memory where layers are computed."""
         runtime_bytes = self.runtime_bytes if self.gpu_bytes is None else self.gpu_runtime_bytes
         models_bytes = (
             self.rest_bytes + self.encoder_bytes + self.draft_bytes + self.distribution_bytes
@@ -195,14 +199,15 @@ class MemoryPlan:
 
     @property
     def cache_slots(self) -> int:
-        """S: committed positions of a text, and the rows of the largest sweep, which may all be of
-        it.
+        """Return S: a text's committed positions and the rows of the largest sweep.
+
+        All rows of a sweep may be of one text.
         """
         return num_slots(self.context, self.num_nodes, self.parallel)
 
     @property
     def draft_slots(self) -> int:
-        """The same of the draft, whose growth runs rows that no tree takes."""
+        """Return the draft's S, which includes rows that it runs and no tree takes."""
         return num_slots(self.context, most_rows(self.num_nodes), self.parallel)
 
     @property
@@ -213,21 +218,24 @@ class MemoryPlan:
         return self.fixed_bytes + self.resident_bytes + slots_bytes
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
-        """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
+        """Return the sweeps that take in so many prompt tokens.
+
+        The last one also scores the first tree.
+        """
         return 1 if self.source_tokens else max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
 
     def num_layers_in(self, tier: LayerTier) -> int:
-        """Layers of one tier."""
+        """Return the number of layers in one tier."""
         return self.tier_L.count(tier)
 
     def bytes_in(self, tier: LayerTier) -> int:
-        """Bytes of the layers of one tier."""
+        """Return the bytes of the layers in one tier."""
         return sum(
             size for size, own in zip(self.layer_bytes, self.tier_L, strict=True) if own is tier
         )
 
     def as_dict(self) -> dict[str, object]:
-        """The plan by the names that `--json` uses."""
+        """Return the plan under the names of `--json`."""
         budgets = {"ram_bytes": self.ram_bytes, "planned_bytes": self.total_bytes}
         if self.gpu_bytes is not None:
             budgets |= {"gpu_bytes": self.gpu_bytes, "gpu_planned_bytes": self.gpu_total_bytes}
@@ -278,11 +286,10 @@ class MemoryPlan:
 
 
 def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int) -> frozenset[int]:
-    """As many of `layers` as the budget holds, evenly spread, so that no long run of layers has to
-    be streamed.
+    """Return as many of `layers` as the budget holds, evenly spread.
 
-    Gaps at both ends are half as long: layers that wait in slots when a sweep begins are the first
-    that it needs.
+    So no long run of layers has to be streamed. Gaps at both ends are half as long: the layers that
+    wait in slots when a sweep begins are the first that it needs.
     """
     # No more than this many fit, however they are chosen: larger counts need not be tried.
     smallest_bytes = accumulate(sorted(layer_bytes[layer] for layer in layers))
@@ -297,18 +304,19 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
 
 
 def num_passing(num_slots: int, slot_bytes: int) -> int:
-    """Of a pool's slots, such as experts pass through that do not stay: what is computed with, and
-    what is read ahead.
+    """Return how many of a pool's slots are for experts that pass through.
 
-    They are at most a quarter of all, so that a small pool keeps something too, but for the least
-    with which it works.
+    Some are computed with while others are read ahead. They are at most a quarter of all, so that a
+    small pool keeps experts too, but no fewer than any pass needs.
     """
     return max(MIN_EXPERTS, min(MIN_EXPERTS + -(-_AHEAD_BYTES // slot_bytes), num_slots // 4))
 
 
 def num_slots(context: int, num_nodes: int, parallel: int) -> int:
-    """Positions and rows of one text's cache, prompts within its context; of one alone for branches
-    that are scored.
+    """Return the positions and rows of one text's cache.
+
+    Prompts lie within its context. With one text at a time there is also room for branches that are
+    scored.
     """
     return context + num_nodes + (min(PROMPT_ROWS, context) if parallel == 1 else 0)
 
@@ -334,8 +342,9 @@ def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
 def draft_bytes(
     draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1
 ) -> int:
-    """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside
-    those of prompts.
+    """Return the bytes of a draft that stays whole.
+
+    On a GPU, CUDA graphs keep activations of their own beside those of prompts.
     """
     source_tokens = context if draft.encoder_bytes else 0
     slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
@@ -360,8 +369,9 @@ def draft_bytes(
 
 
 def growth_bytes(vocab_size: int, num_nodes: int) -> int:
-    """Scores in float32 of all rows that a dynamic tree runs, and the copies that the largest pass
-    ranks them by.
+    """Return the bytes of ranking in dynamic trees: float32 scores of all rows, and copies.
+
+    The copies are those of the largest pass.
     """
     widest = max(pace.rows_per_pass(num_nodes) for pace in PACES)
     return (
@@ -370,20 +380,24 @@ def growth_bytes(vocab_size: int, num_nodes: int) -> int:
 
 
 def distribution_bytes(vocab_size: int, num_nodes: int) -> int:
-    """Distributions, float32, for every node that may have children: all but one, as in a chain."""
+    """Return the bytes of float32 distributions for every node that may have children.
+
+    These are all nodes but one, as in a chain.
+    """
     return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
 
 
 def noise_bytes(vocab_size: int) -> int:
-    """The noise that a sampler keeps, in float64."""
+    """Return the bytes of the noise that a sampler keeps, in float64."""
     return 8 * vocab_size * NOISE_POSITIONS
 
 
 def activation_bytes(
     shape: ModelShape, num_rows: int, num_logits: int, context: int, *, is_gpu: bool
 ) -> int:
-    """Activations of the widest pass, its logits, and what it holds for every pair of a row and a
-    position.
+    """Return the bytes of the widest pass: activations, logits, and what each pair needs.
+
+    A pair is a row and a position that it may see.
     """
     num_pairs = num_rows * (context + num_rows)
     num_inner_rows = num_rows if is_gpu else min(num_rows, INNER_ROWS)

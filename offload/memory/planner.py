@@ -1,12 +1,10 @@
-"""Where every byte goes: from headers and budgets to a memory plan, for this machine or any other.
+"""Plan memory from headers and budgets, for this machine or any other.
 
-Layers lie where they are computed, in pinned memory of the host where that is a GPU's, or on the
-disk. Each place takes first what it must hold, then two or three slots for the layers that pass
-through it, then as many layers as fit.
-
-The host's budget counts on the order of loading: what goes to a GPU passes through before memory is
-pinned. Invariant: the items of a plan add up to no more than its budgets; one that cannot hold two
-slots is refused with what would do.
+Layers lie where they are computed, in pinned host memory where that is a GPU's, or on the disk.
+Each tier takes first what it must hold, then two or three slots for the layers that pass through
+it, then as many layers as fit. The host's budget relies on the order of loading: what goes to a GPU
+passes through before memory is pinned. Invariant: the items of a plan add up to no more than its
+budgets; a budget that cannot hold two slots is refused, with the least one that would do.
 """
 
 import math
@@ -65,14 +63,14 @@ HOST_RUNTIME_BYTES = 1 << 30
 # larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-# of free memory, left to whoever works at the machine meanwhile
+# of free memory, left to other work on the machine
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
 
 
 class ModelFiles(NamedTuple):
-    """Both checkpoints."""
+    """The checkpoints of target and draft."""
 
     target: Checkpoint
     draft: Checkpoint | None = None
@@ -91,7 +89,7 @@ def plan_memory(
     parallel: int = 1,
     rates: Rates | None = None,
 ) -> MemoryPlan:
-    """The plan that loading follows, from headers alone.
+    """Return the plan that loading follows, from headers alone.
 
     Args:
         ram: budget; None takes what is free now, less a reserve.
@@ -134,19 +132,19 @@ def require_no_states(files: "ModelFiles", dtype: str) -> None:
 
 
 class Budgets(NamedTuple):
-    """What a run may take, and of what machine."""
+    """The budgets of a run and the machine that they belong to."""
 
     ram_bytes: int
     gpu_bytes: int | None = None  # None: layers are computed by the CPU, in the host's memory
-    is_decimal: bool = False  # whether whoever gave them thinks in GB, and not in GiB
+    is_decimal: bool = False  # whether they were given in GB, not in GiB
     rates: Rates | None = None  # of the machine, where they are known
 
     def size(self, num_bytes: float) -> str:
-        """Of something that is said beside them."""
+        """Return a size in words, in the units of the budgets."""
         return format_bytes(num_bytes, is_decimal=self.is_decimal)
 
     def enough(self, num_bytes: float) -> str:
-        """The same for a flag, rounded up."""
+        """Return a size as a flag takes it, rounded up."""
         unit_bytes, unit = (10**6, "MB") if self.is_decimal else (2**20, "MiB")
         return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
 
@@ -162,8 +160,7 @@ def make_plan(
     experts: str = "auto",
     parallel: int = 1,
 ) -> MemoryPlan:
-    """Fill one place after the other; `num_nodes` is N of the largest tree, or of the trees of
-    `parallel` texts.
+    """Fill one tier after the other; `num_nodes` is N of the largest tree, or of all texts' trees.
 
     Routed experts come one by one with `experts` demand, within their layers with layers; auto is
     demand where that is possible and not everything stays.
@@ -195,7 +192,7 @@ class _Sizes(NamedTuple):
 
 
 def _staying(plan: Callable[[], MemoryPlan]) -> MemoryPlan | None:
-    """The plan, if all layers stay where they are computed."""
+    """Return the plan if all layers stay where they are computed."""
     try:
         found = plan()
     except UserError:
@@ -204,7 +201,7 @@ def _staying(plan: Callable[[], MemoryPlan]) -> MemoryPlan | None:
 
 
 def on_demand(shape: ModelShape) -> ModelShape:
-    """A model whose layers are their dense parts alone, since `experts` come by themselves."""
+    """Return a model whose layers are their dense parts alone; `experts` are read on demand."""
     experts = shape.experts
     assert experts is not None, "there are some"
     return replace(
@@ -219,7 +216,7 @@ def on_demand(shape: ModelShape) -> ModelShape:
 def _make_plan(
     target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes
 ) -> MemoryPlan:
-    """The experts of `target`, if there are any, come one by one."""
+    """Return the plan in which the experts of `target`, if any, are read on demand."""
     context, num_nodes, keeps_distributions, parallel, rows = sizes
     is_gpu = budgets.gpu_bytes is not None
     source_tokens = context if target.encoder_bytes else 0
@@ -321,7 +318,7 @@ def _computing_place(
     *,
     passing_bytes: int,
 ) -> MemoryTier:
-    """Where layers are computed: a GPU's memory, or the host's."""
+    """Return the tier where layers are computed: a GPU's memory, or the host's."""
     where = "RAM"
     argument = "ram"
     budget_bytes = budgets.ram_bytes
@@ -352,8 +349,9 @@ def _computing_place(
 def _feeding_place(
     budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None
 ) -> MemoryTier:
-    """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where
-    layers will.
+    """Return the tier of pinned host memory that feeds a GPU.
+
+    What loading passes through it lies where layers will.
     """
     slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes] if draft else []
 
@@ -372,13 +370,13 @@ def _feeding_place(
 
 
 def default_ram_bytes() -> int:
-    """What is free now, less a reserve for everything else: at most three quarters."""
+    """Return the free memory less a reserve for everything else: at most three quarters."""
     free_bytes = available_ram_bytes()
     return free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES)
 
 
 def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
-    """The smallest budget in bytes that `plan` does not refuse."""
+    """Return the smallest budget in bytes that `plan` does not refuse."""
     too_small = 0
     enough = 1 << 50
     while enough - too_small > 1:
@@ -392,7 +390,7 @@ def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
 
 
 def ram_warning(ram: str | int) -> str | None:
-    """A line for the user who allows more than there is."""
+    """Return a line for the user who allows more than there is."""
     wanted = ByteSize.parse(ram, "`ram`")
     free_bytes = available_ram_bytes()
     if wanted <= free_bytes:
@@ -402,12 +400,12 @@ def ram_warning(ram: str | int) -> str | None:
 
 
 def default_gpu_bytes(device: str) -> int:
-    """What is free on a GPU now, less a reserve."""
+    """Return the free memory of a GPU less a reserve."""
     return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
 
 
 def require_positions(context: int) -> None:
-    """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
+    """Raise `UserError` where a context is too short for any model."""
     require(
         whole_number(context, "`context`") >= 1,
         "`context` must be 1 or more",
@@ -417,7 +415,7 @@ def require_positions(context: int) -> None:
 
 
 def require_dtype(dtype: str) -> None:
-    """Raises `UserError` for a type that nothing is computed in."""
+    """Raise `UserError` for a type that is not computed in."""
     require(
         dtype in DTYPES,
         f"`dtype` must be one of {', '.join(DTYPES)}",
@@ -427,7 +425,7 @@ def require_dtype(dtype: str) -> None:
 
 
 def require_experts(experts: str) -> None:
-    """Raises `UserError` for a way of reading experts that there is not."""
+    """Raise `UserError` for an unknown way of reading experts."""
     require(
         experts in EXPERTS,
         f"`experts` must be one of {', '.join(EXPERTS)}",
@@ -437,7 +435,7 @@ def require_experts(experts: str) -> None:
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
-    """Raises `UserError` where experts cannot come as it is wanted."""
+    """Raise `UserError` where experts cannot be read as requested."""
     require_experts(experts)
     kind = str(target.config.get("model_type"))
     rule = "`experts` demand needs a mixture whose experts can be read one by one"
@@ -486,8 +484,9 @@ def _longest_context(checkpoint: Checkpoint) -> int | None:
 
 
 def _turning_point(checkpoint: Checkpoint) -> int | None:
-    """Where a longrope model changes the frequencies of all positions at once, so that no cached
-    key fits any more.
+    """Return the position where a longrope model changes the frequencies of all positions at once.
+
+    No cached key fits any more from there on.
     """
     config = text_config(checkpoint)
     rope = config.get("rope_parameters") or config.get("rope_scaling")

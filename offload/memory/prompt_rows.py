@@ -1,11 +1,9 @@
-"""How many rows a pass over a prompt has: as many as are computed while the link delivers what the
-pass needs.
+"""The rows of a prompt pass: as many as are computed while the link delivers what the pass needs.
 
-With fewer the link is the slower side, and every token pays for more of a pass; more gain nothing
-and take memory from the layers that stay. This is the one place that decides it, for every decoder,
-plan and bench. No torch, no clock.
-Invariant: a plan with more rows than usual is within its budgets, and a pass of it moves hardly
-more.
+With fewer rows the link is the slower side, and every token pays for more of a pass; with more
+nothing is gained, and they take memory from the layers that stay. All decoders, plans and benches
+use this one decision. No torch, no clock. Invariant: a plan with more rows than usual is within its
+budgets, and a pass of it moves hardly more.
 """
 
 import math
@@ -18,47 +16,43 @@ from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 
 _LEAST_ROWS = 128  # where memory has no room for the usual ones
 _STEP_ROWS = 64
-# Layers that make way for rows are missed in every pass, with which a text is written as well: a
-# prompt that fills 4,096 positions saves seven passes at most, so what a pass loses must be a few
-# hundredths of it.
-_MOST_MORE = 1.05  # times the bytes of a pass
-
-
+# Bytes of a pass over those with the usual rows, at most. Layers that make way for rows are missing
+# in every later pass too: a prompt of 4,096 positions saves seven passes at most, so the loss per
+# pass must be a few hundredths.
+_MOST_MORE = 1.05
 # Times the rows that balance: a prompt that is a little longer than one pass would take another
 # whole one, and rates are wrong by tens of percent, by attention and by the noise of a measurement.
 _LONGER = 1.5
 
 
 class Rates(NamedTuple):
-    """What a machine does in a second."""
+    """The rates of a machine."""
 
     link_bytes_per_s: float  # to where layers are computed
-    flops_per_s: float  # of passes of some hundred rows
-    # to where the link begins, where that is not the disk itself
-    disk_bytes_per_s: float = math.inf
+    flops_per_s: float  # in passes of some hundred rows
+    disk_bytes_per_s: float = math.inf  # to host memory, where the link begins there
 
 
-# Of a GPU that nobody has measured yet: 16 lanes of PCIe 4 and an L40, at the shares that
-# `planning.hardware` assumes. Others are within a factor of 2.5, and twice the rows cost a few
-# hundredths of a pass.
+# A GPU that was not measured: 16 lanes of PCIe 4 and an L40, at the shares that `planning.hardware`
+# assumes. Others are within a factor of 2.5, and twice the rows cost a few hundredths of a pass.
 USUAL_GPU = Rates(25e9, 0.6 * 181e12)
 
 
 def wanted_rows(link_s: float, row_s: float, context: int) -> int:
-    """Rows that are computed for somewhat longer than the link needs for a pass, in whole steps."""
+    """Return the rows, in whole steps, that compute for somewhat longer than the link needs."""
     return min(context, max(1, math.ceil(_LONGER * link_s / row_s / _STEP_ROWS)) * _STEP_ROWS)
 
 
 def with_prompt_rows(
     plan_of: Callable[[int], MemoryPlan], shape: ModelShape, context: int, rates: Rates | None
 ) -> MemoryPlan:
-    """The plan with as many rows of a prompt in a pass as pay.
+    """Return the plan with as many prompt rows in a pass as pay.
 
     Args:
-        plan_of: by rows; raises `UserError` where they do not fit beside two layers.
-        rates: None where the machine is not known, which leaves the usual number.
+        plan_of: takes rows; raises `UserError` where they do not fit beside two layers.
+        rates: None for an unknown machine, which keeps the usual number.
 
-    Raises `UserError` where not even the least rows fit.
+    Raises `UserError` where not even the fewest rows fit.
     """
     usual = _first_that_fits(plan_of, min(PROMPT_ROWS, context))
     if rates is None or not gains_by_rows(usual):
@@ -76,7 +70,7 @@ def with_prompt_rows(
 
 
 def gains_by_rows(usual: MemoryPlan) -> bool:
-    """Whether there may be a better plan than that with the usual rows."""
+    """Return whether more rows than usual could make a better plan."""
     return (
         usual.is_streamed
         and usual.max_prompt_rows == PROMPT_ROWS < usual.context
@@ -85,7 +79,7 @@ def gains_by_rows(usual: MemoryPlan) -> bool:
 
 
 def row_s(shape: ModelShape, flops_per_s: float) -> float:
-    """Seconds that one row more takes, of layers alone: of a prompt only the last row is scored."""
+    """Return the seconds of each further row in the layers; of a prompt one row is scored."""
     num_weights = shape.layer_weights - (1 - shape.routed_share) * shape.routed_weights
     return 2 * max(1.0, num_weights) / flops_per_s
 
@@ -100,8 +94,9 @@ def _first_that_fits(plan_of: Callable[[int], MemoryPlan], rows: int) -> MemoryP
 
 
 def _parts(wanted: int) -> Iterator[int]:
-    """In how many rows to take what would be one pass, in two passes, in three, ... while that is
-    more than usual.
+    """Yield row counts that take a wanted pass in one, two, three, ... passes.
+
+    It ends where they are no more than usual.
     """
     num_parts = 1
     while (rows := math.ceil(wanted / num_parts / _STEP_ROWS) * _STEP_ROWS) > PROMPT_ROWS:
@@ -110,7 +105,7 @@ def _parts(wanted: int) -> Iterator[int]:
 
 
 def _pass_bytes(plan: MemoryPlan) -> int:
-    """What a pass of many rows moves: all that does not stay, experts included."""
+    """Return what a pass of many rows moves: all that does not stay, experts included."""
     return plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
 
 

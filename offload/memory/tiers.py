@@ -1,9 +1,8 @@
-"""How one memory after the other is filled with layers, and with routed experts that come one by
-one.
+"""Fill one memory tier after the other with layers, and with routed experts read on demand.
 
-Layers come before experts, since every sweep needs all of them, and slots for what passes before
-what stays. Invariant: what a place is given takes no more than its budget; one that cannot hold
-what has to pass is refused.
+Layers come before experts, since every sweep needs all of them, and slots for what passes through
+come before what stays. Invariant: a tier is given no more than its budget; one that cannot hold
+what has to pass through is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,41 +16,41 @@ class MemoryTier(NamedTuple):
     """One memory that layers may lie in between sweeps."""
 
     budget_bytes: int
-    fixed_bytes: int  # what it holds before any layer
+    fixed_bytes: int  # held before any layer
     passing_bytes: int  # the largest piece that loading sends through it
-    refusal: Callable[[int], UserError]  # by the least room that works
+    refusal: Callable[[int], UserError]  # takes the least room that works
 
 
 class Filling(NamedTuple):
-    """What of the layers one place gets."""
+    """What one tier gets."""
 
-    layers: frozenset[int]  # that stay
-    num_slots: int  # for those that pass
+    layers: frozenset[int]  # layers that stay
+    num_slots: int  # for layers that pass through
     num_expert_slots: int = 0
 
 
 class ExpertPoolSize(NamedTuple):
-    """Experts that no place before keeps; none are left where they come with their layers."""
+    """Experts that no earlier tier keeps; none are left where they come with their layers."""
 
     num_left: int = 0
     slot_bytes: int = 1
 
     @property
     def least_bytes(self) -> int:
-        """With which every pass gets through."""
+        """Return the bytes with which every pass gets through."""
         return self.slot_bytes * min(MIN_EXPERTS, self.num_left)
 
     @property
     def wanted_bytes(self) -> int:
-        """With which reading goes on meanwhile."""
+        """Return the bytes with which reading goes on while experts compute."""
         return self.slot_bytes * min(num_passing(self.num_left, self.slot_bytes), self.num_left)
 
     def slots_in(self, room_bytes: int) -> int:
-        """As many as there is room and use for."""
+        """Return as many slots as there is room and use for."""
         return min(self.num_left, room_bytes // self.slot_bytes)
 
     def kept_in(self, num_slots: int) -> int:
-        """How many of them stay there, the other slots being for those that pass."""
+        """Return how many experts stay there; the other slots are for those that pass through."""
         return (
             num_slots
             if num_slots >= self.num_left
@@ -60,46 +59,47 @@ class ExpertPoolSize(NamedTuple):
 
 
 def fill_all(
-    places: Sequence[MemoryTier], layer_bytes: Sequence[int], num_swept: int, pool: ExpertPoolSize
+    tiers: Sequence[MemoryTier], layer_bytes: Sequence[int], num_swept: int, pool: ExpertPoolSize
 ) -> list[Filling]:
-    """Each place takes of the layers that those before it could not keep; behind the swept ones are
-    an encoder's.
+    """Give each tier layers that those before it could not keep.
+
+    Layers from `num_swept` on are an encoder's.
     """
     fillings = []
     left = list(range(len(layer_bytes)))
-    for place in places:
-        fillings.append(_fill(place, layer_bytes, left, num_swept, pool))
+    for tier in tiers:
+        fillings.append(_fill(tier, layer_bytes, left, num_swept, pool))
         left = [layer for layer in left if layer not in fillings[-1].layers]
         num_behind = max(
             pool.num_left - pool.kept_in(fillings[-1].num_expert_slots),
             min(MIN_EXPERTS, pool.num_left),
         )
-        # what stays in one place passes through the next one first
+        # while loading, what stays in one tier passes through the next one
         pool = pool._replace(num_left=num_behind)
     return fillings
 
 
 def _fill(
-    place: MemoryTier,
+    tier: MemoryTier,
     layer_bytes: Sequence[int],
     layers: Sequence[int],
     num_swept: int,
     pool: ExpertPoolSize,
 ) -> Filling:
-    room_bytes = place.budget_bytes - place.fixed_bytes
+    room_bytes = tier.budget_bytes - tier.fixed_bytes
     slot_bytes = max(layer_bytes)
     all_bytes = sum(layer_bytes[layer] for layer in layers)
-    if room_bytes >= max(all_bytes + pool.least_bytes, place.passing_bytes):
+    if room_bytes >= max(all_bytes + pool.least_bytes, tier.passing_bytes):
         return Filling(frozenset(layers), 0, pool.slots_in(room_bytes - all_bytes))
     least_bytes = max(
-        (MIN_SLOTS * slot_bytes if layers else 0) + pool.least_bytes, place.passing_bytes
+        (MIN_SLOTS * slot_bytes if layers else 0) + pool.least_bytes, tier.passing_bytes
     )
     if room_bytes < least_bytes:
-        raise place.refusal(least_bytes)
+        raise tier.refusal(least_bytes)
     has_room = room_bytes >= MIN_SLOTS * slot_bytes + pool.wanted_bytes
     layers_bytes = room_bytes - (pool.wanted_bytes if has_room else pool.least_bytes)
     num_slots = WANTED_SLOTS if layers_bytes >= WANTED_SLOTS * slot_bytes else MIN_SLOTS
-    # what passes once per prompt is the last to stay
+    # encoder layers, which pass through once per prompt, never stay in a tier that streams
     swept = [layer for layer in layers if layer < num_swept]
     staying = spread(layer_bytes, swept, layers_bytes - num_slots * slot_bytes)
     taken_bytes = num_slots * slot_bytes + sum(layer_bytes[layer] for layer in staying)

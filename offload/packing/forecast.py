@@ -1,7 +1,7 @@
-"""What packing would win, by exponents of a few weights: `offload pack` chooses codes so, `offload
-plan` foretells.
+"""How much packing would save, estimated from the exponents of a few weights.
 
-Invariant: a tensor's sample is 256 KiB at most. No torch.
+`offload pack` chooses its codes this way, and `offload plan` predicts the packed size. Invariant: a
+tensor's sample is at most 256 KiB. No torch.
 """
 
 import math
@@ -22,39 +22,38 @@ from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, bes
 _PIECES = 8
 _PIECE_BYTES = 32 << 10
 _LEAST_WEIGHTS = 2048  # norms and biases stay as they are
-_FEW = 16
-# of bfloat16, in 12 bits; the narrower distances, which escapes make up for
-_USUAL_SHARE = 0.751
-_USUAL_WIDTH = 3
-_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
+_NUM_SAMPLED_TENSORS = 16
+_USUAL_SHARE = 0.751  # packed size of bfloat16 weights over their size now
+_USUAL_WIDTH = 3  # bits of a distance; a larger size is modelled as escapes
+_WORTH_PACKING = 0.95  # largest share of a model's bytes for which packing is worth it
 
 
 class PackingForecast(NamedTuple):
-    """A model as it would be packed."""
+    """The size of a model before and after packing."""
 
     source_bytes: int
-    packed_bytes: int | None  # None: of float16, which only its bytes tell
-    is_sampled: bool  # else what models usually are
+    packed_bytes: int | None  # None: float16, whose exponents are not known from headers
+    is_sampled: bool  # from the weights; else from what is usual
 
     @property
     def share(self) -> float | None:
-        """Of the bytes there are now."""
+        """Return the packed size over the size now; None where it is unknown."""
         return None if self.packed_bytes is None else self.packed_bytes / max(1, self.source_bytes)
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether anybody would pack."""
+        """Return whether packing saves enough."""
         return self.share is not None and self.share <= _WORTH_PACKING
 
 
 def is_packable(entry: TensorEntry) -> bool:
-    """Whether a tensor can be coded at all."""
+    """Return whether a tensor can be coded at all."""
     is_large = len(entry.shape) > 1 and math.prod(entry.shape) >= _LEAST_WEIGHTS
     return entry.coded is None and entry.dtype in MANTISSAS and is_large
 
 
 def window_of(fd: int, entry: TensorEntry) -> ExponentWindow:
-    """The best for what some pieces of a tensor hold. Raises `ReadError`."""
+    """Return the best window for samples of a tensor. Raises `ReadError`."""
     counts = np.zeros(256, np.int64)
     num_pieces = min(_PIECES, -(-entry.num_bytes // _PIECE_BYTES))
     size_bytes = min(entry.num_bytes, _PIECE_BYTES)
@@ -67,12 +66,12 @@ def window_of(fd: int, entry: TensorEntry) -> ExponentWindow:
 
 
 def coded_bytes(entry: TensorEntry, window: ExponentWindow) -> int:
-    """What a tensor is expected to take."""
+    """Return the bytes that a coded tensor is expected to take."""
     return math.ceil(entry.num_bytes * window.bits / 16)
 
 
 def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
-    """Of the whole model by some of its tensors; None where packing has too little to code."""
+    """Estimate the packed size from a few tensors; None where packing has too little to code."""
     packable = [entry for entry in checkpoint.tensors.values() if is_packable(entry)]
     source_bytes = checkpoint.num_bytes
     now_bytes = sum(entry.num_bytes for entry in packable)
@@ -84,14 +83,16 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
     if not at(_USUAL_SHARE).is_worth_it:
         return None
     if is_here(checkpoint):
-        return at(_sampled_share(checkpoint, packable[:: -(-len(packable) // _FEW)]))
+        return at(
+            _sampled_share(checkpoint, packable[:: -(-len(packable) // _NUM_SAMPLED_TENSORS)])
+        )
     if any(entry.dtype == "F16" for entry in packable):
         return PackingForecast(source_bytes, None, is_sampled=False)
     return at(_USUAL_SHARE)
 
 
 def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:
-    """Headers of the packed model as planning sees them."""
+    """Return the headers of the packed model as planning sees them."""
     assert found.packed_bytes is not None, "it is worth packing"
     now_bytes = sum(entry.num_bytes for entry in checkpoint.tensors.values() if is_packable(entry))
     saved_share = (found.source_bytes - found.packed_bytes) / max(1, now_bytes)

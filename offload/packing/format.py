@@ -1,11 +1,11 @@
-"""One file of a packed model: safetensors, its tensors of 16 bits coded without loss
-(`encoding/exponents.py`).
+"""One file of a packed model: safetensors whose 16-bit tensors are coded without loss.
 
-A file holds consecutive tensors of one file of the source, in its order; what stays of coded ones,
-their `.code`, lies behind all of them, so that a layer is one run. `__metadata__` names format and
-source, has a CRC-32 of every 8 MiB as they were before, and in the first file for each of the
-source's that one's header: `offload unpack` gives back the same bytes. Invariant: a file gets its
-name once it was read back, decoded, and found to be what was packed.
+The coding is that of `encoding/exponents.py`. A file holds consecutive tensors of one source file,
+in its order; the `.code` tensors, which stay in memory, lie behind all others, so that a layer is
+one run. `__metadata__` names the format and the source and holds a CRC-32 of every 8 MiB of the
+original bytes; the first file for each source file also holds that file's header, so that `offload
+unpack` restores the same bytes. Invariant: a file gets its name once it was read back, decoded, and
+found to be what was packed.
 """
 
 import json
@@ -50,7 +50,7 @@ OnBytes = Callable[[int], None]
 
 
 class Origin(NamedTuple):
-    """Which part of which file of the source a packed file holds."""
+    """The part of a source file that a packed file holds."""
 
     file: str
     num_bytes: int
@@ -67,11 +67,11 @@ class PackedFile(NamedTuple):
     header: bytes
     plain: Mapping[str, TensorEntry]
     coded: Mapping[str, tuple[TensorEntry, ...]]  # words and code
-    sums: Mapping[str, tuple[int, ...]]  # of the parts that tensors had
+    sums: Mapping[str, tuple[int, ...]]  # CRC-32 of each original part
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors as the source has them, in their order."""
+        """Return the source's names of all tensors, in their order."""
         starts = {
             **{name: own.lo for name, own in self.plain.items()},
             **{n: own[0].lo for n, own in self.coded.items()},
@@ -80,8 +80,9 @@ class PackedFile(NamedTuple):
 
 
 def read_packed(path: Path) -> PackedFile:
-    """What a file's header says. Raises `UserError` where it is of no packed file, or of another
-    version.
+    """Read a file's header.
+
+    Raises `UserError` where the file is not packed, or by another version.
     """
     notes = read_metadata(path)
     if notes.get("format") != FORMAT or notes.get("version") != VERSION:
@@ -108,8 +109,9 @@ def read_packed(path: Path) -> PackedFile:
 
 
 def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Name, offset and bytes of each part of each tensor as the source had it, proved. Raises
-    `UserError`.
+    """Yield name, offset and original bytes of each part of each tensor, checksums compared.
+
+    Raises `UserError` where a checksum differs.
     """
     with opened(packed.path, os.O_RDONLY) as fd:
 
@@ -135,8 +137,9 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) -> None:
-    """The file of the source that these files, in their order, were made from. Raises `OSError`,
-    `UserError`.
+    """Restore the source file that these files, in order, were made from.
+
+    Raises `OSError` and `UserError`.
     """
     first, *others = packed
     entries = parse_header(path, first.header, first.origin.num_bytes)
@@ -156,14 +159,15 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
 
 
 def undecoded(path: Path) -> list[Damage]:
-    """Tensors of a packed file that do not decode to what was packed, or to no numbers."""
+    """Return the tensors of a packed file that do not decode to the original finite numbers."""
     try:
         packed = read_packed(path)
     except UserError as error:
         return [Damage(path.name, "", str(error).removeprefix(f"{path}: "))]
     try:
         return _endless(packed)
-    except (UserError, ReadError):  # the first is not all
+    # the error names the first damaged tensor only
+    except (UserError, ReadError):
         return [one for name in packed.names for one in _damage_of(packed, name)]
 
 
@@ -177,7 +181,10 @@ def _damage_of(packed: PackedFile, name: str) -> list[Damage]:
 
 
 def _endless(packed: PackedFile) -> list[Damage]:
-    """Numbers that are not finite. Raises `UserError` where a checksum is another."""
+    """Return the tensors with numbers that are not finite.
+
+    Raises `UserError` where a checksum differs.
+    """
     names = set[str]()
     for name, _, raw in original_parts(packed):
         if name in packed.coded:
@@ -222,7 +229,7 @@ def _coded_jobs(packed: PackedFile, name: str, fd: int) -> Iterator[tuple[Any, .
 def _part_places(
     mantissas: TensorEntry, exponents: TensorEntry, at: int, width: int
 ) -> tuple[int, int, int, int]:
-    """Where the words of a part lie whose first weight is `at`."""
+    """Return where the mantissas and distances of the part lie whose first weight is `at`."""
     block = at // BLOCK
     after = (at + PART_BYTES // 2) // BLOCK
     lo, hi = (exponents.lo + one * RUN * width for one in (block, after))
@@ -249,7 +256,7 @@ def _decoded(
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a stranger's name for a file of safetensors leads out of no folder."""
+    """Return whether a file name from a manifest stays in its folder and is one of safetensors."""
     return (
         isinstance(name, str)
         and Path(name).name == name

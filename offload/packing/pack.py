@@ -1,16 +1,10 @@
-"""`offload pack` and `offload unpack`: a model in 16 bits, coded without loss, and back to the same
-bytes.
+"""`offload pack` and `offload unpack`: a 16-bit model coded without loss, and its original bytes.
 
-A source file becomes files of about a gibibyte each, so that an interrupted packing has at most
-that to do again: it goes on in `NAME.unfinished`, beside the folder to be, with the files that are
-there. Invariant: the folder itself is whole from its first moment, and `unpack` gives back every
-file, byte for byte.
-
-Folders of packed models: what they were made from, what is in them, and how one comes to be.
-
-A folder is made in `NAME.unfinished` beside it, which stays where the work is interrupted: its
-manifest says what it is made from, and what has its name there is whole. Invariant: the folder
-itself is whole from its first moment.
+A source file becomes files of about a gibibyte each, so that an interrupted packing repeats at most
+one. A folder is made in `NAME.unfinished` beside its destination and stays there when the work is
+interrupted: its manifest says what it is made from, and each file that has its name is whole.
+Invariant: the destination is whole from its first moment, and `unpack` gives back every file, byte
+for byte.
 """
 
 import json
@@ -67,12 +61,19 @@ _WEIGHTS = (
     ".h5",
     ".msgpack",
 )
-_LARGEST_COPY_BYTES = 256 << 20  # of what is no weights: tokenizers, configs, licences
+_LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
 _MARGIN_BYTES = 64 << 20  # headers, the file system's own blocks
+_INDEX = "model.safetensors.index.json"
+_SOURCE_INDEX = "source.safetensors.index.json"
+_PORTION_BYTES = 1 << 30
+_RULE = "packing is for bfloat16, and for float16 that stems from it"
+_NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
+_LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
+Progress = Callable[[int, int], None]
 
 
 def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What tells a packed model's source from others, and from itself once it is written to."""
+    """Return what identifies a packed model's source, and shows that it was written to."""
     files = {
         path.name: {"num_bytes": stamp.num_bytes, "written_ns": stamp.written_ns}
         for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True)
@@ -86,8 +87,9 @@ def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def others(directory: Path) -> list[Path]:
-    """What lies beside the weights: config, tokenizer, licence; nothing hidden, no other weights,
-    no checksums.
+    """Return the files beside the weights: config, tokenizer, licence.
+
+    Hidden files, weights in other formats and checksums are left out.
     """
     return [
         path
@@ -101,13 +103,14 @@ def others(directory: Path) -> list[Path]:
 
 
 def packed_files(folder: Path) -> list[Path]:
-    """By name."""
+    """Return the packed files, sorted by name."""
     return sorted(folder.glob("*.safetensors"))
 
 
 def by_source(folder: Path) -> dict[str, list[PackedFile]]:
-    """Packed files in order, by the file of the source. Raises `UserError` where one lacks, or is
-    another's.
+    """Return the packed files in order, by source file.
+
+    Raises `UserError` where one is missing, or belongs to another model.
     """
     files_of = read_manifest(folder)["files"]
     found = dict[str, list[PackedFile]]()
@@ -134,7 +137,7 @@ def by_source(folder: Path) -> dict[str, list[PackedFile]]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises `UserError` where the folder is of no packed model."""
+    """Return the manifest. Raises `UserError` where the folder is not a packed model."""
     if not (folder / MANIFEST).is_file():
         raise UserError(
             f"{folder} holds no packed model (no {MANIFEST}): give a folder that offload pack has made"
@@ -160,8 +163,9 @@ def _is_file(item: tuple[str, Any]) -> bool:
 
 
 def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
-    """Whether the folder holds this very model, packed. Raises `UserError` where it holds anything
-    else.
+    """Return whether the folder holds this very model, packed; False when it is empty.
+
+    Raises `UserError` where it holds anything else.
     """
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
@@ -190,7 +194,7 @@ def _require_same(folder: Path, made_from: Mapping[str, Any]) -> None:
 
 
 def require_apart(source: Path, destination: Path) -> None:
-    """Raises `UserError` where a folder would be written over by what is made of it."""
+    """Raise `UserError` where a folder would be overwritten by what is made from it."""
     if source.resolve() == destination:
         raise UserError(
             f"`out` must be another folder than the model's own, got {destination}: choose another"
@@ -199,11 +203,12 @@ def require_apart(source: Path, destination: Path) -> None:
 
 @contextmanager
 def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder beside `destination`, locked, that becomes it when the body ends well; it stays
-    where it does not.
+    """Yield a locked folder beside `destination` that becomes it when the body succeeds.
+
+    It stays, to be continued, when the body fails.
     """
     folder = destination.with_name(f"{destination.name}.unfinished")
-    with _told(folder), locked_anew(folder) as lock:
+    with _refusing_os_errors(folder), locked_anew(folder) as lock:
         for leftover in folder.glob(".*"):
             leftover.unlink()
         if any(folder.iterdir()):
@@ -216,7 +221,7 @@ def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raises `UserError` where the disk has less free."""
+    """Raise `UserError` where the disk has less than `needed_bytes` free."""
     needed_bytes = needed_bytes + _MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
@@ -225,14 +230,14 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """All or nothing. Raises `OSError`."""
+    """Write a JSON file, whole or not at all. Raises `OSError`."""
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """What the system refuses is told in a line; what reading has told stays."""
+def _refusing_os_errors(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of writing into a `UserError`; errors of reading pass unchanged."""
     try:
         yield
     except RunError:
@@ -243,28 +248,18 @@ def _told(folder: Path) -> Iterator[None]:
         ) from None
 
 
-_INDEX = "model.safetensors.index.json"
-_SOURCE_INDEX = "source.safetensors.index.json"
-_PORTION_BYTES = 1 << 30
-_RULE = "packing is for bfloat16, and for float16 that stems from it"
-_NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
-_LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
-Progress = Callable[[int, int], None]
-
-
 class PackResult(NamedTuple):
-    """What came of packing."""
+    """The result of packing, or of verifying a packed folder."""
 
     folder: Path
     source_bytes: int
     packed_bytes: int
     num_files: int
-    # of these, files that an earlier packing had finished, and nobody has looked at since
-    num_kept: int
-    was_there: bool = False  # all of it: nothing was packed
+    num_kept: int  # files that an earlier packing had finished, not checked again
+    was_there: bool = False  # whether all of it was there, so nothing was packed
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the figures for `--json`."""
         return {
             **self._asdict(),
             "folder": str(self.folder),
@@ -273,18 +268,16 @@ class PackResult(NamedTuple):
 
 
 def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress) -> PackResult:
-    """Write the packed model; at once where the folder holds it already, and on from where it was
-    interrupted.
+    """Write the packed model, or continue an interrupted packing; a finished one is left as it is.
 
     Args:
         progress: is called with the bytes of the source that were coded and proved, each counted
             once, and all of them.
 
     Raises:
-        UserError: the model is none of bfloat16, or of float16 that stems from it, in safetensors,
-        the folder holds
-            something else or is the model's own, the source changed since the packing was begun, or
-            the disk is full.
+        UserError: the model is not safetensors in bfloat16, or in float16 that stems from it; the
+            folder holds something else or is the model's own; the source changed since packing
+            began; or the disk is full.
         ReadError: the source changes meanwhile, or cannot be read.
     """
     _refuse_gguf(model)
@@ -297,7 +290,7 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
     if checkpoint.config_stamp is not None:
         beside[checkpoint.small_files / "config.json"] = checkpoint.config_stamp
     if is_finished(destination, source):
-        return _outcome(destination, len(packed_files(destination)))._replace(was_there=True)
+        return _result_of(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
         portions = _portions(checkpoint)
         kept = {name for name, portion in portions.items() if _is_done(folder / name, portion)}
@@ -320,12 +313,13 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
                 path, stamp, folder / (_SOURCE_INDEX if path.name == _INDEX else path.name)
             )
         _write_index(folder, portions)
-    return _outcome(destination, len(kept))
+    return _result_of(destination, len(kept))
 
 
 def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
-    """Write the files that `model` was packed from; returns their folder. Raises `UserError` where
-    that cannot be.
+    """Write the files that `model` was packed from; return their folder.
+
+    Raises `UserError` where that cannot be.
     """
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
@@ -335,7 +329,7 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
     source = {**manifest, "unpacks": str(folder)}
     if not is_finished(destination, source):
         _write_originals(folder, found, destination, source, progress)
-    # at last: what has none, and is not finished, could not be gone on with
+    # Last of all, since an unfinished folder without a manifest could not be continued.
     (destination / MANIFEST).unlink()
     return destination
 
@@ -359,7 +353,7 @@ def _write_originals(
             if (scratch / name).is_file():  # whole, since it has its name
                 count(own[0].origin.num_bytes)
             else:
-                with _leaving(scratch):
+                with _naming_leftovers(scratch):
                     write_original(scratch / name, own, count)
         for path, stamp in beside.items():
             if path.name not in (MANIFEST, _INDEX):
@@ -369,8 +363,9 @@ def _write_originals(
 
 
 def verify(model: Path, *, progress: Progress) -> PackResult:
-    """Decode every weight of a packed folder and compare checksums. Raises `UserError` where one
-    differs.
+    """Decode every weight of a packed folder and compare checksums.
+
+    Raises `UserError` where one differs.
     """
     folder = model.expanduser().resolve()
     read_manifest(folder)
@@ -380,11 +375,11 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
         for packed in own:
             for _, _, raw in original_parts(packed):
                 count(len(raw))
-    return _outcome(folder, 0)
+    return _result_of(folder, 0)
 
 
 def _require_gain(checkpoint: Checkpoint) -> None:
-    """Raises `UserError` for a model that packing does nothing for."""
+    """Raise `UserError` for a model that packing does not make smaller."""
     name = checkpoint.directory.name
     stored = checkpoint.tensors.values()
     coded = next((entry.coded.coding for entry in stored if entry.coded is not None), None)
@@ -414,8 +409,8 @@ def _refuse_gguf(model: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def _leaving(scratch: Path) -> Iterator[None]:
-    """What damage leaves behind is named."""
+def _naming_leftovers(scratch: Path) -> Iterator[None]:
+    """Add to an error of damage where the files unpacked before it are."""
     try:
         yield
     except UserError as error:
@@ -425,8 +420,9 @@ def _leaving(scratch: Path) -> Iterator[None]:
 
 
 def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
-    """All packed files to be, by name, in order. Raises `UserError` where a source file could not
-    be restored.
+    """Return all packed files to be written, by name, in order.
+
+    Raises `UserError` where a source file could not be restored.
     """
     found = []
     for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True):
@@ -457,8 +453,9 @@ def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
 
 
 def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]:
-    """Consecutive tensors of about a portion's size; a layer is cut only where its tensors lie
-    apart anyhow.
+    """Yield consecutive tensors of about a portion's size.
+
+    A layer is cut only where its tensors do not lie together.
     """
     own = dict[str, TensorEntry]()
     layer = ""
@@ -473,7 +470,7 @@ def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]
 
 
 def _expected_bytes(portion: Portion) -> int:
-    """What a packed file is going to take."""
+    """Return the bytes that a packed file is expected to take."""
     taken = ((entry, portion.windows.get(name)) for name, entry in portion.tensors.items())
     return sum(
         entry.num_bytes if window is None else coded_bytes(entry, window) for entry, window in taken
@@ -481,7 +478,7 @@ def _expected_bytes(portion: Portion) -> int:
 
 
 def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, ExponentWindow]:
-    """Of the tensors that coding makes smaller."""
+    """Return the windows of the tensors that coding makes smaller."""
     with opened(path, os.O_RDONLY) as fd:
         found = {
             name: window_of(fd, entry) for name, entry in tensors.items() if is_packable(entry)
@@ -494,8 +491,9 @@ def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Expone
 
 
 def _is_done(path: Path, portion: Portion) -> bool:
-    """Whether an earlier packing has finished this file: it has its name, which none gets before it
-    was proved.
+    """Return whether an earlier packing has finished this file.
+
+    It then has its name, which it gets only after it was checked.
     """
     if not path.is_file():
         return False
@@ -516,7 +514,7 @@ def _write_index(folder: Path, portions: Mapping[str, Portion]) -> None:
         )
 
 
-def _outcome(folder: Path, num_kept: int) -> PackResult:
+def _result_of(folder: Path, num_kept: int) -> PackResult:
     paths = packed_files(folder)
     source_bytes = sum(own["num_bytes"] for own in read_manifest(folder)["files"].values())
     return PackResult(
@@ -543,7 +541,7 @@ def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
 
 
 class _Counter:
-    """Adds up bytes for a bar."""
+    """Adds up bytes and reports them to a progress bar."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
         self._done_bytes = 0

@@ -1,4 +1,4 @@
-"""Writes one file of a packed model; what it consists of `packed_file.py` tells.
+"""Write one file of a packed model in the format of `packing/format.py`.
 
 Its tensors are taken part by part, several at once. Invariant: a file gets its name once it was
 read back, decoded, and found to be what was packed.
@@ -46,22 +46,23 @@ from offload.kernels.exponents_layout import BLOCK, RUN
 from offload.packing.format import FORMAT, VERSION, OnBytes, Origin, original_parts, read_packed
 
 _ABOUT = "16 bits without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
-_LARGEST = 10**15  # an offset of as many digits as any
+_LARGEST = 10**15  # an offset with the most digits that one can have
 
 
 class Portion(NamedTuple):
-    """What goes into one packed file."""
+    """The content of one packed file."""
 
     path: Path  # of the source
     origin: Origin
     header: bytes  # of the source, in its first portion
     tensors: Mapping[str, TensorEntry]  # in their order
-    windows: Mapping[str, ExponentWindow]  # of those that are to be coded
+    windows: Mapping[str, ExponentWindow]  # of the tensors that are to be coded
 
 
 def write_packed(path: Path, portion: Portion, on_bytes: OnBytes) -> None:
-    """Pack, read back, prove, name; `on_bytes` hears of each part of the source twice. Raises
-    `OSError`.
+    """Pack, read back and compare, then give the file its name. Raises `OSError`.
+
+    `on_bytes` hears of each part of the source twice: once coded, once compared.
     """
     with replacing(path) as scratch:
         with (
@@ -74,18 +75,14 @@ def write_packed(path: Path, portion: Portion, on_bytes: OnBytes) -> None:
 
 
 class _Writing:
-    """A packed file under way: data is written as it comes, the header at last, into room that was
-    left for it.
-    """
+    """A packed file under way: data first, then the header into the room left for it."""
 
     def __init__(self, out: int, source: int, portion: Portion) -> None:
         self._out = out
         self._source = source
         self._portion = portion
-        self._places, self._codes = (
-            dict[str, tuple[str, list[int], int, int]](),
-            dict[str, np.ndarray](),
-        )
+        self._places = dict[str, tuple[str, list[int], int, int]]()
+        self._codes = dict[str, np.ndarray]()
         self._sums = dict[str, list[int]]()
         self._data_lo = _header_room(portion)
         self._end = 0  # of the data
@@ -103,7 +100,7 @@ class _Writing:
             own = self._counted(islice(done, -(-entry.num_bytes // PART_BYTES)), on_bytes)
             if name not in windows:
                 self._add_plain(name, entry, own)
-            # it looked otherwise where it was sampled
+            # its samples promised a smaller tensor
             elif not self._add_coded(name, entry, windows[name], own):
                 self._add_plain(
                     name, entry, (self._taken(entry, *part) for part in parts(entry.lo, entry.hi))
@@ -115,13 +112,13 @@ class _Writing:
         write_part(self._out, len(text).to_bytes(8, "little") + text, 0)
         os.ftruncate(self._out, self._data_lo + self._end)
         os.fsync(self._out)
-        # what is read back comes from the disk
+        # what is read back shall come from the disk
         os.posix_fadvise(self._out, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _taken(
         self, entry: TensorEntry, lo: int, hi: int, window: ExponentWindow | None = None
     ) -> tuple[ExponentWords | bytearray, int, int]:
-        """A part of the source, coded or not, its checksum, and its bytes."""
+        """Return a part of the source, coded or not, its checksum, and its number of bytes."""
         raw = read_part(self._source, lo, hi)
         if window is None:
             return raw, zlib.crc32(raw), len(raw)
@@ -148,12 +145,13 @@ class _Writing:
     def _add_coded(
         self, name: str, entry: TensorEntry, window: ExponentWindow, taken: Iterable[Any]
     ) -> bool:
-        """Returns False, and leaves no trace, where the tensor is no smaller than it was."""
+        """Write a coded tensor; return False, without a trace, where it is no smaller."""
         num_weights = math.prod(entry.shape)
         done = 0
         lists = [torch.empty(3, 0, dtype=torch.uint8)]
-        counts = [0]
-        lo, sums, counts[0] = self._data_lo + self._end, self._sums.setdefault(name, []), window.top
+        counts = [window.top]
+        lo = self._data_lo + self._end
+        sums = self._sums.setdefault(name, [])
         for words, own_sum, num_bytes in taken:
             write_part(self._out, words.mantissa_N.numpy(), lo + done)
             write_part(
@@ -209,7 +207,7 @@ def _header(
 
 
 def _header_room(portion: Portion) -> int:
-    """Bytes before the data: what the longest header takes, in whole blocks."""
+    """Return the bytes before the data: room for the longest header, in whole blocks."""
     places = dict[str, tuple[str, list[int], int, int]]()
     sums = dict[str, list[int]]()
     for name, entry in portion.tensors.items():

@@ -1,30 +1,25 @@
-"""Accepted ranks, position after position, and what follows from them: tokens per sweep of any
-tree.
+"""Accepted ranks at every position of a text, and what follows: tokens per sweep of any tree.
 
-A trace holds for every position of a text the rank that the emitted token had among the draft's
+A trace holds, for every position of a text, the rank of the emitted token among the draft's
 candidates, or -1. Decoding walks down the tree along these ranks until one is missing; the next
 sweep starts behind that token. So the walk can be repeated for any static tree without a model.
-Sequoia's product form (2402.12374, section 3.1) is what the trace says if every position were like
-every other.
+Sequoia's product form (2402.12374, section 3.1) assumes that all positions are alike.
 
 A dynamic tree has another shape in every step, so it is grown again along a text that the target
 has written: draft steps, no sweep. That is done for a few bounds. Between them the gain over the
 static tree of the same bounds is interpolated, because it changes more slowly than the yield;
-beyond them it stays what it was at the last.
+beyond them it stays at its last value.
+
+`AcceptancePrior` is what is assumed where this pair was not measured. A small draft gets the
+default acceptance. A self draft is right far more often; its figures were measured on the packaged
+pair's target: ranks of its argmax on Python source (3000 positions), and tokens per sweep of
+dynamic trees at temperature 0.7, 3 texts of 220 tokens (`offload generate --draft self:int4 --tree
+dynamic:NxD`). At temperature 0 that target repeats itself, which flatters every draft, so those
+figures are left out. At 8 bits all but 19 positions had rank 0 and these rank 1; at 4 bits a tail
+is assumed from rank 6 on. Another target's self draft may be better or worse: `offload tune`
+measures it.
 
 No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
-
-What is assumed of a draft's guesses where nobody has measured this pair: by what kind of draft it
-is.
-
-A small draft gets the default acceptance. A copy of the target is right far more often, and what is
-known of it was measured on the packaged pair's target: ranks of its argmax on Python source (3000
-positions), and tokens per sweep of dynamic trees at temperature 0.7, 3 texts of 220 tokens
-(`offload generate --draft self:int4 --tree dynamic:NxD`). At temperature 0 that target repeats
-itself, which flatters every draft, so those figures are left out. At 8 bits all but 19 positions
-had the first rank and these the second; at 4 bits a tail is assumed behind the sixth. Another
-target's
-copy may be better or worse: `offload tune` measures it. No torch, no clock.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,14 +36,18 @@ Trace = Sequence[int]
 NUM_RANKS = 32  # candidates that a trace looks at
 NUM_FOLDS = 4
 PRODUCT_FORM = 1e9  # a smoothing beside which no trace counts
-# bounds within which dynamic trees are grown again
+# the bounds within which dynamic trees are grown again
 COUNTED_SIZES = (16, 64, 256)
 COUNTED_DEPTHS = (8, 24)
+# of a self draft: assumed, as the tail of the default acceptance is
+_TAIL = tuple(round(0.0001 * (6 / k) ** 3.5, 7) for k in range(7, 33))
+_NEVER = (0.0,) * 30  # ranks that none of 3000 positions had
 
 
 def bursts(topology: Topology, trace: Trace) -> list[int]:
-    """New tokens of every sweep of a run that emits this text; the end of the text cuts the last
-    one.
+    """Return the new tokens of every sweep of a run that emits this text.
+
+    The end of the text cuts the last one.
     """
     num_children = topology.num_children_N.tolist()
     first_child = (1 + np.cumsum([0, *num_children])).tolist()  # siblings are consecutive
@@ -66,18 +65,19 @@ def bursts(topology: Topology, trace: Trace) -> list[int]:
 
 
 def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
-    """G of one tree: tokens over sweeps; all traces are one text, or each would end in a sweep that
-    is cut short.
+    """Return the tokens per sweep of one tree.
+
+    All traces count as one text, since otherwise each would end in a sweep that is cut short.
     """
     yields = bursts(topology, [rank for trace in traces for rank in trace])
     return sum(yields) / len(yields) if yields else 1.0
 
 
 def acceptance(traces: Sequence[Trace], num_ranks: int = NUM_RANKS) -> tuple[Floats, Floats]:
-    """Frequency of every rank, `p_K`, and the standard error of each entry.
+    """Return the frequency of every rank, `p_K`, and the standard error of each entry.
 
-    The error is that between windows, since positions of one window resemble each other; binomial
-    where there is one.
+    The error is that between windows, since positions of one window resemble each other; with one
+    window it is binomial.
     """
     count_WK = np.array(
         [np.bincount([r for r in t if r >= 0], minlength=num_ranks)[:num_ranks] for t in traces]
@@ -94,8 +94,8 @@ def acceptance(traces: Sequence[Trace], num_ranks: int = NUM_RANKS) -> tuple[Flo
 class RankTrie:
     """How often every path of ranks was taken, from any position of the traces.
 
-    `p_K` is the chance of a rank behind a path that was never taken, and worth `smoothing`
-    sightings behind any other.
+    `p_K` is the chance of a rank after a path that was never taken; after any other it counts as
+    `smoothing` observations.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class RankTrie:
         self._smoothing = smoothing
         self.children: list[dict[int, int]] = [{}]  # rank -> node; node 0 is the empty path
         self.num_taken: list[int] = [0]
-        # times the path was taken and the text went on behind it
+        # how often the path was taken and the text went on after it
         self.num_continued: list[int] = [0]
         for trace in traces:
             for start in range(len(trace)):
                 self._add(trace[start : start + max_depth])
 
     def follow(self, node: int | None, rank: int) -> tuple[float, int | None] | None:
-        """The chance that `rank` comes next, and its node; None for ranks beyond `p_K`."""
+        """Return the chance that `rank` comes next, and its node; None for ranks beyond `p_K`."""
         if rank >= len(self._p) or node is None:
             return (self._p[rank], None) if rank < len(self._p) else None
         child = self.children[node].get(rank)
@@ -137,16 +137,16 @@ class RankTrie:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicYield:
-    """What trees within some bounds have yielded."""
+    """The measured yield of dynamic trees within some bounds."""
 
-    num_nodes: int  # at most
-    depth: int  # at most
+    num_nodes: int  # most nodes
+    depth: int  # most levels
     tokens_per_sweep: float
-    num_sweeps: int  # counted
+    num_sweeps: int  # that were counted
 
 
 def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
-    """For which bounds to grow again, where no tree may be larger than `max_nodes`."""
+    """Return the bounds to grow trees in again, with at most `max_nodes` nodes."""
     sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or [
         size for size in (max_nodes,) if size > 1
     ]
@@ -160,7 +160,10 @@ def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
 def yields_of(
     bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[DynamicYield, ...]:
-    """Tokens per sweep within each of the bounds, from those of every sweep, by window and bounds."""
+    """Return the tokens per sweep within each of the bounds.
+
+    `bursts_WB` holds those of every sweep, by window and bounds.
+    """
     counts_B = [
         [count for window in bursts_WB for count in window[index]] for index in range(len(bounds))
     ]
@@ -179,10 +182,10 @@ def yields_of(
 def gains(
     counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]
 ) -> Callable[[int, int], float]:
-    """By nodes and depth, how many times the tokens of a static tree a dynamic one yields; 1 where
-    none was counted.
+    """Return a function of nodes and depth: a dynamic tree's tokens over the static tree's.
 
-    `fixed` gives the tokens per sweep of the static tree of so many nodes, so deep.
+    It is 1 where nothing was counted. `fixed` gives the tokens per sweep of the static tree of that
+    size and depth.
     """
     curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
     for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
@@ -199,13 +202,8 @@ def gains(
     return gain
 
 
-# assumed, as that of the default is
-_TAIL = tuple(round(0.0001 * (6 / k) ** 3.5, 7) for k in range(7, 33))
-_NEVER = (0.0,) * 30  # seen in 3000 positions
-
-
 class AcceptancePrior(NamedTuple):
-    """Of one kind of draft."""
+    """What is assumed of one kind of draft."""
 
     acceptance: tuple[float, ...]  # by rank
     dynamic_yields: tuple[DynamicYield, ...]
@@ -214,6 +212,7 @@ class AcceptancePrior(NamedTuple):
 
 
 def _yields(*rows: tuple[int, int, float, int]) -> tuple[DynamicYield, ...]:
+    """Return yields from rows of (nodes, depth, tokens per sweep, sweeps)."""
     return tuple(
         DynamicYield(num_nodes=nodes, depth=depth, tokens_per_sweep=tokens, num_sweeps=sweeps)
         for nodes, depth, tokens, sweeps in rows
@@ -241,8 +240,8 @@ COPIES = {
 }
 
 
-def usual_for(draft: Checkpoint | None) -> AcceptancePrior:
-    """Of such a draft; rounding a small one changes little."""
+def prior_for(draft: Checkpoint | None) -> AcceptancePrior:
+    """Return what is assumed of this draft; quantising a small one changes little."""
     return (
         COPIES[draft.held.bits]
         if draft is not None and draft.held and draft.held.is_copy

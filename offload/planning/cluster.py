@@ -1,20 +1,17 @@
-"""Machines that run one model together, as a file describes them: what each has, and the network
-between them.
+"""A described cluster: the machines that run one model together, and their network.
 
     {"ranks": [{"name": "alpha", "ram": "32GiB", "disk": "3GB/s"},
                {"name": "beta", "hardware": "rtx4090", "ram": "64GiB"}],
      "network": {"gbit_per_s": 2.5, "latency_us": 80}}
 
-The first rank is the head. Files come from strangers: names, sizes and numbers are checked, and a
-key that is not known is refused, since what is misspelt would be a default. No torch. Invariant:
-ranks have names of their own.
+The first rank is the head. `Gathers` and `Hops` are what ranks send each other in one pass, and
+how long that takes: ranks with shares of every layer send their own columns to all others, ranks
+with layers of their own hand rows on to the next. Both directions of a cable are used at once, as
+a switch allows.
 
-What ranks send each other in one pass, and how long that takes on a network.
-
-Ranks with shares of every layer gather what each has computed: a rank sends its own columns to all
-others. Ranks with layers of their own hand rows on to the next. The two ways of a cable are used at
-once, as a switch allows. No torch, no clock. Invariant: bytes are those of the tensors; messages'
-headers come on top.
+Files may be hostile: names, sizes and numbers are checked, and an unknown key is refused, since a
+misspelt one would silently mean a default. No torch, no clock. Invariant: ranks have distinct
+names, and bytes are those of the tensors, without message headers.
 """
 
 import math
@@ -28,11 +25,25 @@ from offload.errors import UserError
 from offload.planning.hardware import Hardware, find_hardware
 from offload.units import parse_size, require
 
-DRAWN_BYTES = 8  # of the token that comes back from the last stage for a row
+MAX_RANKS = 64  # of so many, stages are still found in seconds
+DRAWN_BYTES = 8  # the token of a row, which comes back from the last stage
+_PAYLOAD_SHARE = 0.94  # of a cable's rate: 1448 bytes of TCP in the 1538 of a packet with its gaps
+_USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
+_FIELD_OF = {
+    "ram": "ram_bytes",
+    "disk": "disk_bytes_per_s",
+    "gpu": "gpu_bytes",
+    "link": "link_bytes_per_s",
+    "flops": "flops_per_s",
+    "memory": "memory_bytes_per_s",
+}
+_SHARES = ("flops_share", "memory_share")
+_RANK_KEYS = ("name", "hardware", *_FIELD_OF, *_SHARES)
+_NETWORK_KEYS = ("gbit_per_s", "bytes_per_s", "latency_us")
 
 
 class Network(NamedTuple):
-    """Between any two ranks, each way."""
+    """The connection of any two ranks, each way."""
 
     bytes_per_s: float
     latency_s: float  # of a message
@@ -41,9 +52,9 @@ class Network(NamedTuple):
 class Gathers(NamedTuple):
     """The exchanges of ranks that share every layer."""
 
-    widths: Sequence[Sequence[int]]  # of each gather of a layer: numbers in a row, rank by rank
+    widths: Sequence[Sequence[int]]  # for each gather of a layer: numbers in a row, rank by rank
     num_layers: int
-    width: int  # D, of the rows that the head gives to all before the first layer
+    width: int  # D, of the rows that the head broadcasts before the first layer
     item_bytes: int
 
     @property
@@ -51,15 +62,16 @@ class Gathers(NamedTuple):
         return len(self.widths[0])
 
     def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
-        """What each rank sends in a pass of so many rows, to all others together; parts are filled
-        up to the widest.
+        """Return the bytes that each rank sends to all others in a pass of so many rows.
+
+        Parts are padded to the widest.
         """
         parts = self.num_layers * sum(map(max, self.widths))
         own = [parts + self.width, *[parts] * (self.num_ranks - 1)]
         return tuple((self.num_ranks - 1) * numbers * num_rows * self.item_bytes for numbers in own)
 
     def seconds(self, num_rows: int, network: Network) -> float:
-        """Time of a pass in which nobody computes."""
+        """Return the time that the exchanges of a pass take by themselves."""
         others = self.num_ranks - 1
         if not others:
             return 0.0
@@ -79,44 +91,33 @@ class Hops(NamedTuple):
     item_bytes: int
 
     def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
-        """What each rank sends in a pass: rows to the next, and what was drawn to the head."""
+        """Return each rank's bytes in a pass: rows to the next, drawn tokens to the head."""
         rows_bytes = num_rows * self.width * self.item_bytes
         drawn_bytes = num_rows * DRAWN_BYTES if self.num_stages > 1 else 0
         return (*[rows_bytes] * (self.num_stages - 1), drawn_bytes)
 
     def hop_s(self, num_rows: int, network: Network) -> float:
-        """Time of one hop."""
+        """Return the seconds of one hop."""
         rows_bytes = num_rows * self.width * self.item_bytes
         return rows_bytes / network.bytes_per_s + network.latency_s
 
     def seconds(self, num_rows: int, network: Network) -> float:
-        """All hops of one pass, one behind the other, and the way back."""
+        """Return the seconds of all hops of one pass, one after the other, and the way back."""
         if self.num_stages == 1:
             return 0.0
         back_s = num_rows * DRAWN_BYTES / network.bytes_per_s + network.latency_s
         return (self.num_stages - 1) * self.hop_s(num_rows, network) + back_s
 
 
-MAX_RANKS = 64  # whose stages are still found in seconds
-# of what a cable carries: 1448 bytes of TCP in the 1538 of a packet with its gaps
-_PAYLOAD_SHARE = 0.94
-_USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
-_FIELD_OF = {"ram": "ram_bytes", "disk": "disk_bytes_per_s", "gpu": "gpu_bytes", "link": "link_bytes_per_s",
-             "flops": "flops_per_s", "memory": "memory_bytes_per_s"}  # fmt: skip
-_SHARES = ("flops_share", "memory_share")
-_RANK_KEYS = ("name", "hardware", *_FIELD_OF, *_SHARES)
-_NETWORK_KEYS = ("gbit_per_s", "bytes_per_s", "latency_us")
-
-
 class Cluster(NamedTuple):
-    """Ranks in order, each as the machine that it is, and what lies between any two of them."""
+    """Ranks in order, each as its machine, and the network between any two of them."""
 
     ranks: tuple[Hardware, ...]
     network: Network
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster from JSON. Raises `UserError`, in one line that names file, rank and key."""
+    """Read a cluster from JSON. Raises `UserError`, which names file, rank and key."""
     try:
         values = read_object(path, "fix it")
     except OSError as error:
@@ -163,7 +164,8 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
         require(known[key] <= 1, f"{where}: {key} must be at most 1", values[key], "fix it")
     if "hardware" in values:
         return replace(_base(values["hardware"], where), name=name, **known)
-    if "gpu" not in values and "link" in values:  # there is one link then
+    # without a GPU, the disk is the link
+    if "gpu" not in values and "link" in values:
         require(
             "disk" not in values,
             f"{where}: without a gpu, link and disk are one",
@@ -236,7 +238,7 @@ def _check_keys(values: dict[str, Any], known: tuple[str, ...], where: str, what
 
 
 def _quantity(value: Any, what: str) -> int:
-    """Bytes, or so many in a second, from a number or text such as `32GiB`, `3GB/s` and `1.5T`."""
+    """Return bytes, or bytes per second, from a number or text such as `32GiB` and `3GB/s`."""
     if isinstance(value, str):
         return parse_size(value.removesuffix("/s"), what)
     number = _number(value, what)

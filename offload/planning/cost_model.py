@@ -1,19 +1,15 @@
-"""What a step costs on a machine: curves, measured or from data sheets, that give the seconds of
-any tree.
+"""The seconds of a decoding step with any tree, from curves that were measured or derived.
 
 A sweep takes at least as long as its slower side: computing, which grows with the tree, or the
-link, which does not and fills the free slots while drafting goes on. Slots that are full wait,
-though, for the first layer to be computed, and
-computing waits for the last one to arrive: these ends hide behind nothing. Where both sides take
-about as long, the
-sweep takes longer than either, because slots are few and readers share the processor with
-computing: `overlap_penalty` says by how much. Experts that a sweep reads on demand come only once a
-    router has asked for them, and computing waits
+link, which does not and fills the free slots while drafting goes on. Full slots wait, though, for
+the first layer to be computed, and computing waits for the last one to arrive: these ends hide
+behind nothing. Where both sides take about as long, the sweep takes longer than either, because
+slots are few and readers share the processor with computing; `overlap_penalty` says by how much.
+Experts that a sweep reads on demand come only once a router has asked for them, and computing waits
 for most of their bytes.
 
-Curves are of one machine, bytes are of the memory plan, hence the same curves serve every budget.
-No torch, no clock.
-Invariant: a prediction is never shorter than either side alone needs.
+Curves belong to a machine, bytes to a memory plan, hence the same curves serve every budget. No
+torch, no clock. Invariant: a prediction is never shorter than either side alone needs.
 """
 
 import math
@@ -32,12 +28,12 @@ from offload.trees.topology import PACES, DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
 _PENALTIES = tuple(index / 100 for index in range(101))
-# What a draft step takes beside its weights, its kernels and the host's growing of the tree: masks
+# The time of a draft step beside its weights, its kernels and the host's growing of the tree: masks
 # and positions are sent, children ranked and drawn, some 60 launches around a recorded pass, and
 # the host waits twice. Estimated at 1 to 2 ms.
 DRAFT_OVERHEAD_S = 1.5e-3
-# Of a step: what was accepted is walked, committed to both caches and learnt from, some 100
-# launches and two waits. Estimated.
+# The time of a step's verification: the accepted path is walked, committed to both caches and
+# learnt from, some 100 launches and two waits. Estimated.
 VERIFY_S = 2e-3
 # The host's part of growing a dynamic tree, for each pass: sorting and cutting candidates, in
 # numpy. Measured with scores at hand (a thread's own time, trees of 64 to 2,048 nodes).
@@ -54,26 +50,25 @@ KERNELS_PER_LAYER = 40
 LAUNCH_S = 8e-6
 KERNEL_S = 2e-6
 _REPLAYED_ROWS = 128  # of the widest pass that is recorded, see `model.cuda_graphs`
-# logits are scored so many at a time; launches, draws and wait. Estimated.
-_CHUNK_ROWS = 128
-_CHUNK_S = 0.3e-3
+_CHUNK_ROWS = 128  # rows of logits that are scored at a time
+_CHUNK_S = 0.3e-3  # launches, draws and the wait for each chunk; estimated
 _NUM_ENDS = 2  # the first layer of a sweep, and its last
 _EXPANDED_BYTES = 2  # of one number that is computed with
-_FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
-# Of what is read on demand: what has arrived is computed with while the rest comes, and readers run
-# dry at the end of every layer. Assumed.
+_FAR_ROWS = 1 << 16  # the last point of a curve, beyond any tree
+# Reading on demand: experts that have arrived compute while the rest comes, and readers run dry at
+# the end of every layer. Assumed.
 WAITING_PENALTY = 0.9
 DEMAND_RATE = 0.9
-# how much of the time of bytes that are read in vain counts: processors and the disk have other
-# work
+# How much the time of unused reads counts, since processors and the disk have other work.
 _WASTE = 0.25
-NEVER = 1 << 30  # rows: no pass has as many
+NEVER = 1 << 30  # rows that no pass has
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds against a size, known at a few sizes: straight between them, and on with the last
-    slope beyond.
+    """Seconds against a size, known at a few sizes.
+
+    Between them it is linear; beyond them the last slope continues.
     """
 
     sizes: tuple[int, ...]  # rising
@@ -88,7 +83,7 @@ class Curve:
         )
 
     def at(self, size: float) -> float:
-        """Seconds at `size`, which need not have been measured."""
+        """Return the seconds at `size`, which need not have been measured."""
         if len(self.sizes) == 1 or size <= self.sizes[0]:
             return self.seconds[0]
         hi = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
@@ -97,43 +92,42 @@ class Curve:
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 
     def plus(self, other: "Curve") -> "Curve":
-        """What both take one after the other."""
+        """Return the sum of both curves."""
         sizes = tuple(sorted({*self.sizes, *other.sizes}))
         return Curve(sizes, tuple(self.at(size) + other.at(size) for size in sizes))
 
 
-NOTHING = Curve((1,), (0.0,))  # of what takes no time, or is not known to
+NOTHING = Curve((1,), (0.0,))  # no time, or none that is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """The curves of one pair of models on one machine."""
 
-    compute_s: Curve  # of a sweep against its rows: what it takes when nothing has to be waited for
-    draft_step_s: Curve  # of one draft step against its rows
+    compute_s: Curve  # a sweep against its rows, when it never waits for the link
+    draft_step_s: Curve  # a draft step against its rows
     verify_s: float  # of one step
     link_bytes_per_s: float
     overlap_penalty: float = 0.0  # see `overlapped_s`
-    # What is known of data sheets alone: measured curves have all of it in them.
-    # of each draft step of a dynamic tree, against its nodes: the host's part
-    grow_s: Curve = NOTHING
-    # of a step against its rows: what the host does while nothing is computed
-    host_s: Curve = NOTHING
-    # of computing a sweep that waits for the link: its ends, which nothing hides
-    ends_share: float = 0.0
+    # The other terms are for data sheets; measured curves include them.
+    grow_s: Curve = NOTHING  # the host's part of a dynamic tree's draft step, against its nodes
+    host_s: Curve = NOTHING  # what the host does in a step while nothing computes, against rows
+    ends_share: float = 0.0  # the part of a sweep's computing at its ends, which nothing hides
 
 
 class Traffic(NamedTuple):
-    """What a memory plan moves."""
+    """The bytes that a memory plan moves in a sweep."""
 
-    streamed_bytes: int  # by every sweep, whatever experts it needs
-    slots_bytes: int  # that can be there before it starts
+    streamed_bytes: int  # by every sweep, without experts on demand
+    slots_bytes: int  # what can be there before a sweep starts
     is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
-    experts: ExpertTraffic | None = None  # that come one by one
+    experts: ExpertTraffic | None = None  # where they are read on demand
 
     @classmethod
     def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
-        """That of a plan; where the disk of a machine is slower than its link, what the link could
+        """Return the traffic of a plan.
+
+        Where the machine's disk is slower than its link, the bytes are those that the link could
         carry meanwhile.
         """
         slots_bytes = plan.num_slots * plan.slot_bytes
@@ -150,32 +144,30 @@ class Traffic(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether a sweep may have to wait for any bytes."""
+        """Return whether a sweep may have to wait for any bytes."""
         return self.streamed_bytes > 0 or (
             self.experts is not None and self.experts.whole_bytes > 0
         )
 
     def bytes_at(self, num_rows: float) -> float:
-        """Of a sweep of so many rows that reads what it needs."""
+        """Return the bytes of a sweep of `num_rows` rows that reads the experts it needs."""
         return self.streamed_bytes + (self.experts.bytes_at(num_rows) if self.experts else 0.0)
 
     def routed_by(self, routing: ExpertRouting | None) -> "Traffic":
-        """The same for a text whose routing is known; `None` leaves what is usual."""
+        """Return this traffic for a text whose routing is known; `None` keeps the usual routing."""
         if self.experts is None or routing is None:
             return self
         return self._replace(experts=self.experts._replace(routing=routing))
 
     def ahead_rows(self, costs: "Costs | None") -> int:
-        """The least rows from which a sweep had better read all experts ahead of its routers;
-        `NEVER` if none.
-        """
+        """Return the least rows for which prefetching all experts is better, or `NEVER`."""
         if self.experts is None:
             return NEVER
         known = link_alone(1.0) if costs is None else costs
 
         def is_ahead(num_rows: int) -> bool:
-            ways = _ways(known, self, num_rows, 0.0)
-            return _best_way(ways) is ways[-1]
+            sweeps = _possible_sweeps(known, self, num_rows, 0.0)
+            return _best_sweep(sweeps) is sweeps[-1]
 
         return (
             bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead)
@@ -189,13 +181,13 @@ class StepTime(NamedTuple):
 
     draft_s: float
     compute_s: float
-    link_s: float  # that the link still needs when the sweep begins
+    link_s: float  # what the link still needs when the sweep begins
     verify_s: float
     overlap_penalty: float = 0.0
     is_disk_slower: bool = False  # than the link to the GPU
-    asked_s: float = 0.0  # of `link_s`, for experts that routers have to ask for
+    asked_s: float = 0.0  # part of `link_s`: experts that routers have to ask for
     host_s: float = 0.0  # before the sweep, and between chunks of logits
-    ends_s: float = 0.0  # of computing, that a sweep takes longer than the link needs
+    ends_s: float = 0.0  # computing by which a sweep is longer than the link needs
 
     @property
     def sweep_s(self) -> float:
@@ -210,7 +202,7 @@ class StepTime(NamedTuple):
 
     @property
     def limit(self) -> Limit:
-        """The longest term."""
+        """Return the longest term."""
         if self.draft_s > max(self.link_s, self.compute_s):
             return "draft"
         return (
@@ -223,7 +215,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape, num_texts: int = 1) -> StepTime:
-    """The time of one step with trees of this shape, or within these bounds, one for each text."""
+    """Return the time of one step with trees of this shape or bounds, one for each text."""
     widths = [num_texts * width for width in draft_widths(shape)]
     num_rows = num_texts * shape.num_nodes
     return step_of(costs, traffic, num_rows, widths, is_grown=isinstance(shape, DynamicShape))
@@ -232,28 +224,31 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape, num_texts: int = 1) 
 def step_of(
     costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int], *, is_grown: bool = False
 ) -> StepTime:
-    """The time of one step by the rows of its sweep and of each of its draft steps."""
+    """Return the time of one step from the rows of its sweep and of each of its draft steps."""
     draft_s = _summed_s(costs.draft_step_s, widths) + (
         len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0
     )
     host_s = costs.host_s.at(num_rows)
     hidden_s = min(draft_s + host_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
-    return _best_way(_ways(costs, traffic, num_rows, hidden_s))._replace(
+    return _best_sweep(_possible_sweeps(costs, traffic, num_rows, hidden_s))._replace(
         draft_s=draft_s, host_s=host_s
     )
 
 
-def _best_way(ways: Sequence[StepTime]) -> StepTime:
-    """On demand, unless ahead gains more than what it reads in vain is worth."""
-    demand = ways[0]
-    ahead = ways[-1]
-    in_vain_s = max(0.0, ahead.link_s - demand.link_s)
-    return ahead if demand.sweep_s - ahead.sweep_s > _WASTE * in_vain_s else demand
+def _best_sweep(sweeps: Sequence[StepTime]) -> StepTime:
+    """Prefetch experts only if the time saved exceeds the cost of unused reads."""
+    demand = sweeps[0]
+    ahead = sweeps[-1]
+    unused_s = max(0.0, ahead.link_s - demand.link_s)
+    return ahead if demand.sweep_s - ahead.sweep_s > _WASTE * unused_s else demand
 
 
-def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> list[StepTime]:
-    """A sweep as it may be done: with experts one way, else on demand or ahead. Read-ahead hides
-    what is dense.
+def _possible_sweeps(
+    costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float
+) -> list[StepTime]:
+    """Return the possible sweeps: one, or with experts on demand and prefetched.
+
+    Drafting hides the link's time for dense layers only.
     """
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
     compute_s = costs.compute_s.at(num_rows)
@@ -267,7 +262,7 @@ def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> lis
 
 
 class PromptPass(NamedTuple):
-    """A pass that takes in as many tokens of a prompt as one has."""
+    """A pass that takes in as many prompt tokens as it can."""
 
     num_rows: int
     seconds: float
@@ -277,7 +272,7 @@ class PromptPass(NamedTuple):
         return self.num_rows / self.seconds
 
     def as_dict(self) -> dict[str, float]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures under the names of `--json`."""
         return {
             "rows_per_pass": self.num_rows,
             "pass_s": self.seconds,
@@ -286,28 +281,28 @@ class PromptPass(NamedTuple):
 
 
 def prompt_pass(costs: Costs, traffic: Traffic, num_rows: int) -> PromptPass:
-    """In the middle of a long prompt: nothing is drafted, nor hidden behind it."""
-    return PromptPass(num_rows, _best_way(_ways(costs, traffic, num_rows, 0.0)).sweep_s)
+    """Return a pass in the middle of a long prompt, where no drafting hides anything."""
+    return PromptPass(
+        num_rows, _best_sweep(_possible_sweeps(costs, traffic, num_rows, 0.0)).sweep_s
+    )
 
 
 def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:
-    """The same bounds, grown at the pace that takes the least time here; of equals the one with
-    fewer rows.
-    """
+    """Return the bounds with the growth pace that takes the least time; of equals, fewer rows."""
     shapes = [replace(bounds, pace=pace) for pace in PACES]
     return min(shapes, key=lambda shape: _summed_s(costs.draft_step_s, shape.draft_widths))
 
 
 def _summed_s(curve: Curve, sizes: Sequence[int]) -> float:
-    """Seconds of all these sizes, many of which are the same."""
+    """Return the seconds of all sizes; each different size is looked up once."""
     known = {size: curve.at(size) for size in set(sizes)}
     return sum(known[size] for size in sizes)
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
-    """What two things take that run beside each other: the norm of order 1 / penalty.
+    """Return the time of two things that run in parallel: the norm of order 1 / penalty.
 
-    A penalty of 0: the shorter one costs nothing; 1: they take turns.
+    With penalty 0 the shorter one costs nothing; with 1 they take turns.
     """
     longer_s = max(one_s, other_s)
     if not penalty or not longer_s:
@@ -316,8 +311,9 @@ def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
 
 
 def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
-    """By least squares of relative errors, from what computing, the link and both together took, in
-    seconds.
+    """Fit the penalty by least squares of relative errors.
+
+    `seen` holds the seconds of computing, of the link, and of both together.
     """
 
     def error(penalty: float) -> float:
@@ -330,7 +326,7 @@ def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
 
 
 def draft_widths(shape: Shape) -> list[int]:
-    """Rows of every draft step: of a static tree the nodes of each level that have children."""
+    """Return the rows of every draft step: in a static tree, each level's nodes with children."""
     if isinstance(shape, DynamicShape):
         return shape.draft_widths
     is_run_N = shape.num_children_N > 0
@@ -338,16 +334,16 @@ def draft_widths(shape: Shape) -> list[int]:
 
 
 class Prediction(NamedTuple):
-    """What decoding with one tree is expected to cost."""
+    """The expected cost of decoding with one tree."""
 
-    label: str  # as `--tree` names it
-    shape: Shape  # bounds, where the draft's scores shape the tree
+    label: str  # its name for `--tree`
+    shape: Shape  # bounds, if the tree is dynamic
     step: StepTime
-    tokens_range: tuple[float, float]  # least and most per sweep
+    tokens_range: tuple[float, float]  # least and most tokens per sweep
 
     @property
     def tokens_per_sweep(self) -> float:
-        """G(n, d); of a range the geometric middle."""
+        """Return G(n, d): the geometric mean of the range."""
         low, high = self.tokens_range
         return low if low == high else math.sqrt(low * high)
 
@@ -357,12 +353,12 @@ class Prediction(NamedTuple):
 
     @property
     def s_per_token_range(self) -> tuple[float, float]:
-        """Least and most."""
+        """Return the least and the most seconds per token."""
         low, high = self.tokens_range
         return self.step.total_s / high, self.step.total_s / low
 
     def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
+        """Return the figures under the names of `--json`."""
         own = ("tokens_per_sweep", "s_per_token", "s_per_token_range")
         terms = ("limit", "draft_s", "host_s", "compute_s", "ends_s", "link_s", "verify_s")
         return {
@@ -370,7 +366,7 @@ class Prediction(NamedTuple):
             **{name: getattr(self, name) for name in own},
             **{name: getattr(self.step, name) for name in terms},
             "tokens_per_sweep_range": self.tokens_range,
-            "friction": self.step.overlap_penalty,  # what the key has been from the start
+            "friction": self.step.overlap_penalty,  # the first name of the key, kept for readers
             "step_s": self.step.total_s,
         }
 
@@ -378,8 +374,9 @@ class Prediction(NamedTuple):
 def costs_on(
     hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int
 ) -> Costs:
-    """Two models on a machine that is not here; every pass reads keys and values of
-    `num_positions`.
+    """Return the costs of two models on a described machine.
+
+    Every pass reads keys and values of `num_positions`.
     """
     steps = (
         _pass_curve(hardware, draft, num_positions, replayed_rows=_REPLAYED_ROWS)
@@ -401,8 +398,7 @@ def costs_on(
 
 
 def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
-    """What keeps a step waiting beside its passes: tables of paths, and where a device computes
-    chunks of logits.
+    """Return what a step waits for beside its passes: path tables and chunks of logits on a device.
 
     A walk down a tree may look at every chunk; the first one is part of the sweep.
     """
@@ -421,7 +417,7 @@ def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
 
 
 def link_alone(link_bytes_per_s: float) -> Costs:
-    """Where nothing is known of computing: what moving the weights takes at the least."""
+    """Return the costs where computing is unknown: only moving weights takes time."""
     return Costs(
         compute_s=NOTHING, draft_step_s=NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s
     )
@@ -430,10 +426,9 @@ def link_alone(link_bytes_per_s: float) -> Costs:
 def _pass_curve(
     hardware: Hardware, shape: ModelShape, num_positions: int, *, replayed_rows: int = 0
 ) -> Curve:
-    """Time of one pass against its rows: flat while reading takes longer than multiplying, then in
-    proportion.
+    """Return the time of a pass against its rows: flat while reading dominates, then proportional.
 
-    Of E routed experts each row is multiplied with its own k, and rows read no more than k times
+    Each row is multiplied with k of E routed experts, and the rows together read at most k times
     their number. On a GPU no pass is quicker than its kernels are launched, unless it has been
     recorded.
     """
@@ -444,7 +439,7 @@ def _pass_curve(
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
     bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
-    expanded_bytes = 2 * _EXPANDED_BYTES * shape.expanded_weights  # what is written and read again
+    expanded_bytes = 2 * _EXPANDED_BYTES * shape.expanded_weights  # written, and read again
     few_rows = 0 if hardware.gpu_bytes else shape.product_rows
     per_layer = REPLAYED_KERNELS if replayed_rows else KERNELS_PER_LAYER
     num_kernels = per_layer * len(shape.layer_bytes) if hardware.gpu_bytes else 0

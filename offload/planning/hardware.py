@@ -1,17 +1,16 @@
-"""Machines by what limits decoding on them: known ones with a GPU by name, any other from a JSON
-file.
+"""Machines by what limits decoding on them: known GPUs by name, any other from a JSON file.
 
-Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What a program
-sees of them:
+Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). The share that a
+program achieves:
 
 - Pinned memory to the GPU over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on
-PCIe 4 (RTX 4090,
-  issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the other direction).
+PCIe 4 (RTX 4090, issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the
+other direction).
+
 - Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum
-achievable matmul
-  FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows reaches three
-  quarters of that, 0.6, weights are read at 0.8 of the memory's peak, and the host has 256 GiB and
-  a disk of 5 GB/s.
+achievable matmul FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows
+reaches three quarters of that, 0.6, weights are read at 0.8 of the memory's peak, and the host has
+256 GiB and a disk of 5 GB/s.
 
 No torch, no clock. Invariant: every figure is above zero, and no share above one.
 """
@@ -29,23 +28,22 @@ from offload.units import parse_rate, parse_size, require
 _GIB = 1 << 30
 _PCIE_4 = 25e9
 _PCIE_5 = 52e9
-
-_MOST = 1e21  # of bytes, and of anything a second
+_MOST = 1e21  # bytes, and rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One machine, with one GPU or none; of one without, the rates of computing may be unknown."""
+    """One machine with at most one GPU; without a GPU the rates of computing may be unknown."""
 
     name: str
     gpu_bytes: int | None = None
-    memory_bytes_per_s: float | None = None  # of the memory beside what computes, peak
-    flops_per_s: float | None = None  # of what computes, dense bf16, peak
-    link_bytes_per_s: float | None = None  # pinned host memory to the GPU, as achieved
+    memory_bytes_per_s: float | None = None  # peak rate of the memory of what computes
+    flops_per_s: float | None = None  # peak rate of computing, dense bf16
+    link_bytes_per_s: float | None = None  # achieved from pinned host memory to the GPU
     ram_bytes: int = 256 * _GIB
     disk_bytes_per_s: float = 5e9
-    memory_share: float = 0.8  # of the peak, that reading weights achieves
-    flops_share: float = 0.6  # of the peak, that a pass over some hundred rows achieves
+    memory_share: float = 0.8  # of the peak rate, which reading weights achieves
+    flops_share: float = 0.6  # of the peak rate, which a pass over some hundred rows achieves
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,7 +71,7 @@ class Hardware:
 
     @property
     def feed_bytes_per_s(self) -> float:
-        """At which layers reach what computes: over the link of a GPU, else from the disk."""
+        """Return the rate at which layers arrive: over a GPU's link, else from the disk."""
         return self.link_bytes_per_s or self.disk_bytes_per_s
 
 
@@ -100,7 +98,7 @@ KNOWN = {
 
 
 def rates_of(hardware: Hardware) -> Rates | None:
-    """What decides how many rows a pass over a prompt has; None where computing is not known."""
+    """Return the rates that decide the rows of a prompt pass; None where computing is unknown."""
     if hardware.flops_per_s is None:
         return None
     flops_per_s = hardware.flops_share * hardware.flops_per_s
@@ -109,7 +107,7 @@ def rates_of(hardware: Hardware) -> Rates | None:
 
 
 def find_hardware(name: str) -> Hardware:
-    """A known machine, or one from a JSON file. Raises `UserError`."""
+    """Return a known machine, or one from a JSON file. Raises `UserError`."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
     if not name.endswith(".json"):
@@ -120,8 +118,9 @@ def find_hardware(name: str) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises
-    `UserError`.
+    """Read a machine from JSON with the fields of `Hardware`. Raises `UserError`.
+
+    Sizes and rates may be text such as `48GiB` and `25GB/s`.
     """
     try:
         values = read_object(path, "fix it")
@@ -140,7 +139,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def _parsed(path: Path, name: str, value: Any) -> Any:
-    """The value of one field, of the type that it needs."""
+    """Return the value of one field in the type that it needs."""
     if name == "name":
         return str(value)
     if isinstance(value, str) and name.endswith("_bytes"):

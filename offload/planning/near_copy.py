@@ -1,8 +1,7 @@
-"""Drafts in fewer bits: `self:int4`, a copy of the target itself, and any other draft held at
-`draft_dtype`.
+"""Quantised drafts: `self:int4`, the target itself in fewer bits, and drafts with `draft_dtype`.
 
-A copy has the target's files, so nothing else is fetched or described. Invariant: what would help
-nobody is refused before a weight is read, and says what would.
+A self draft has the target's files, so nothing else is fetched or described. Invariant: a draft
+that would save nothing is refused before a weight is read, and the refusal names what would help.
 """
 
 import os
@@ -20,13 +19,13 @@ from offload.units import require
 BITS = {"int8": 8, "int4": 4}
 _OWN = "self"
 _KINDS = " or ".join(f"{_OWN}:{name}" for name in BITS)
-# times the bits of a copy that the target must have for the copy to be worth its memory
-_LEAST_GAIN = 1.5
+_LEAST_GAIN = 1.5  # bits of the weights over those of the quantised draft
 
 
 def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
-    """Of a copy of the target; None for a draft of its own, and for none. Raises `UserError` for
-    other copies.
+    """Return the bits of a self draft; None for any other draft, and for none.
+
+    Raises `UserError` for other forms of `self`.
     """
     own, colon, kind = str(draft or "").partition(":")
     if own != _OWN or (not colon and os.path.isdir(str(draft))):
@@ -43,7 +42,7 @@ def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
 def check_held(
     draft: str | os.PathLike[str] | None, draft_dtype: str | None, ranks: str | None
 ) -> None:
-    """Raises `UserError` for what no model could make good."""
+    """Raise `UserError` for options that no model could satisfy."""
     is_known = draft_dtype is None or draft_dtype in BITS
     rule = f"`draft_dtype` must be {' or '.join(BITS)}"
     require(is_known, rule, repr(draft_dtype), "leave it out to have the draft as stored")
@@ -67,15 +66,16 @@ def check_held(
 def models_to_read(
     model: str | os.PathLike[str], draft: str | os.PathLike[str] | None
 ) -> list[str | os.PathLike[str]]:
-    """Target first."""
+    """Return the models whose files are read, the target first."""
     return [model] if draft is None or copy_bits(draft) is not None else [model, draft]
 
 
 def files_of(
     headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None
 ) -> ModelFiles:
-    """The checkpoints of a run, by those of `models_to_read`. Raises `UserError` for a draft that
-    is not worth it.
+    """Return the checkpoints of a run from those of `models_to_read`.
+
+    Raises `UserError` for a quantised draft that is not worth it.
     """
     target = headers[0]
     bits = copy_bits(draft)
@@ -118,6 +118,6 @@ def _check_draft(draft: Checkpoint, draft_dtype: str) -> None:
 
 
 def _stored_bits(checkpoint: Checkpoint) -> float:
-    """Of a weight of a layer, on average, companions included."""
+    """Return the mean bits of a layer's weight in the file, companions included."""
     shape = model_shape(replace(checkpoint, held=None))
     return 8 * (sum(shape.layer_bytes) + shape.companion_bytes) / max(1, shape.layer_weights)

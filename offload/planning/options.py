@@ -1,8 +1,7 @@
-"""How a model is to be loaded, checked before libraries are imported that take seconds: no torch
-here.
+"""The options of `offload.load`, checked before libraries are imported that take seconds.
 
-Options are checked by themselves, folders by their headers. Invariant: nothing is fetched, and no
-weight is read.
+Options are checked by themselves, folders by their headers. Invariant: nothing is fetched, no
+weight is read, and torch is not imported.
 """
 
 import os
@@ -34,11 +33,14 @@ MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 
 @dataclass(frozen=True)
 class LoadOptions(ModelOptions):
-    """Options of loading that are proved. Raises `UserError` for what no model and machine could do."""
+    """Arguments of `offload.load`, which explains them.
+
+    Raises `UserError` for what no model and machine could satisfy.
+    """
 
     @classmethod
     def of(cls, options: ModelOptions) -> "LoadOptions":
-        """The same options, proved. Raises `UserError`."""
+        """Return these options, checked. Raises `UserError`."""
         return cls(**{one.name: getattr(options, one.name) for one in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -140,17 +142,18 @@ class LoadOptions(ModelOptions):
 
     @property
     def has_no_profile(self) -> bool:
-        """Whether no profile is wanted, not even one that would be found."""
+        """Return whether no profile is wanted, not even one that would be found."""
         return str(self.profile) == "none"
 
     @property
     def limit_bytes_per_s(self) -> int | None:
-        """What the stream is slowed down to, for studies."""
+        """Return the rate that the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
-        """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses
-        without a draft.
+        """Return the roles and the pipeline of stages; rank 0 drafts where no rank is named.
+
+        Raises `UserError` for speculation without a draft.
         """
         usual = "async" if has_draft and self.tree != "none" else "plain"
         roles = self.roles()
@@ -174,20 +177,19 @@ class LoadOptions(ModelOptions):
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
 
     def roles(self) -> Roles | None:
-        """Who does what among the processes that were started together; None is one process by
-        itself.
-        """
+        """Return the roles of the processes started together; None for a single process."""
         return None if self.ranks is None else parse_roles(self.ranks, require_place().num_ranks)
 
     def looks_up(self, *, has_draft: bool) -> bool:
-        """Whether the text's own past is looked at for what comes next: by itself where the tree
-        may follow it.
+        """Return whether the text's own past is searched for continuations.
+
+        By default it is where there is no draft, or the tree may follow it.
         """
         is_free = self.tree == "auto" and not drafting_of(self.rule).keeps_distributions
         return (not has_draft or is_free) if self.lookup is None else self.lookup
 
     def has_sources(self, *, has_draft: bool) -> bool:
-        """Whether anything that is no model is asked what comes next."""
+        """Return whether guesses come from anything that is no model."""
         return (
             self.ngram is not None
             or self.datastore is not None
@@ -195,15 +197,13 @@ class LoadOptions(ModelOptions):
         )
 
     def tree_spec(self, *, has_draft: bool) -> TreeSpec:
-        """The tree that is wanted. Raises `UserError` for one that nothing could fill."""
+        """Return the tree that is wanted. Raises `UserError` for one that nothing could fill."""
         has_sources = self.has_sources(has_draft=has_draft)
         return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
 
 
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
-    """Refuse folders that hold no model that could be read; hub ids are let pass. Raises
-    `UserError`.
-    """
+    """Raise `UserError` for folders that hold no readable model; hub ids pass."""
     check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:

@@ -1,10 +1,8 @@
-"""What `offload tune` measured for one pair of models on one machine, kept as readable JSON in the
-user's cache.
+"""What `offload tune` measured for a pair of models on a machine, kept as JSON in the user's cache.
 
-A profile holds for the very models, rule, sampling settings and machine that it names. Invariant:
-any other, or a
-malformed one, is never used: it is refused where the user named it, and passed over with a reason
-where it was found.
+A profile holds for exactly the models, rule, sampling settings and machine that it names.
+Invariant: any other profile, or a malformed one, is never used: it is refused where the user named
+it, and skipped with a reason where it was found.
 """
 
 import hashlib
@@ -30,21 +28,26 @@ from offload.trees.topology import check_acceptance
 from offload.units import Sampling
 
 SCHEMA = 3  # raise it when a field changes its meaning
-_MOST_THREADS = 4096  # that any machine has
-# of any model
-_MOST_LAYERS = 4096
-_MOST_EXPERTS = 65_536
+_MOST_THREADS = 4096  # of any machine
+_MOST_LAYERS = 4096  # of any model
+_MOST_EXPERTS = 65_536  # of any layer
 _AGAIN = "run offload tune again"
-# in files, since the first of them
+# fields whose first names are kept as keys in files
 _KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
-# terms of data sheets, which measured curves have in them
+# terms of data sheets, which measured curves include
 _NEVER_MEASURED = ("grow_s", "host_s", "ends_share")
+_SPOKEN = {
+    "target": "target model",
+    "draft": "draft model",
+    "num_cores": "core count",
+    "dtype": "compute type",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Where and in what the times were taken."""
+    """The machine, device and type that the times were taken on."""
 
     cpu: str
     num_cores: int
@@ -54,7 +57,7 @@ class Machine:
 
     @classmethod
     def here(cls, dtype: str, device: str = "cpu") -> "Machine":
-        """This one."""
+        """Return this machine."""
         cores = os.cpu_count() or 1
         return cls(
             cpu=cpu_name(), num_cores=cores, torch=version("torch"), dtype=dtype, device=device
@@ -72,14 +75,14 @@ class Identity:
     top_p: float
     top_k: int
     machine: Machine
-    # That their weights are the same to the last byte, for each of them; no part of the name.
+    # Proofs of all bytes of the weights of either model; no part of the name.
     proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
         cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine
     ) -> "Identity":
-        """The identity of a run; greedy runs differ in nothing that top-p or top-k could say."""
+        """Return the identity of a run; greedy runs do not depend on top-p and top-k."""
         models = {"target": identity_of(target), "draft": identity_of(draft)}
         return cls(
             target=models["target"].digest,
@@ -94,14 +97,12 @@ class Identity:
 
     @property
     def file_name(self) -> str:
-        """One name per identity; the first part is the pair's, so that its profiles lie side by
-        side.
-        """
+        """Return one name per identity; it begins with the pair, whose profiles sort together."""
         settings = f"{self.rule}-t{self.temperature:g}-p{self.top_p:g}-k{self.top_k}"
         return f"{_short(self.target + self.draft)}-{settings}-{_short(repr(self))}.json"
 
     def differences(self, other: "Identity") -> list[str]:
-        """What the other one differs in, in words."""
+        """Return in words what differs in the other identity."""
         mine, others = ({**asdict(one), **asdict(one.machine)} for one in (self, other))
         keys = [
             key for key in mine if key not in ("machine", "proofs") and mine[key] != others[key]
@@ -124,30 +125,29 @@ class Identity:
 
 
 def unprofiled(sampling: Sampling) -> str:
-    """What of these settings no profile knows, in words; empty where there is nothing."""
+    """Return in words which settings profiles do not cover; empty where they cover all."""
     words = "penalties or biases" if sampling.is_adjusted else ""
     return words or ("min-p" if sampling.min_p and not sampling.is_greedy else "")
 
 
 class ExpertUses(NamedTuple):
-    """How often rows of the target were routed to each expert; layers without routed experts are
-    not counted.
-    """
+    """How often rows of the target were routed to each expert; dense layers are not counted."""
 
     uses_LE: tuple[tuple[int, ...], ...]
     num_rows: int  # of all passes together
 
     @property
     def uses_B(self) -> list[float]:
-        """How many times a row uses each expert, layer after layer: what a cache of experts starts
-        warm with.
+        """Return the uses per row of each expert, layer after layer.
+
+        A cache of experts starts with the most used.
         """
         return [count / self.num_rows for count in chain(*self.uses_LE)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Acceptance and times."""
+    """Measured acceptance and times."""
 
     identity: Identity
     target_name: str
@@ -157,27 +157,25 @@ class Profile:
     is_teacher_forced: bool  # ranks on the given text, not on what the target wrote
     acceptance: tuple[float, ...]  # by rank
     standard_error: tuple[float, ...]  # of each entry
-    smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
+    smoothing: float  # how many observations the product form is worth, by held-out traces
     num_threads: int  # the most that computed
     costs: Costs
-    # of a few bounds; none where the rule or the way of tracing has none
+    # for a few bounds; empty where the rule or the way of tracing gives none
     dynamic_yields: tuple[DynamicYield, ...]
-    # rank of every token, window by window; -1: not among the candidates
+    # the rank of every token, window by window; -1: not among the candidates
     traces: tuple[tuple[int, ...], ...]
-    expert_uses: ExpertUses | None = None  # of a mixture whose experts came on demand
+    expert_uses: ExpertUses | None = None  # of a mixture whose experts are read on demand
 
     @property
     def follows_traces(self) -> bool:
-        """Whether trees are made of the paths that were taken, rather than of the acceptance vector
-        alone.
-        """
+        """Return whether trees consist of traced paths, not of the acceptance vector alone."""
         return self.smoothing < PRODUCT_FORM
 
     def of_experts(self, experts: ExpertShape | None, *, is_named: bool = False) -> "Profile":
-        """The same for a target that has these, where they come one by one; uses of others are
-        passed over.
+        """Return the profile for a target with these experts, read on demand.
 
-        Raises `UserError` for such uses where the user has named the profile.
+        Uses of other experts are dropped. Raises `UserError` for them where the user has named the
+        profile.
         """
         uses = self.expert_uses
         if uses is None or experts is None:
@@ -192,7 +190,7 @@ class Profile:
         raise UserError(f"the named profile counts uses in {sizes}: {_AGAIN}")
 
     def as_dict(self) -> dict[str, object]:
-        """What the file holds and `--json` prints."""
+        """Return what the file holds and `--json` prints."""
         values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
         measured = {
             name: value for name, value in values["costs"].items() if name not in _NEVER_MEASURED
@@ -204,19 +202,19 @@ class Profile:
 
 
 def profiles_folder() -> Path:
-    """Where profiles are kept. Raises what `cache_folder` raises."""
+    """Return where profiles are kept. Raises what `cache_folder` raises."""
     return cache_folder() / "profiles"
 
 
 def save_profile(profile: Profile) -> Path:
-    """Write it under its own name, all or nothing; returns the path."""
+    """Write the profile under its own name, whole or not at all; return the path."""
     path = profiles_folder() / profile.identity.file_name
     write_atomically(path, format_json(profile.as_dict()))
     return path
 
 
 def find_profile(identity: Identity) -> tuple[Profile | None, str]:
-    """The profile in the cache that holds for `identity`, or None and why there is none."""
+    """Return the cached profile for `identity`, or None and why there is none."""
     try:
         folder = profiles_folder()
         if os.path.isfile(folder / identity.file_name):
@@ -236,7 +234,7 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
 
 
 def read_profile(path: Path, identity: Identity) -> Profile:
-    """A profile from a file, proved to hold for `identity`. Raises `UserError` for any other."""
+    """Read a profile and check that it holds for `identity`. Raises `UserError` otherwise."""
     profile = parse_profile(path)
     differences = identity.differences(profile.identity)
     if differences:
@@ -247,16 +245,14 @@ def read_profile(path: Path, identity: Identity) -> Profile:
 
 
 def require_writable(folder: Path) -> None:
-    """Find out before hours of measuring whether their result can be kept. Raises `UserError` where
-    it cannot.
-    """
+    """Raise `UserError` where a folder cannot be written, before hours of measuring."""
     trial = folder / f".{os.getpid()}"
     write_atomically(trial, "")
     trial.unlink(missing_ok=True)  # a program in another container may have the same number
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """All or nothing. Raises `UserError` where nothing can be written."""
+    """Write a file, whole or not at all. Raises `UserError` where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as scratch:
@@ -268,9 +264,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def format_json(values: Mapping[str, object]) -> str:
-    """One line per entry, window of the traces and layer of experts: made to be read and compared
-    by people.
-    """
+    """Return JSON with one line per entry, window of traces and layer of experts, for reading."""
     texts = {key: json.dumps(value) for key, value in values.items()}
     if isinstance(traces := values.get("traces"), list | tuple):
         texts["traces"] = _by_rows(traces)
@@ -296,7 +290,7 @@ def _why_not(path: Path, identity: Identity) -> str:
 
 
 def parse_profile(path: Path) -> Profile:
-    """A sound profile, whatever it was measured for. Raises `UserError`."""
+    """Read and check a profile, whatever it was measured for. Raises `UserError`."""
     try:
         values = read_object(path, _AGAIN)
     except OSError as error:
@@ -317,7 +311,7 @@ def parse_profile(path: Path) -> Profile:
 
 
 def _build(values: dict[str, Any]) -> Profile:
-    """Nested dataclasses from nested objects; a key too many or too few is a `TypeError`."""
+    """Build nested dataclasses from nested objects; a missing or unknown key is a `TypeError`."""
     identity = values["identity"]
     costs = {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
     parts: dict[str, Any] = {
@@ -335,7 +329,7 @@ def _build(values: dict[str, Any]) -> Profile:
 
 
 def _expert_uses(uses_LE: list[list[int]], num_rows: int) -> ExpertUses:
-    """Checked, since pools and plans are sized by it. Raises `ValueError`."""
+    """Return checked uses, since pools and plans are sized by them. Raises `ValueError`."""
     ensure(0 < len(uses_LE) <= _MOST_LAYERS, f"expert_uses must have 1 to {_MOST_LAYERS} layers")
     num_experts = len(uses_LE[0])
     ensure(
@@ -369,8 +363,9 @@ def _curve(value: dict[str, Any]) -> Curve:
 
 
 def _check(profile: Profile) -> None:
-    """Values that would make nonsense of a choice. Raises `ValueError`, or `UserError` for the
-    acceptance vector.
+    """Check that values make sense.
+
+    Raises `ValueError`, or `UserError` for the acceptance vector.
     """
     proofs = profile.identity.proofs.values()
     ensure(
@@ -415,11 +410,3 @@ def _short(text: str) -> str:
 
 def _brief(value: object) -> str:
     return value[:12] if isinstance(value, str) and len(value) == 32 else str(value)
-
-
-_SPOKEN = {
-    "target": "target model",
-    "draft": "draft model",
-    "num_cores": "core count",
-    "dtype": "compute type",
-}

@@ -1,7 +1,7 @@
-"""Where a run has to fit: its budgets, and memory plans for trees of any size against them.
+"""The memory budget of a run, and memory plans for trees of any size within it.
 
-Invariant: what is free is asked once, since loading takes some of it and it changes while trees are
-compared.
+Invariant: free memory is asked for once, since loading takes some of it and it changes while trees
+are compared.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -36,8 +36,9 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, options: LoadOptions, place: str | None = None) -> "MemoryBudget":
-        """On this machine; `place` is where a device computes, None without one. A budget that is
-        not given is free.
+        """Return the budget on this machine; free memory stands in for one that is not given.
+
+        `place` is the device that computes, None without one.
         """
         ram = None if options.ram is None else ByteSize.parse(options.ram, "`ram`")
         gpu = options.gpu_memory
@@ -54,21 +55,21 @@ class MemoryBudget:
         )
 
     def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
-        """Memory for trees of so many nodes. Raises `UserError` where there is too little."""
+        """Plan memory for trees of `num_nodes` nodes. Raises `UserError` for too little."""
         return _planned(files.target, files.draft, self, num_nodes)
 
     def experts_of(self, files: ModelFiles) -> ExpertShape | None:
-        """The target's routed experts, if they come one by one in this room, where that is settled."""
+        """Return the target's routed experts if they are read on demand."""
         return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
 
     def roomy(self) -> "MemoryBudget":
-        """However much memory there is, to see what everything but layers takes."""
+        """Return a budget without limits, to see what everything but layers takes."""
         return replace(self, ram=_ROOMY, gpu=self.gpu and _ROOMY)
 
     def traffic(
         self, files: ModelFiles, num_nodes: int, hardware: Hardware | None = None
     ) -> Traffic | None:
-        """What a sweep moves with trees of so many nodes; None where memory has no room for them."""
+        """Return what a sweep moves with trees of this size; None where memory is too small."""
         try:
             return Traffic.of(self.plan(files, num_nodes), hardware)
         except UserError:
@@ -79,8 +80,6 @@ class MemoryBudget:
 def _planned(
     target: Checkpoint, draft: Checkpoint | None, room: MemoryBudget, num_nodes: int
 ) -> MemoryPlan:
-    """One plan is asked for by many: by drafts that are compared, by trees, and by what is said of
-    them.
-    """
+    """Plan memory once for all that ask: compared drafts, trees, and reports."""
     own = {field.name: getattr(room, field.name) for field in fields(room)}
     return plan_memory(ModelFiles(target, draft), num_nodes=num_nodes, **own)

@@ -1,25 +1,21 @@
-"""The trees to choose from, and those with the most tokens per second on a machine: argmax of G(n,
-d) / step time.
+"""Search for the tree with the most tokens per second on a machine: argmax of G(n, d) / step time.
 
-Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the denominator. G(n,
-d) is the paper's product form where only an acceptance vector is known. Where traces are, the tree
-is made of the paths that were taken most, drawn towards the product form where little was seen, and
-its G is counted on traces that it was not made from. No torch, no clock.
+This is Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the
+denominator. G(n, d) is the paper's product form where only an acceptance vector is known. With
+traces, the tree consists of the paths that were taken most, shrunk towards the product form where
+little was seen, and its G is counted on traces that it was not made from.
 
-Nodes in the order of their chances: the first so many that are no deeper than a bound are the tree
-of that size.
+Nodes are ordered by their chances: the first n that are no deeper than a bound are the tree of that
+size. So one order has the trees of every size and depth, and hundreds of them are compared without
+any being built.
 
-One order has the trees of every size and depth. What they yield is read off the order itself, so
-that hundreds of them are compared without any being built. No torch, no clock. O nodes of the
-order.
-
-How many tokens a sweep yields where this pair of models was not measured: a range, from pairs that
-papers measured.
-
+Where a pair was not measured, `range_for` gives a range of yields from pairs that papers measured.
 How well a draft knows its target stands in no header; its share of the target's weights is the best
-sign of it that does. So large drafts get what large ones have yielded and small ones what small
-ones have, each figure beside what the default acceptance expects of its tree, both less the one
-token that every sweep yields. Assumed: a draft of the same family. No torch, no clock.
+sign that does. So large drafts get the range of large ones and small drafts that of small ones:
+each published figure over what the default acceptance expects of its tree, both less the one token
+that every sweep yields. Assumed: a draft of the same family.
+
+No torch, no clock. O nodes of the order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,9 +50,17 @@ from offload.trees.topology import (
     path_chances,
 )
 
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
+SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
+SOURCE = "arXiv 2402.12374"
+_LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as large
+_LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
+_FIRST_NODES = 512  # larger trees are ordered only where they might be better
+_SPARE = 3  # times the largest tree's nodes are ordered, since a bound on the depth drops some
+
 
 class Outline(NamedTuple):
-    """What the time of a tree depends on, which is told before it is built."""
+    """What the time of a tree depends on, known before it is built."""
 
     num_nodes: int
     depth: int
@@ -74,43 +78,44 @@ class TreeOrder:
         self._parent_O = np.array([node.parent for node in found])
         self._place = cache(self._placed)
         self._sums = cache(self._summed)
-        # which single look-ups read faster
+        # a list is quicker for single look-ups
         self._place_list = cache(lambda depth: self._place(depth).tolist())
 
     def tree(self, num_nodes: int, depth: int) -> Topology:
-        """That of `num_nodes` nodes and at most `depth` draft steps; of fewer nodes where there are
-        not as many.
+        """Return the tree of `num_nodes` nodes and at most `depth` draft steps.
+
+        It has fewer nodes where there are not as many.
         """
         place_O = self._place(depth)
         kept = np.flatnonzero(place_O < num_nodes)
         return in_level_order([-1, *place_O[self._parent_O[kept[1:]]].tolist()])
 
     def num_nodes(self, depth: int) -> int:
-        """How many there are no deeper than that."""
+        """Return how many nodes are no deeper than `depth`."""
         return len(self._sums(depth))
 
     def depth_of(self, num_nodes: int, depth: int) -> int:
-        """Of the tree of that size, which may be less deep than it might be."""
+        """Return the depth of the tree of that size, which may be less than its bound."""
         return int(self._depth_O[self._place(depth) < num_nodes].max())
 
     def outline(self, num_nodes: int, depth: int) -> Outline:
-        """Of the tree of that size, of which there are as many nodes; each first child is of one
-        that a step runs.
+        """Return the outline of the tree of that size, which must have as many nodes.
+
+        A draft step runs one node for each first child.
         """
         is_run_O = self._is_first_O & (self._place(depth) < num_nodes)
         widths = np.bincount(self._depth_O[is_run_O])[1:].tolist()
         return Outline(num_nodes, len(widths), widths)
 
     def expected(self, num_nodes: int, depth: int) -> float:
-        """Tokens that a sweep over this tree yields if its nodes have the chances that they are
-        ordered by.
-        """
+        """Return the tokens per sweep if nodes have the chances that they are ordered by."""
         sums = self._sums(depth)
         return float(sums[min(num_nodes, len(sums)) - 1])
 
     def bursts(self, num_nodes: int, depth: int, trace: Trace) -> list[int]:
-        """New tokens of every sweep over this tree of a run that emits this text, as
-        `traces.bursts` has them.
+        """Return the new tokens of every sweep of a run that emits this text.
+
+        It agrees with `acceptance.bursts` of the built tree.
         """
         place = self._place_list(depth)
         children = self._children
@@ -128,59 +133,49 @@ class TreeOrder:
         return [*yields, num_accepted] if num_accepted else yields
 
     def _placed(self, depth: int) -> Ints:
-        """(O,) which one of those no deeper a node is; of those that are deeper none."""
+        """Return (O,) each node's index among those no deeper than `depth`; deeper ones get O."""
         is_in_O = self._depth_O <= depth
         return np.where(is_in_O, np.cumsum(is_in_O) - 1, len(is_in_O))
 
     def _summed(self, depth: int) -> Floats:
-        """Chances of nodes no deeper, added up in their order."""
+        """Return the cumulative chances of nodes no deeper than `depth`, in their order."""
         return np.cumsum(self._score_O[self._depth_O <= depth])
 
     @cached_property
     def _children(self) -> list[dict[int, int]]:
-        """Of every node those below it, by rank."""
+        """Return for every node its children by rank."""
         children: list[dict[int, int]] = [{} for _ in self._found]
         for index, node in enumerate(self._found[1:], start=1):
             children[node.parent][node.rank] = index
         return children
 
 
-DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
-SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
-_LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
-# of the trees that are ordered first: larger ones only where they might be better
-_FIRST_NODES = 512
-# so many times more nodes are ordered than the largest tree has, since a bound on the depth drops
-# some
-_SPARE = 3
-
-
 @dataclass(frozen=True, eq=False)
 class TreeSearch:
-    """The trees to choose from, one for every size and depth; `known_forest` gives each but once."""
+    """The trees to choose from, one for every size and depth; `known_trees` caches them."""
 
     p_K: Floats  # acceptance vector
     traces: Sequence[Trace] = ()  # accepted ranks, window by window; none leaves the product form
-    smoothing: float = 1.0  # how many sightings of a path `p_K` is worth
+    smoothing: float = 1.0  # how many observations of a path `p_K` is worth
     max_nodes: int = SIZES[-1]  # of the largest tree
     max_depth: int = DEPTHS[-1]
-    # what dynamic trees have yielded; none takes them for as good as static ones
+    # what dynamic trees have yielded; without it they count as static ones
     counted: Sequence[DynamicYield] = ()
 
     def tree(self, num_nodes: int, depth: int) -> Topology:
-        """The tree of `num_nodes` nodes and at most `depth` draft steps; of fewer nodes where there
-        are not as many.
+        """Return the tree of `num_nodes` nodes and at most `depth` draft steps.
+
+        It has fewer nodes where there are not as many.
         """
         return self._whole.tree(num_nodes, depth)
 
     def shapes(
         self, num_nodes: int, max_depth: int, *, is_dynamic: bool
     ) -> Iterator[tuple[int, DynamicShape | Outline]]:
-        """Each depth that a tree of this size may be bounded by, shallow ones first, with what
-        grows within it.
+        """Yield each depth bound of trees of this size, shallow ones first, with its shape.
 
-        Of static trees until a larger bound changes nothing. Of a dynamic one the bounds are the
-        shape.
+        Static trees end where a larger bound changes nothing. The shape of a dynamic tree is its
+        bounds.
         """
         last = -1
         for depth in dict.fromkeys(
@@ -198,9 +193,7 @@ class TreeSearch:
             yield depth, self._whole.outline(num_nodes, depth)
 
     def expected(self, num_nodes: int, depth: int) -> float:
-        """G(n, d): counted on traces that the tree was not made from, or from the product form
-        without traces.
-        """
+        """Return G(n, d), counted on held-out traces, or from the product form without traces."""
         return (
             self._counted_yield(num_nodes, depth)
             if self._folds
@@ -208,19 +201,19 @@ class TreeSearch:
         )
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
-        """G of a dynamic tree within these bounds."""
+        """Return G of a dynamic tree within these bounds."""
         tokens = self.expected(num_nodes, depth)
         return tokens * self._gain(num_nodes, depth) if self.counted else tokens
 
     def expected_of(self, topology: Topology) -> float:
-        """G of a tree that no trace had a part in making."""
+        """Return G of a tree that was not made from traces."""
         if self._folds:
             return tokens_per_sweep(topology, self.traces)
         return float(path_chances(topology, self.p_K).sum())
 
     @cached_property
     def _counted_yield(self) -> Callable[[int, int], float]:
-        """By nodes and depth; kept, since walking along all traces takes a while."""
+        """Return a cached function of nodes and depth, since walking along traces takes a while."""
 
         def mean(num_nodes: int, depth: int) -> float:
             bursts = [order.bursts(num_nodes, depth, trace) for order, trace in self._folds]
@@ -238,7 +231,7 @@ class TreeSearch:
 
     @cached_property
     def _folds(self) -> list[tuple[TreeOrder, Trace]]:
-        """Nodes ordered by all traces but every so-many-th, and those as one text."""
+        """Return orders from all traces but one fold's, with that fold's traces as one text."""
         if len(self.traces) < NUM_FOLDS:
             return []
         folds: list[tuple[TreeOrder, Trace]] = []
@@ -259,7 +252,7 @@ class TreeSearch:
 
 
 @lru_cache(maxsize=32)
-def known_forest(
+def known_trees(
     acceptance: tuple[float, ...],
     traces: tuple[tuple[int, ...], ...] = (),
     smoothing: float = 1.0,
@@ -267,10 +260,9 @@ def known_forest(
     max_depth: int = DEPTHS[-1],
     counted: tuple[DynamicYield, ...] = (),
 ) -> TreeSearch:
-    """The same forest for the same arguments, which are those of `TreeSearch`: ordering its nodes
-    takes a while.
+    """Return the cached `TreeSearch` of these arguments, since ordering its nodes takes a while.
 
-    Raises `UserError` for an acceptance vector that is none.
+    Raises `UserError` for an invalid acceptance vector.
     """
     return TreeSearch(
         check_acceptance(acceptance), traces, smoothing, max_nodes, max_depth, counted
@@ -278,21 +270,21 @@ def known_forest(
 
 
 class _Candidate(NamedTuple):
-    """One tree of a forest, and what it costs and yields."""
+    """One tree, its cost and its yield."""
 
-    bound: int  # on its depth
+    bound: int  # on the depth
     shape: DynamicShape | Outline
     step: StepTime
-    tokens: float  # of all texts together
+    tokens: float  # per sweep, of all texts together
 
     @property
     def s_per_token(self) -> float:
         return self.step.total_s / self.tokens
 
-    def built(self, forest: TreeSearch) -> Prediction:
-        """With the tree itself."""
+    def built(self, trees: TreeSearch) -> Prediction:
+        """Return the prediction with the tree itself."""
         shape = (
-            forest.tree(self.shape.num_nodes, self.bound)
+            trees.tree(self.shape.num_nodes, self.bound)
             if isinstance(self.shape, Outline)
             else self.shape
         )
@@ -300,7 +292,7 @@ class _Candidate(NamedTuple):
 
 
 def rank_trees(
-    forest: TreeSearch,
+    trees: TreeSearch,
     costs: Costs,
     traffic_of: Callable[[int], Traffic | None],
     max_depth: int = DEPTHS[-1],
@@ -308,24 +300,23 @@ def rank_trees(
     is_dynamic: bool = False,
     num_texts: int = 1,
 ) -> list[Prediction]:
-    """All trees that memory can hold, the one with the most tokens per second first.
+    """Return all trees that memory can hold, the one with the most tokens per second first.
 
-    Of several texts in one pass each has such a tree, and a prediction is of what all of them yield
-    together.
+    With several texts in a pass each has such a tree, and a prediction is for all of them together.
 
     Args:
         traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
             does not fit.
-        is_dynamic: whether the draft's scores are to shape the trees.
+        is_dynamic: whether trees are dynamic.
     """
     ranked = _ranked(
-        forest, costs, traffic_of, max_depth, is_dynamic=is_dynamic, num_texts=num_texts
+        trees, costs, traffic_of, max_depth, is_dynamic=is_dynamic, num_texts=num_texts
     )
-    return [one.built(forest) for one in ranked]
+    return [one.built(trees) for one in ranked]
 
 
 def _ranked(
-    forest: TreeSearch,
+    trees: TreeSearch,
     costs: Costs,
     traffic_of: Callable[[int], Traffic | None],
     max_depth: int,
@@ -333,16 +324,16 @@ def _ranked(
     is_dynamic: bool,
     num_texts: int,
 ) -> list[_Candidate]:
-    """The trees of `rank_trees` before they are built."""
+    """Return the trees of `rank_trees` before they are built."""
     candidates = []
-    for size in (size for size in SIZES if size <= forest.max_nodes):
+    for size in (size for size in SIZES if size <= trees.max_nodes):
         traffic = traffic_of(num_texts * size)
         if traffic is None:
             continue
-        for depth, shape in forest.shapes(size, max_depth, is_dynamic=is_dynamic):
+        for depth, shape in trees.shapes(size, max_depth, is_dynamic=is_dynamic):
             is_grown = isinstance(shape, DynamicShape)
             tokens = (
-                forest.expected_dynamic(size, depth) if is_grown else forest.expected(size, depth)
+                trees.expected_dynamic(size, depth) if is_grown else trees.expected(size, depth)
             )
             if isinstance(shape, DynamicShape):
                 shape = paced(replace(shape, num_tokens=tokens), costs)
@@ -353,7 +344,7 @@ def _ranked(
 
 
 def search(
-    forest_of: Callable[[int], TreeSearch],
+    trees_of: Callable[[int], TreeSearch],
     max_nodes: int,
     costs: Costs,
     traffic_of: Callable[[int], Traffic | None],
@@ -363,12 +354,11 @@ def search(
     num_texts: int = 1,
     most: int | None = None,
 ) -> tuple[TreeSearch, list[Prediction]]:
-    """The trees of the whole grid as `rank_trees` has them, and the forest that they are of.
+    """Return the trees of the whole grid, ranked by `rank_trees`, and where they come from.
 
     Args:
-        forest_of: of trees of so many nodes at most; large ones take long to order.
-        most: of static trees, each of which has to be built, so many of the best; None has all of
-            them.
+        trees_of: returns the trees of at most so many nodes; large ones take long to order.
+        most: how many of the best static trees are built and returned; None for all of them.
     """
     rank = partial(
         _ranked,
@@ -378,29 +368,29 @@ def search(
         is_dynamic=is_dynamic,
         num_texts=num_texts,
     )
-    forest = forest_of(min(_FIRST_NODES, max_nodes))
-    ranked = rank(forest)
+    trees = trees_of(min(_FIRST_NODES, max_nodes))
+    ranked = rank(trees)
     if (
         max_nodes > _FIRST_NODES
         and ranked
-        and _may_pay(forest, max_nodes, costs, ranked[0], num_texts)
+        and _may_pay(trees, max_nodes, costs, ranked[0], num_texts)
     ):
-        forest = forest_of(max_nodes)
-        ranked = rank(forest)
-    return forest, [one.built(forest) for one in (ranked if is_dynamic else ranked[:most])]
+        trees = trees_of(max_nodes)
+        ranked = rank(trees)
+    return trees, [one.built(trees) for one in (ranked if is_dynamic else ranked[:most])]
 
 
 def _may_pay(
-    forest: TreeSearch, max_nodes: int, costs: Costs, best: _Candidate, num_texts: int
+    trees: TreeSearch, max_nodes: int, costs: Costs, best: _Candidate, num_texts: int
 ) -> bool:
-    """Whether a larger tree than this forest has could be quicker than its best one.
+    """Return whether a larger tree than these could be quicker than the best one.
 
-    Its nodes are no likelier than the last of those that are ordered, and it computes for as long
-    as its rows take.
+    Its further nodes are no likelier than the last ordered one, and it computes for as long as its
+    rows take.
     """
-    most = forest.max_nodes
+    most = trees.max_nodes
     fewer = max(size for size in SIZES if size < most)
-    tokens, fewer_tokens = (forest.expected_dynamic(size, DEPTHS[-1]) for size in (most, fewer))
+    tokens, fewer_tokens = (trees.expected_dynamic(size, DEPTHS[-1]) for size in (most, fewer))
     slope = max(0.0, tokens - fewer_tokens) / (most - fewer)
     larger = [size for size in SIZES if most < size <= max_nodes]
     return any(
@@ -413,17 +403,13 @@ def _may_pay(
 def best_smoothing(
     p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, depth: int = 16
 ) -> float:
-    """How much the product form should count beside the traces: what serves held-out traces best."""
+    """Return the weight of the product form beside the traces that serves held-out traces best."""
 
     def held_out(smoothing: float) -> float:
         return TreeSearch(p_K, traces, smoothing, num_nodes).expected(num_nodes, depth)
 
     best = max(SMOOTHINGS, key=held_out)
     return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM
-
-
-SOURCE = "arXiv 2402.12374"
-_LARGE_SHARE = 1 / 16  # between the two groups
 
 
 class MeasuredYield(NamedTuple):
@@ -453,19 +439,19 @@ MEASURED = (
 
 
 class YieldRange(NamedTuple):
-    """What to make of the tokens that the default acceptance expects."""
+    """The factors by which measured yields differ from the default acceptance's."""
 
-    low: float  # times the tokens beyond the first
+    low: float  # factor on the tokens beyond the first
     high: float
-    pairs: tuple[str, ...]  # that it rests on
+    pairs: tuple[str, ...]  # the measured ones
 
     def of(self, tokens_per_sweep: float) -> tuple[float, float]:
-        """Least and most tokens per sweep."""
+        """Return the least and most tokens per sweep."""
         return 1 + self.low * (tokens_per_sweep - 1), 1 + self.high * (tokens_per_sweep - 1)
 
 
 def range_for(share: float) -> YieldRange:
-    """For a draft with this share of the target's weights."""
+    """Return the range for a draft with this share of the target's weights."""
     return _range(is_large=share >= _LARGE_SHARE)
 
 

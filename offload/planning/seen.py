@@ -1,11 +1,10 @@
-"""What passes of many texts have taken and brought: costs and acceptance as they are, not as a
-second's trial had them.
+"""Costs and acceptance as observed in passes of several texts, correcting those of the calibration.
 
 A trial at start runs one layer again and again, whose weights then lie in the processor's cache,
-for one text and with no reader beside it. Passes tell the rest: what computing takes by rows and
-number of texts, what drafting takes, how fast the link is where it is waited for, and how often
-guesses come true. Between sizes that were seen, and beyond them, what is known is scaled. No torch,
-no clock. Invariant: it holds no more than the last passes, since machines drift.
+for one text and with no reader beside it. Real passes tell the rest: what computing takes by rows
+and number of texts, what drafting takes, how fast the link is where it is waited for, and how often
+guesses are accepted. Between observed sizes, and beyond them, what is known is scaled. No torch, no
+clock. Invariant: only the last passes are kept, since machines drift.
 """
 
 import math
@@ -19,33 +18,33 @@ import numpy as np
 from offload.planning.cost_model import Costs, Curve, Prediction, draft_widths
 from offload.trees.topology import Floats, Shape
 
-_MOST_SEEN = 48  # passes of one number of texts
-_MOST_OF_SIZE = 5  # ... of one number of rows: the last of them count
+_MOST_SEEN = 48  # passes kept for each number of texts
+_MOST_OF_SIZE = 5  # last passes that count for each number of rows
 _TRIED = 2  # passes after which a size is known
-_WORTH_TRYING = 1.02  # times as fast as what looks best
-_WAITED = 0.1  # of a sweep, from which on the link is what it takes
-_MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # times as many as were assumed
-_ASSUMED_TREES = 32  # that what was assumed counts for
+_WORTH_TRYING = 1.02  # speedup over the best tree that makes another worth a trial
+_WAITED = 0.1  # share of a sweep: with a longer stall the link limited it
+_MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # factors on the assumed misses
+_ASSUMED_TREES = 32  # how many observed trees the assumed acceptance is worth
 
 
 class ObservedPass(NamedTuple):
-    """One over the weights, in which each text had a tree and no prompt was taken in."""
+    """One pass over the weights in which each text had a tree and none took in a prompt."""
 
-    shapes: Sequence[Shape]  # of the texts
-    tokens: Sequence[int]  # that each has gained
+    shapes: Sequence[Shape]  # of each text's tree
+    tokens: Sequence[int]  # gained by each text
     draft_s: float
     sweep_s: float
-    stall_s: float  # of `sweep_s`: computing waited for the link
-    num_bytes: int  # that the link has brought
+    stall_s: float  # part of `sweep_s`: computing waited for the link
+    num_bytes: int  # moved over the link
 
     @property
     def num_rows(self) -> int:
-        """At most."""
+        """Return the most rows that the trees may have."""
         return sum(shape.num_nodes for shape in self.shapes)
 
     @property
     def has_waited(self) -> bool:
-        """Whether the link is what it took."""
+        """Return whether the link limited the pass."""
         return self.stall_s > _WAITED * self.sweep_s
 
 
@@ -57,21 +56,21 @@ class ObservedPasses:
     _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
 
     def add(self, one: ObservedPass) -> None:
-        """A pass is over."""
+        """Add a finished pass."""
         self.num_passes += 1
         self._passes.setdefault(len(one.shapes), deque(maxlen=_MOST_SEEN)).append(one)
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
-        """Those of so many texts; of the nearest number where there are none."""
+        """Return the passes of so many texts, or of the nearest number."""
         if not self._passes:
             return ()
         return self._passes[min(self._passes, key=lambda num: abs(math.log(num / num_texts)))]
 
     def costs(self, known: Costs, num_texts: int, slots_bytes: int) -> Costs:
-        """What was known, as these passes correct it.
+        """Return the known costs, corrected by these passes.
 
         Args:
-            slots_bytes: that can be there before a sweep begins.
+            slots_bytes: what can be there before a sweep begins.
         """
         passes = self.among(num_texts)
         if not passes:
@@ -90,11 +89,11 @@ class ObservedPasses:
         )
 
     def pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
-        """The best one, once its neighbours are known that might be better.
+        """Return the best tree, or a neighbour that might be better and is not known yet.
 
-        Computing takes no less for more rows, and for fewer no less than their share: what is known
-        of the best one bounds what its neighbours can be; and a link that was never waited for may
-        be as fast as one likes. So mistakes at sizes that were not seen do not last.
+        More rows compute no faster, and fewer rows take no less than their share: so the best
+        tree's time bounds its neighbours', and a link that was never waited for may be of any
+        speed. Mistakes at sizes that were not observed therefore do not last.
         """
         passes = self._passes.get(num_texts, ())
         best = ranked[0]
@@ -114,7 +113,7 @@ class ObservedPasses:
         return best
 
     def acceptance(self, p_K: Floats, expected: Callable[[Floats, Shape], float]) -> Floats:
-        """What was assumed, with as many misses as the tokens that were gained tell.
+        """Return the assumed acceptance, with as many misses as the gained tokens suggest.
 
         Args:
             expected: tokens of a tree by an acceptance vector.
@@ -133,7 +132,7 @@ class ObservedPasses:
         wanted = gained.total() + scale * sum(
             count * assumed[shape] for shape, count in times.items()
         )
-        # or the first rank were not the first
+        # with more misses, rank 0 would be less likely than rank 1
         most = 1 / (1 - p_K[0] + p_K[1]) if p_K.size > 1 and p_K[0] < 1 else 1.0
 
         def error(misses: float) -> float:
@@ -146,12 +145,12 @@ class ObservedPasses:
 
 
 def with_misses(p_K: Floats, times: float) -> Floats:
-    """The same acceptance where the first guess is wrong so many times as often."""
+    """Return the acceptance with the first guess wrong `times` as often."""
     return np.array([1 - times * (1 - p_K[0]), *(times * p_K[1:])])
 
 
 def _at_best_s(one: Prediction, best: Prediction, *, is_link_known: bool) -> float:
-    """Seconds per token of one tree, at the least that another one leaves possible."""
+    """Return the least seconds per token of one tree that the best one's time leaves possible."""
     share = min(1.0, one.shape.num_nodes / best.shape.num_nodes)
     step = one.step._replace(compute_s=min(one.step.compute_s, share * best.step.compute_s))
     step = step if is_link_known else step._replace(link_s=0.0, asked_s=0.0)
@@ -161,10 +160,10 @@ def _at_best_s(one: Prediction, best: Prediction, *, is_link_known: bool) -> flo
 def _by_rows(
     passes: Sequence[ObservedPass], seconds: Callable[[ObservedPass], float]
 ) -> dict[int, float]:
-    """Of each number of rows the least of the last few, and of more rows: whatever else happens
-    makes a pass late.
+    """Return for each number of rows the least of the last few times, and of those of more rows.
 
-    Of those that came but once only where none came twice.
+    Disturbances only make a pass late. Sizes that occurred once count only where none occurred
+    twice.
     """
     found = dict[int, list[float]]()
     for one in passes:
@@ -177,8 +176,9 @@ def _by_rows(
 
 
 def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
-    """By ratios at some sizes; between these they go with the logarithm of the size. Never falling,
-    as any curve.
+    """Return the curve scaled by ratios at some sizes, interpolated in the logarithm of the size.
+
+    The result never falls.
     """
     sizes = sorted({*curve.sizes, *ratio_at})
     known = sorted(ratio_at)
@@ -190,15 +190,17 @@ def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
 
 
 def _draft_s(costs: Costs, one: ObservedPass) -> float:
-    """Texts draft together, as `step_time` has it."""
+    """Return the predicted drafting time of a pass; texts draft together."""
     return sum(
         costs.draft_step_s.at(len(one.shapes) * width) for width in draft_widths(one.shapes[0])
     )
 
 
 def _link_bytes_per_s(passes: Sequence[ObservedPass], known: float, slots_bytes: int) -> float:
-    """As fast as it was where it was waited for, more than once, and never slower than any pass has
-    shown it to be.
+    """Return the rate of the link.
+
+    It is the one observed where passes have waited for it more than once; otherwise it is at least
+    what any pass has shown.
     """
     rates = [
         max(

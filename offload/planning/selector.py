@@ -1,21 +1,19 @@
-"""Which tree a run gets: the one that was named, or the best one for the pair, the settings and the
-machine.
+"""The tree of a run: the named one, or the best one for the pair, the settings and the machine.
 
 One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same
-tree. It goes by a profile of `offload tune` that holds for exactly this run, else by the default
-acceptance and a quick calibration at start; where texts share passes, by what their passes have
-shown since. Every caller chooses from the same sizes: how large a tree may be follows from what its
-rows and its memory cost. No torch, no clock. Invariant: no tree is larger than memory was planned
-for, and what a choice rests on is said.
+tree. It uses a profile of `offload tune` that holds for exactly this run, else the default
+acceptance and a quick calibration at start; where texts share passes, also what their passes have
+shown. Every caller chooses from the same sizes: how large a tree may be follows from what its rows
+and its memory cost.
 
-Whether routed experts had better come one by one or with their layers: told from headers, before
-anything is built.
+`with_experts` decides, from headers alone, whether routed experts are read on demand or with their
+layers. It compares the bytes per token of either way with the tree that is best for it by the
+default acceptance, since how fast this machine computes is not known yet. Where a mixture chooses
+few of many experts, on demand wins by far; where its best tree needs nearly all of them, both ways
+read the same, and whole layers are never waited for.
 
-What either way needs for a token is its bytes, with the tree that is best for it by the usual
-acceptance, since how fast this machine computes is not known yet. Where a mixture chooses few of
-many experts one by one wins by far; where its best tree needs nearly all of them anyway, both ways
-read the same, and whole layers keep nobody waiting. This is the one place that decides it. No
-torch, no clock. Invariant: what was named is what is taken.
+No torch, no clock. Invariant: no tree is larger than memory was planned for, an explicit choice is
+never changed, and the basis of a choice is reported.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles
-from offload.planning.acceptance import SMALL, AcceptancePrior, usual_for
+from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import (
     NEVER,
@@ -43,7 +41,7 @@ from offload.planning.cost_model import (
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import Profile
 from offload.planning.room import MemoryBudget
-from offload.planning.search import DEPTHS, TreeSearch, known_forest, search
+from offload.planning.search import DEPTHS, TreeSearch, known_trees, search
 from offload.planning.seen import ObservedPass, ObservedPasses
 from offload.trees.spec import (
     AUTO_DEPTH,
@@ -64,39 +62,41 @@ from offload.trees.topology import (
 )
 from offload.units import Sampling, drafting_of
 
-LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section 4)
-LOOKUP_DEPTH = 32  # ... and copies may be long
-_SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
+LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252, section 4)
+LOOKUP_DEPTH = 32  # of such trees; copied passages may be long
 NUM_SHOWN = 5
+_SPARE_TRAFFIC = 1.01  # bytes of a sweep with room for guesses over one without, at most
 _MOST_KNOWN = 256  # choices that are kept
-# passes after each of which a choice is made anew, and later every so many
-_OFTEN = 8
-_SELDOM = 4
+_OFTEN = 8  # after each of the first passes a choice is made anew ...
+_SELDOM = 4  # ... and then after every so many
+# the trees that are compared to settle how experts are read
+_MAX_NODES = 128
+_MAX_DEPTH = 16
 
-# by settings and rule: it, or why there is none
+# takes settings and rule; returns the profile, or None and why there is none
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]
-# by nodes of the largest tree; None where that does not fit
+# takes nodes of the largest tree; returns None where they do not fit
 TrafficOf = Callable[[int], Traffic | None]
 
 
 class TreeChoice(NamedTuple):
-    """A tree and what speaks for it."""
+    """A tree and the reasons for it."""
 
     shape: Shape
     why: str
     tokens_per_sweep: float = 1.0  # as predicted
     # the best few, best first; empty where nothing was chosen
     candidates: tuple[Prediction, ...] = ()
-    # of `chain:auto`, whose first chain `shape` is: how long the later ones are
+    # with `chain:auto` the policy for later chains; `shape` is the first one
     chains: ChainPolicy | None = None
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether size and depth are bounds, and every step has a shape of its own."""
+        """Return whether size and depth are bounds, and every step has a shape of its own."""
         return isinstance(self.shape, DynamicShape)
 
     def as_dict(self) -> dict[str, object]:
-        """The field `tree_choice` of `--json`."""
+        """Return the field `tree_choice` of `--json`."""
         return {
             "num_nodes": self.shape.num_nodes,
             "depth": self.shape.depth,
@@ -110,25 +110,24 @@ class TreeChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeSelector:
-    """What is known of a pair and a machine; `choose` makes a tree of it."""
+    """What is known of a pair and a machine; `choose` selects a tree by it."""
 
-    rule: str  # of acceptance, which says whether the draft's scores may shape a chosen tree
+    rule: str  # of acceptance; decides whether chosen trees may be dynamic
     profile: Profile | None = None  # None takes the default acceptance
     note: str = ""  # why there is no profile
-    costs: Costs | None = None  # of a step; None where nothing was measured
+    costs: Costs | None = None  # None where nothing was measured
     traffic_of: TrafficOf = lambda _: None
-    # of the trees of all texts that are chosen: what memory was planned for, if it was
-    max_nodes: int = SIZES[-1]
-    max_depth: int = DEPTHS[-1]  # what the context has room for
-    # without one there are guesses alone, and nothing is known of them beforehand
+    max_nodes: int = SIZES[-1]  # of all texts' trees together, as memory was planned
+    max_depth: int = DEPTHS[-1]  # as the context allows
+    # without a draft there are retrieved guesses alone, of which nothing is known beforehand
     has_draft: bool = True
-    usual: AcceptancePrior = SMALL  # what stands in for a profile
-    num_texts: int = 1  # that share a pass, each with such a tree
-    # of this decoder, where texts share passes
+    usual: AcceptancePrior = SMALL  # stands in for a profile
+    num_texts: int = 1  # texts that share a pass, each with such a tree
+    # passes of this decoder, where texts share them
     seen: ObservedPasses = field(default_factory=ObservedPasses)
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
-        """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
+        """Return the tree for this spec. Raises `UserError` if the rule does not allow it."""
         if not self.has_draft:
             return self._of_guesses(spec)
         spec.check_rule(self.rule)
@@ -148,8 +147,9 @@ class TreeSelector:
         )
 
     def _of_guesses(self, spec: TreeSpec) -> TreeChoice:
-        """Bounds, within which every step takes the guesses that pay; a shape is filled as far as
-        guesses reach.
+        """Return the tree where guesses come from retrieval alone.
+
+        Bounds are filled by the guesses that pay, a fixed shape as far as guesses reach.
         """
         num_nodes = spec.num_nodes
         depth = spec.depth
@@ -173,11 +173,11 @@ class TreeSelector:
         )
 
     def _best(self, costs: Costs) -> TreeChoice:
-        forest_of = partial(self._forest, max_depth=DEPTHS[-1])
+        trees_of = partial(self._trees, max_depth=DEPTHS[-1])
         if self._learns and (traffic := self._traffic(1)):
             costs = self.seen.costs(costs, self.num_texts, traffic.slots_bytes)
-        forest, ranked = search(
-            forest_of,
+        trees, ranked = search(
+            trees_of,
             self._most,
             costs,
             self._traffic,
@@ -191,7 +191,7 @@ class TreeSelector:
         best = self.seen.pick(ranked, self.num_texts) if self._learns else ranked[0]
         why = self._basis
         if isinstance(best.shape, DynamicShape):
-            counted = sum(one.num_sweeps for one in forest.counted)
+            counted = sum(one.num_sweeps for one in trees.counted)
             why += (
                 f", growth repeated for {counted} sweeps"
                 if counted
@@ -202,9 +202,7 @@ class TreeSelector:
         )
 
     def _chain(self) -> TreeChoice:
-        """Of the integer lengths the one with the largest gain, by the first entry of the
-        acceptance vector.
-        """
+        """Return the chain of the length with the largest gain, by the first acceptance entry."""
         alpha = (self.usual.acceptance if self.profile is None else self.profile.acceptance)[0]
         most = min(MAX_CHAIN, self._most - 1, self.max_depth)
         why = f"alpha {alpha:.2f} at first ({self._basis})"
@@ -225,31 +223,31 @@ class TreeSelector:
         return None if traffic is None else traffic.routed_by(routing_in(self.profile))
 
     def _named(self, spec: TreeSpec) -> TreeChoice:
-        forest = self._forest(
+        trees = self._trees(
             spec.num_nodes, spec.depth if spec.kind == "best" else max(spec.depth, DEPTHS[-1])
         )
         if spec.kind == "best":
-            tokens = forest.expected(spec.count, spec.depth)
-            return TreeChoice(forest.tree(spec.count, spec.depth), self._basis, tokens)
+            tokens = trees.expected(spec.count, spec.depth)
+            return TreeChoice(trees.tree(spec.count, spec.depth), self._basis, tokens)
         shape = spec.build()
         if isinstance(shape, DynamicShape):
             shape = paced(shape, self.costs) if self.costs else shape
             why = "at most, as the draft's scores suggest"
-            return TreeChoice(shape, why, forest.expected_dynamic(shape.num_nodes, shape.depth))
-        return TreeChoice(shape, "as named", forest.expected_of(shape))
+            return TreeChoice(shape, why, trees.expected_dynamic(shape.num_nodes, shape.depth))
+        return TreeChoice(shape, "as named", trees.expected_of(shape))
 
-    def _forest(self, max_nodes: int, max_depth: int) -> TreeSearch:
+    def _trees(self, max_nodes: int, max_depth: int) -> TreeSearch:
         if self.profile is None:
             p_K = check_acceptance(self.usual.acceptance)
             counted = self.usual.dynamic_yields
             if self._learns and not counted:
                 p_K = self.seen.acceptance(p_K, self._expected)
-            return known_forest(
+            return known_trees(
                 tuple(p_K.tolist()), max_nodes=max_nodes, max_depth=max_depth, counted=counted
             )
         known = self.profile
         p_K = isotonic(known.acceptance)  # far ranks are noisy
-        return known_forest(
+        return known_trees(
             tuple(p_K.tolist()),
             known.traces,
             known.smoothing,
@@ -259,20 +257,21 @@ class TreeSelector:
         )
 
     def _expected(self, p_K: Floats, shape: Shape) -> float:
-        """Tokens of a tree of the product form."""
-        forest = known_forest(tuple(p_K.tolist()), max_nodes=max(self.max_nodes, shape.num_nodes))
-        return forest.expected(shape.num_nodes, shape.depth)
+        """Return the tokens of a tree by the product form."""
+        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(self.max_nodes, shape.num_nodes))
+        return trees.expected(shape.num_nodes, shape.depth)
 
     @property
     def _learns(self) -> bool:
-        """Whether passes may change the choice: not where a text for a seed depends on its trees,
-        or is alone.
+        """Return whether observed passes may change the choice.
+
+        They may not where the text for a seed depends on its trees, or a text is alone.
         """
         return self._is_dynamic and self.num_texts > 1
 
     @property
     def _most(self) -> int:
-        """Nodes that each text may have."""
+        """Return how many nodes each text may have."""
         return max(1, self.max_nodes // self.num_texts)
 
     @property
@@ -287,7 +286,7 @@ class TreeSelector:
 
 
 def routing_in(profile: Profile | None) -> ExpertRouting | None:
-    """As a profile has counted it; None where no experts were counted."""
+    """Return the routing that a profile has counted, or None."""
     uses = None if profile is None else profile.expert_uses
     return None if uses is None else ExpertRouting.counted(uses.uses_LE, uses.num_rows)
 
@@ -296,61 +295,60 @@ def routing_in(profile: Profile | None) -> ExpertRouting | None:
 class Trees:
     """The trees of one decoder."""
 
-    wish: TreeSpec  # what `load` was asked for
+    spec: TreeSpec  # the tree that `load` was asked for
     find: FindProfile
-    traffic_of: TrafficOf  # once memory is planned, what that plan moves
-    # measured just now; disks drift, so a profile's own figure may be old
+    traffic_of: TrafficOf  # what a plan for so many nodes moves; after `settle` the plan's own
+    # measured at start: disks drift, so a profile's own figure may be old
     link_bytes_per_s: float | None = None
-    costs: Costs | None = None  # as known at start, for runs without a profile of their own
-    exchange_s: Curve = NOTHING  # what a sweep of many ranks takes beside computing
+    costs: Costs | None = None  # from the start, for runs without a profile of their own
+    exchange_s: Curve = NOTHING  # of a sweep of many ranks, beside computing
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep
     has_draft: bool = True
     usual: AcceptancePrior = SMALL
-    # of the texts that this is about, where experts were counted
-    routing: ExpertRouting | None = None
+    routing: ExpertRouting | None = None  # where experts were counted
     parallel: int = 1  # texts that may share a pass
     _known: dict[tuple[TreeSpec, str, str, int], TreeChoice] = field(default_factory=dict)
     _seen: ObservedPasses = field(default_factory=ObservedPasses)
 
     def took(self, one: ObservedPass) -> None:
-        """What a pass of several texts has shown; the next choice for several goes by it."""
+        """Record a pass of several texts; the next choice for several uses it."""
         self._seen.add(one)
         if self._seen.num_passes <= _OFTEN or self._seen.num_passes % _SELDOM == 0:
-            for key in [*self._known]:  # which another thread may be adding to
+            # a copy, since another thread may be adding to it
+            for key in [*self._known]:
                 if key[-1] > 1:
                     self._known.pop(key, None)
 
     def check(self, sampling: Sampling, rule: str) -> None:
-        """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises
-        `UserError`.
-        """
+        """Raise `UserError`, before measuring, for a named tree or profile that cannot serve."""
         self.find(sampling, rule)
-        if not self.wish.is_chosen:
+        if not self.spec.is_chosen:
             self.for_run(sampling, rule)
 
     @property
     def most_nodes(self) -> int:
-        """Of the trees that memory will be planned for; of those that are yet to be chosen the most
-        they may have.
+        """Return the nodes of all trees together that memory will be planned for.
+
+        For trees that are yet to be chosen this is the most that they may have.
         """
-        if not self.wish.is_chosen:
-            return self.parallel * self.wish.num_nodes
+        if not self.spec.is_chosen:
+            return self.parallel * self.spec.num_nodes
         if not self.has_draft:
             return self._nodes_to_spare()
         sizes: Sequence[int] = SIZES
-        if self.wish.kind == "auto_chain":
+        if self.spec.kind == "auto_chain":
             longest = MAX_CHAIN if self.context is None else min(MAX_CHAIN, self.context - 1)
             sizes = [self.parallel * num_nodes for num_nodes in range(1, 2 + longest)]
         return next((size for size in reversed(sizes) if self.traffic_of(size) is not None), 1)
 
     def _nodes_to_spare(self) -> int:
-        """Of trees of guesses, which may find none: as many as have room at next to no cost."""
+        """Return the nodes that retrieved guesses may have at next to no cost."""
         alone = self._traffic_of(self.parallel)
         if alone is None:
             return 1
-        # of the same pass: what guesses add is weighed in every step
+        # for a pass of one row; what guesses add to it is weighed in every step
         most_bytes = alone.bytes_at(1) * _SPARE_TRAFFIC
         for size in reversed([self.parallel * size for size in SIZES if size <= LOOKUP_NODES]):
             traffic = self._traffic_of(size)
@@ -363,10 +361,11 @@ class Trees:
         return 1
 
     def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
-        """Of the largest trees that runs with these settings will take: of `chain:auto` its longest
-        chain.
+        """Return the nodes of the largest trees that runs with these settings will take.
+
+        With `chain:auto` it is the longest chain.
         """
-        if self.wish.kind == "auto_chain":
+        if self.spec.kind == "auto_chain":
             return self.most_nodes
         return max(
             num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes
@@ -374,23 +373,20 @@ class Trees:
         )
 
     def settle(self, plan: MemoryPlan) -> None:
-        """Memory is planned: from now on no tree may be larger than that."""
+        """Limit trees to those that memory is now planned for."""
         traffic = Traffic.of(plan)
-        self.traffic_of, self.max_nodes, self.context = (
-            (lambda _: traffic),
-            plan.num_nodes,
-            plan.context,
-        )
+        self.traffic_of = lambda _: traffic
+        self.max_nodes = plan.num_nodes
+        self.context = plan.context
 
     def for_run(
         self, sampling: Sampling, rule: str, tree: str | None = None, num_texts: int = 1
     ) -> TreeChoice:
-        """The one that was named for this run or for all, or the best beside other texts of the
-        same pass.
+        """Return the tree named for this run or for all, or the best one for `num_texts` texts.
 
         Raises `UserError` where it is too large or too deep.
         """
-        spec = self.wish if tree is None else parse_tree(tree)
+        spec = self.spec if tree is None else parse_tree(tree)
         profile, note = self._profile(spec, sampling, rule)
         # a note names its profile: without one any sampling has the same tree
         key = (spec, note, rule, num_texts)
@@ -417,7 +413,8 @@ class Trees:
         costs = self._costs_of(profile)
         max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
-        if spec.kind == "auto_chain":  # it may grow, whoever else is there by then
+        # a chain may grow after other texts have joined
+        if spec.kind == "auto_chain":
             max_nodes //= self.parallel
         return TreeSelector(
             rule,
@@ -434,9 +431,7 @@ class Trees:
         )
 
     def ahead_rows(self) -> int:
-        """The least rows from which a sweep had better read all experts ahead of their routers, see
-        `Traffic`.
-        """
+        """Return the least rows for which a sweep should prefetch all experts, see `Traffic`."""
         traffic = self._traffic_of(self.max_nodes)
         return NEVER if traffic is None else traffic.ahead_rows(self._costs_of(None))
 
@@ -445,9 +440,7 @@ class Trees:
         return None if traffic is None else traffic.routed_by(self.routing)
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
-        """Seconds of a step by rows of its sweep and its draft passes; always the same where
-        nothing was measured.
-        """
+        """Return the seconds of a step from its rows; constant where nothing was measured."""
         traffic = self._traffic_of(num_rows)
         costs = self._costs_of(None)
         if costs is None or traffic is None:
@@ -455,8 +448,9 @@ class Trees:
         return step_of(costs, traffic, num_rows, draft_widths).total_s
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
-        """The profile's curves where its most threads are ours, else what was measured at start;
-        today's link.
+        """Return the profile's costs if it used as many threads as this run, else those from start.
+
+        The link's rate is always today's.
         """
         is_usable = profile is not None and self.num_threads in (None, profile.num_threads)
         costs = profile.costs if profile is not None and is_usable else self.costs
@@ -481,18 +475,13 @@ class Trees:
             )
 
 
-# of the trees that are compared
-_MAX_NODES = 128
-_MAX_DEPTH = 16
-
-
 def with_experts(
     room: MemoryBudget, files: ModelFiles, *, num_nodes: int | None = None
 ) -> MemoryBudget:
-    """The same room, in which `experts` is demand or layers, whatever tree memory is planned for.
+    """Return the budget with `experts` settled as demand or layers.
 
     Routing is taken as is usual: profiles are looked for later, since their counts are of experts
-    that come one by one.
+    that are read on demand.
 
     Args:
         num_nodes: of the tree that was named; None compares the best ones.
@@ -509,11 +498,12 @@ def with_experts(
         else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
     )
     ways = [replace(room, experts=experts) for experts in ("demand", "layers")]
-    return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))  # of equals the first
+    # on demand, where both are equal
+    return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))
 
 
 def _is_streamed(room: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
-    """Whether not everything stays; what has no room at all is refused later."""
+    """Return whether layers are streamed; a budget that is too small is refused later."""
     try:
         return room.plan(files, num_nodes).is_streamed
     except UserError:
@@ -521,15 +511,18 @@ def _is_streamed(room: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
 
 
 def _s_per_token(room: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
-    """At a byte per second, with the best tree of these sizes; infinite where none has room."""
-    forest = known_forest(
-        usual_for(files.draft).acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH
+    """Return the cost per token at a byte per second, with the best tree of these sizes.
+
+    It is infinite where none fits.
+    """
+    trees = known_trees(
+        prior_for(files.draft).acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH
     )
     found = [float("inf")]
     for size in sizes:
         traffic = room.traffic(files, size)
         if traffic is not None:
-            found.append(_sweep_s(traffic, size) / forest.expected(size, min(_MAX_DEPTH, size)))
+            found.append(_sweep_s(traffic, size) / trees.expected(size, min(_MAX_DEPTH, size)))
     return min(found)
 
 

@@ -1,12 +1,10 @@
-"""Who gets how much of a model that several ranks run: fractions of every layer, or layers in a
-row.
+"""How a model is divided among ranks: fractions of every layer, or consecutive layers.
 
 A rank streams what does not stay in its memory, over its own link, while all ranks compute. Hence
 within T seconds it manages (m + l T) / B of B bytes, and the shares are those of the least T at
-which all of them make up the whole; what a rank holds besides in proportion to its share (slots,
-keys and values) is counted with it. No torch, no clock.
-
-Invariant: fractions add up to 1; stages follow each other, cover all layers, and none is empty.
+which all of them make up the whole; memory in proportion to a share (slots, keys and values) is
+counted with it. No torch, no clock. Invariant: fractions add up to 1; stages follow each other,
+cover all layers, and none is empty.
 """
 
 import math
@@ -22,29 +20,30 @@ from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS, MemoryPlan
 from offload.units import format_bytes
 
 _HALVINGS = 60  # of an interval of seconds: more digits than a float64 has
-_LONGEST_S = 1e12  # that a pass could take
+_LONGEST_S = 1e12  # of any pass
 Cost = tuple[float, ...]  # compared number by number
-Cuts = dict[int, tuple[Cost, tuple[range, ...]]]  # by the layers that are taken so far
+Cuts = dict[int, tuple[Cost, tuple[range, ...]]]  # by the number of layers taken so far
 
 
 class RankCapacity(NamedTuple):
-    """What one rank has for its part of the layers."""
+    """The memory and rates of one rank for its part of the layers."""
 
-    # where layers are computed, for those that stay, for slots, and for keys and values
+    # where layers are computed: for layers that stay, slots, and keys and values
     memory_bytes: int
-    link_bytes_per_s: float  # at which the others arrive there
-    # that this rank alone would need to compute all layers in one pass; 0 is not known
+    link_bytes_per_s: float  # to that memory
+    # what this rank alone would need to compute all layers in one pass; 0: unknown
     compute_s: float = 0.0
-    host_bytes: int = 0  # of pinned memory at the other end of that link
-    disk_bytes_per_s: float = math.inf  # for what does not lie there either
-    name: str = ""  # that refusals call it by, if not by its number
+    host_bytes: int = 0  # pinned memory at the other end of the link
+    disk_bytes_per_s: float = math.inf  # for layers that are not in host memory either
+    name: str = ""  # in refusals, which else use its number
 
     @classmethod
     def beside(
         cls, held: MemoryPlan, kv_bytes: int, *, ram_bytes: int, gpu_bytes: int | None, **more: Any
     ) -> "RankCapacity":
-        """Of a rank that keeps what a plan holds beside layers, and `kv_bytes` of keys and values;
-        `more`: fields.
+        """Return the capacity left beside what a plan holds and `kv_bytes` of keys and values.
+
+        `more` holds further fields.
         """
         held_bytes = held.fixed_bytes - held.kv_bytes + kv_bytes
         if gpu_bytes is None:
@@ -55,7 +54,7 @@ class RankCapacity(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """What ranks share."""
+    """What is divided among ranks."""
 
     layer_bytes: Sequence[int]
     kv_bytes: int = 0  # of all layers
@@ -63,26 +62,25 @@ class Load:
 
     @cached_property
     def num_bytes(self) -> int:
-        """B, of all layers."""
+        """Return B, the bytes of all layers."""
         return sum(self.layer_bytes)
 
     @cached_property
     def slots_bytes(self) -> int:
-        """Of slots for whole layers."""
+        """Return the bytes of the slots, each for a whole layer."""
         return self.num_slots * max(self.layer_bytes)
 
     @cached_property
     def least_slots_bytes(self) -> int:
-        """Of the fewest that a rank can stream with."""
+        """Return the bytes of the fewest slots that a rank can stream with."""
         return min(self.num_slots, MIN_SLOTS) * max(self.layer_bytes)
 
 
 def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, ...]:
-    """The share of every layer that each rank gets, so that the slowest one is done as early as can
-    be.
+    """Return each rank's share of every layer, such that the slowest rank finishes earliest.
 
-    Where all of it stays in memory, shares go by computing, and by memory where nothing is known of
-    computing. Raises `UserError` where all ranks together have no room for two slots.
+    Where everything stays in memory, shares follow computing speed, or memory where that is
+    unknown. Raises `UserError` where all ranks together have no room for two slots.
     """
     _check(ranks)
     most = [_most_share(rank, load, _LONGEST_S) for rank in ranks]
@@ -101,17 +99,16 @@ def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, .
 
 
 def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
-    """Seconds that a rank's link needs in every pass for its share of each layer."""
+    """Return the seconds that a rank's link needs in every pass for its share of each layer."""
     held_bytes = load.slots_bytes + load.kv_bytes
     return _link_s(rank, fraction * load.num_bytes, fraction * load.kv_bytes, fraction * held_bytes)
 
 
 def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]:
-    """Layers of each rank, such that the slowest stage takes as little time as can be, then all of
-    them together.
+    """Return each rank's layers: least time of the slowest stage, then least time in all.
 
-    What that leaves open is evened out by memory. Raises `UserError` where there are more ranks
-    than layers, or where memory is too small for any such cut.
+    Remaining freedom evens out memory. Raises `UserError` where there are more ranks than layers,
+    or where memory is too small for any division.
     """
     _check(ranks)
     num_layers = len(load.layer_bytes)
@@ -125,10 +122,11 @@ def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]
         return (_stage_s(ranks[rank], load, ends[layers.stop] - ends[layers.start]),)
 
     def effort(rank: int, layers: range) -> Cost:
-        own_s, own_bytes = *seconds(rank, layers), ends[layers.stop] - ends[layers.start]
+        (own_s,) = seconds(rank, layers)
+        own_bytes = ends[layers.stop] - ends[layers.start]
         if own_s > slowest_s:
             return math.inf, math.inf
-        # least in sum where all are equally full
+        # the sum is least where all ranks are equally full
         fullness = own_bytes**2 / max(1, ranks[rank].memory_bytes)
         return round(own_s / slowest_s, 9) if slowest_s else 0.0, fullness
 
@@ -139,13 +137,13 @@ def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]
 
 
 def stage_link_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
-    """Seconds that a rank's link needs in every pass for whole layers of so many bytes."""
+    """Return the seconds that a rank's link needs in every pass for layers of `own_bytes`."""
     kv_bytes = load.kv_bytes * own_bytes / load.num_bytes
     return _link_s(rank, own_bytes, kv_bytes, load.slots_bytes + kv_bytes)
 
 
 def _stage_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
-    """Of one stage by itself; infinite where there is no room for it."""
+    """Return the seconds of one stage by itself; infinite where there is no room for it."""
     share = own_bytes / load.num_bytes
     if min(own_bytes, load.least_slots_bytes) + share * load.kv_bytes > rank.memory_bytes:
         return math.inf
@@ -158,8 +156,7 @@ def _best_cut(
     cost: Callable[[int, range], Cost],
     join: Callable[[Cost, Cost], Cost],
 ) -> tuple[Cost, tuple[range, ...]]:
-    """The least joined cost of ranks that take consecutive layers, one at least each, and who takes
-    which.
+    """Return the least joined cost of ranks with consecutive layers, and the layers of each.
 
     By dynamic programming: to take as many as one may from the first rank on is not best where
     layers are uneven, since the last ones must not be left without any.
@@ -194,8 +191,9 @@ def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
 
 
 def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:
-    """With `own_bytes` of layers; beside those that stay a rank holds `kv_bytes`, or `held_bytes`
-    if it streams.
+    """Return the link's seconds for `own_bytes` of layers.
+
+    Beside layers that stay, a rank holds `kv_bytes`, or `held_bytes` if it streams.
     """
     if own_bytes + kv_bytes <= rank.memory_bytes * (1 + 1e-12):  # by rounding it may be more
         return 0.0
@@ -205,8 +203,9 @@ def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: f
 
 
 def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
-    """The largest share that a rank manages within `limit_s`, at most 1; it never falls as time
-    rises.
+    """Return the largest share that a rank manages within `limit_s`, at most 1.
+
+    It never falls as time rises.
     """
     memory_bytes = max(0, rank.memory_bytes)
     carried_bytes = _carried_bytes(rank, limit_s)
@@ -221,9 +220,7 @@ def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
 
 
 def _carried_bytes(rank: RankCapacity, limit_s: float) -> float:
-    """What reaches a rank within `limit_s`: no more than its link carries, and than there is at the
-    other end.
-    """
+    """Return what reaches a rank within `limit_s`, limited by its link and by its host and disk."""
     carried_bytes = rank.link_bytes_per_s * limit_s
     if math.isinf(rank.disk_bytes_per_s):
         return carried_bytes
@@ -231,7 +228,7 @@ def _carried_bytes(rank: RankCapacity, limit_s: float) -> float:
 
 
 def _least(holds: Callable[[float], bool]) -> float:
-    """The least number of seconds for which something holds that goes on to hold beyond it."""
+    """Return the least seconds for which a monotone condition holds."""
     if holds(0.0):
         return 0.0
     lo = _LONGEST_S

@@ -29,7 +29,7 @@ from offload.memory.planner import ModelFiles, ram_warning
 from offload.memory.prompt_rows import row_s
 from offload.model.meta import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
-from offload.planning.acceptance import usual_for
+from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import (
     Costs,
     Curve,
@@ -144,7 +144,7 @@ class Estimate(NamedTuple):
     def sweep_bytes(self) -> int:
         """Bytes that one pass moves; with experts on demand, what one token is expected to need."""
         experts = self.traffic.experts
-        return self.plan.streamed_bytes + (round(experts.near_bytes_at(1)) if experts else 0)
+        return self.plan.streamed_bytes + (round(experts.link_bytes_at(1)) if experts else 0)
 
     @property
     def sweep_s(self) -> float | None:
@@ -500,7 +500,7 @@ def _predictions(
         weighed = known if case.plan(1).has_experts else costs
         num_texts = case.options.parallel
         known_of = (profile, basis, weighed, traffic_of)
-        usual = usual_for(case.files.draft)
+        usual = prior_for(case.files.draft)
         selector = TreeSelector(
             case.options.rule, *known_of, max_depth=max_depth, usual=usual, num_texts=num_texts
         )
@@ -531,7 +531,7 @@ def tokens_of(
 ) -> tuple[tuple[float, float], str]:
     """Return the least and most tokens per pass of a tree for this pair, and what they rest on."""
     tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
-    usual = usual_for(files.draft)
+    usual = prior_for(files.draft)
     if profile is None and usual.is_copy:
         return tokens, f"{usual.source}, no measurement of this one" + (
             f"; {basis}" if basis else ""

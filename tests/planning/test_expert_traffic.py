@@ -154,7 +154,7 @@ def test_a_second_pool_spares_the_disk() -> None:
     sizes = [one.bytes_at(4) for one in (few, many, all_of)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 2 * sizes[2]
     assert few.is_disk_slower and not all_of.is_disk_slower
-    assert all_of.bytes_at(4) == pytest.approx(all_of.experts.near_bytes_at(4))  # type: ignore[union-attr]
+    assert all_of.bytes_at(4) == pytest.approx(all_of.experts.link_bytes_at(4))  # type: ignore[union-attr]
 
 
 def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:

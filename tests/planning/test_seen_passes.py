@@ -57,25 +57,25 @@ class Machine(NamedTuple):
         return with_misses(USUAL, self.misses)
 
     def s_per_token(self, shape: Shape, num_texts: int) -> float:
-        tokens = forest_of(self.misses, num_texts).expected_dynamic(shape.num_nodes, shape.depth)
+        tokens = trees_of(self.misses, num_texts).expected_dynamic(shape.num_nodes, shape.depth)
         return step_time(self.costs(num_texts), self.traffic, shape, num_texts).total_s / (num_texts * tokens)
 
 
 @cache
-def forest_of(misses: float, num_texts: int) -> TreeSearch:
+def trees_of(misses: float, num_texts: int) -> TreeSearch:
     return TreeSearch(with_misses(USUAL, misses), max_nodes=MOST_NODES // num_texts)
 
 
 @cache
 def least_s(machine: Machine, num_texts: int) -> float:
     """Seconds per token of the best tree of the grid, in truth."""
-    forest, costs = forest_of(machine.misses, num_texts), machine.costs(num_texts)
+    forest, costs = trees_of(machine.misses, num_texts), machine.costs(num_texts)
     return rank_trees(forest, costs, lambda _: machine.traffic, is_dynamic=True, num_texts=num_texts)[0].s_per_token
 
 
 @cache
 def tree_of(misses: float, num_nodes: int, depth: int) -> Topology:
-    return forest_of(misses, 1).tree(num_nodes, depth)
+    return trees_of(misses, 1).tree(num_nodes, depth)
 
 
 MACHINES = {

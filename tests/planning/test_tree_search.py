@@ -317,13 +317,13 @@ def test_large_trees_are_left_out_where_they_cannot_be_better(row_s: float, num_
     """They are ordered only where they might be, and what is chosen is what all of them would have shown."""
     what, traffic, asked = costs(row_s=row_s, draft_s=5e-3), Traffic(3 * 10**8, 10**8), list[int]()
 
-    def forest_of(max_nodes: int) -> TreeSearch:
+    def trees_of(max_nodes: int) -> TreeSearch:
         asked.append(max_nodes)
         return TreeSearch(P_K, max_nodes=max_nodes)
 
     for is_dynamic in (False, True):
         how = {"is_dynamic": is_dynamic, "num_texts": num_texts}
-        _, found = search(forest_of, SIZES[-1], what, lambda _: traffic, **how)
+        _, found = search(trees_of, SIZES[-1], what, lambda _: traffic, **how)
         assert found[0] == rank_trees(TreeSearch(P_K), what, lambda _: traffic, **how)[0]
         if row_s in (0.0, 1e-2):
             assert asked == ([512] if row_s else [512, SIZES[-1]]), "most of the time goes into ordering"
