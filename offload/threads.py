@@ -4,29 +4,14 @@ A pass of many rows wants every core, drafting's small products want few, and th
 while they wait stall the others when another process takes a core. So now and then a step is tried
 with the next larger or smaller count, or the other way of waiting, which is kept if quicker.
 
-Spinning is quicker where the cores are ours, and far slower beside a process that needs one.
-libgomp reads once, at start, how often to spin (`GOMP_SPINCOUNT`), but while there are more OpenMP
-threads than cores it spins a hundred times at most, says its manual. So `ThreadWaiting` keeps an
-idle team of threads for as long as the others shall sleep. `fastest_mode` finds the mode to begin
-with, from the products that a step consists of.
-
 Invariant: trials cost about a percent of the time, since the wait for the next one grows with what
 the last one lost.
 """
 
-import os
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
-
-import torch
-from torch.nn.functional import linear, silu
-
-from offload.timer import median_s, timed
 
 _NUM_RECENT = 7  # steps whose median stands for the mode in use
 _NUM_TRIED = 3  # steps in a row by whose median another mode is judged
@@ -249,96 +234,3 @@ def _cores_taken(mode: Mode) -> tuple[int, bool]:
 def _steps_for(lost_s: float, step_s: float) -> int:
     """Return the steps until so much time may be lost again."""
     return min(_MOST_WAIT, max(_LEAST_WAIT, round(lost_s / (_LOST_SHARE * step_s))))
-
-
-_BYTES_PER_THREAD = 1 << 17  # of an addition that torch spreads over all threads
-
-
-class ThreadWaiting:
-    """Sets how the threads of this process wait; at first they spin."""
-
-    def __init__(self) -> None:
-        self._ended: threading.Event | None = None
-        self._thread = threading.Thread()
-
-    def let_sleep(self, is_asleep: bool) -> None:
-        """Let waiting threads sleep at once, or spin for a while first."""
-        if is_asleep and self._ended is None:
-            self._ended, started = threading.Event(), threading.Event()
-            arguments = started, self._ended
-            self._thread = threading.Thread(
-                target=_keep_team, args=arguments, name="offload-idle", daemon=True
-            )
-            self._thread.start()
-            started.wait()
-        elif not is_asleep and self._ended is not None:
-            self.close()
-
-    def close(self) -> None:
-        """End the idle team."""
-        if self._ended is not None:
-            self._ended.set()
-            self._thread.join()
-            self._ended = None
-
-
-def _keep_team(started: threading.Event, ended: threading.Event) -> None:
-    num_threads = max(2, len(os.sched_getaffinity(0)))
-    torch.set_num_threads(num_threads)
-    torch.zeros(num_threads * _BYTES_PER_THREAD, dtype=torch.uint8).add_(1)
-    started.set()
-    ended.wait()
-
-
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Fastest(NamedTuple):
-    """The mode, and the seconds of each that was tried."""
-
-    mode: Mode
-    seen_s: dict[Mode, float]
-
-
-def fastest_mode(
-    ladder: Sequence[int],
-    num_rows: int,
-    width: int,
-    dtype: torch.dtype,
-    *,
-    budget_s: float = 0.06,
-    multiply: Multiply = linear,
-) -> Fastest:
-    """Return the mode with the shortest product of `num_rows` rows and a (width, width) matrix.
-
-    The time includes elementwise work between products. Counts are those of the rising `ladder`.
-    Ties within a tenth go to fewer threads, and to sleeping ones: these leave the cores to others.
-    `multiply` is how models here compute such products.
-    """
-    weight = torch.ones(width, width, dtype=dtype)
-    rows = torch.ones(num_rows, width, dtype=dtype)
-    before = torch.get_num_threads()
-    best = Mode(ladder[0], is_asleep=True)
-    seen_s = dict[Mode, float]()
-    modes = [
-        Mode(count, is_asleep)
-        for count in ladder
-        for is_asleep in (True, False)
-        if is_asleep or count > 1
-    ]
-    with closing(ThreadWaiting()) as waiting:
-        for mode in modes:
-            torch.set_num_threads(mode.num_threads)
-            waiting.let_sleep(mode.is_asleep)
-            compute = partial(_compute, rows, weight, multiply)
-            compute()  # the first is not like the others
-            seen_s[mode] = median_s(partial(timed, compute), budget_s / len(modes), least_rounds=3)
-            if seen_s[mode] < 0.9 * seen_s[best]:
-                best = mode
-    torch.set_num_threads(before)
-    return Fastest(best, seen_s)
-
-
-def _compute(rows: torch.Tensor, weight: torch.Tensor, multiply: Multiply) -> None:
-    """Compute two products with elementwise work between: three waits of all threads."""
-    multiply(silu(multiply(rows, weight)), weight)

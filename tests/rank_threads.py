@@ -11,8 +11,8 @@ import torch
 from in_memory import Delay, InMemory, in_memory
 
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
-from offload.engine.team import Hooks
 from offload.planning.options import LoadOptions
 
 _NOBODY = Hooks()

@@ -100,8 +100,8 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
     """Follow the order in this process; `on_text` is called behind every text, with the decoder."""
     _import_libraries(Path(order.target))
     from offload.cli.demo import PROMPT
+    from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
-    from offload.engine.team import Hooks
     from offload.planning.options import LoadOptions
 
     meter = Meter()

@@ -8,14 +8,11 @@ of a given width. Nothing streams yet while this runs, so readers that share the
 in these figures: `offload tune`, the full calibration, has them.
 """
 
-import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +21,8 @@ from torch.nn.functional import linear
 
 from offload import machine as cores
 from offload.calibration.link import LOCAL_BYTES_PER_S, link_bytes_per_s
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.checkpoint.sizes import model_shape
+from offload.calibration.threads import Fastest, fastest_mode
+from offload.checkpoint.safetensors import compute_dtype_name
 from offload.drafting.model import ModelDrafter
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.planner import ModelFiles
@@ -48,7 +45,7 @@ from offload.planning.selector import FindProfile, Trees, routing_in
 from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
 from offload.streaming.disk import ByteSource
-from offload.threads import Fastest, StepModes, ThreadPolicy, fastest_mode, thread_ladder
+from offload.threads import StepModes, ThreadPolicy, thread_ladder
 from offload.timer import median_s, timed
 from offload.trees.topology import Topology, chain, sequences
 from offload.units import Sampling, drafting_of, require
@@ -315,37 +312,3 @@ def _profile_finder(
         return profile and profile.of_experts(experts), where
 
     return lambda sampling, rule: find(replace(sampling, seed=0), rule)
-
-
-def name_of(model: str) -> str:
-    """Return the name as it was given, without the folders around it."""
-    # a hub id has no folder here, and its last part is its name all the same
-    path = Path(os.path.abspath(model))
-    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
-
-
-class ModelFacts(NamedTuple):
-    """What one model is, on any machine: its name and its size, from headers."""
-
-    name: str
-    num_parameters: int
-    num_bytes: int  # as stored, or as held in memory
-    is_held: bool = False  # in fewer bits than it is stored in
-    # bytes of towers and extra layers, which are never read
-    left_out: Mapping[str, int] = MappingProxyType({})
-
-    @classmethod
-    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
-        """Return the facts that headers tell."""
-        num_bytes = checkpoint.num_bytes
-        shape = model_shape(checkpoint) if checkpoint.held else None
-        if shape is not None:
-            num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
-        count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
-        return cls(
-            name_of(model),
-            count,
-            num_bytes,
-            is_held=shape is not None,
-            left_out=dict(checkpoint.left_out),
-        )

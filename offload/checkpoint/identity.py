@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from offload.checkpoint.files import cache_folder, open_regular, replacing
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.hub import READ_BY_LIBRARIES
+from offload.checkpoint.hub_sums import hub_sum, is_sha256
 from offload.checkpoint.safetensors import Checkpoint, Stamp, read_json
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.whole import default_manifest, read_manifest
 from offload.errors import ReadError, UserError
-from offload.integrity import hub_sum, is_sha256
 
 PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
 FILES = "files"

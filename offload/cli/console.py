@@ -14,7 +14,7 @@ from offload.calibration.trial import ComparisonOutcome, used
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
 from offload.cli.progress import BatchProgress, Phase, Progress, TextProgress, plural
-from offload.engine.team import Hooks
+from offload.engine.hooks import Hooks
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.stats import Stats
 from offload.units import format_bytes, is_decimal

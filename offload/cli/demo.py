@@ -19,9 +19,9 @@ from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
+from offload.engine.hooks import Progress
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.team import Progress
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, least_budget, plan_memory

@@ -11,8 +11,8 @@ from offload.memory.plan import LayerTier, MemoryPlan
 from offload.units import format_bytes
 
 if TYPE_CHECKING:  # they bring numpy along
-    from offload.calibration.startup import ModelFacts
     from offload.planning.cost_model import Prediction, PromptPass
+    from offload.planning.model_facts import ModelFacts
     from offload.reports.drafts import DraftCandidate
     from offload.reports.estimate import Estimate
 

@@ -11,11 +11,13 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from offload.checkpoint.identity import ModelIdentity
 from offload.cli.batch_file import BatchTask
 from offload.errors import RunError, UserError, ensure
+
+if TYPE_CHECKING:
+    from offload.checkpoint.identity import ModelIdentity
 
 _BEGINNING = b'{"index": '
 _MOST_LINE_BYTES = 64 << 20
@@ -38,7 +40,8 @@ class ResultsFile:
         self._write = write
         self.done = set[tuple[int, int]]()
         self.num_failed = 0
-        self.models, self.model = dict[int, ModelIdentity](), dict[str, Any]()
+        self.models: dict[int, ModelIdentity] = {}
+        self.model: dict[str, Any] = {}
 
     def add(self, task: BatchTask, result: dict[str, Any]) -> None:
         """Write one line, whole. Raises `RunError` where it cannot be written."""
@@ -66,7 +69,7 @@ class ResultsFile:
             self.done.add(key)
             self.num_failed += has_failed
 
-    def require(self, difference: Callable[[ModelIdentity], str]) -> None:
+    def require(self, difference: "Callable[[ModelIdentity], str]") -> None:
         """Raises `UserError` where a line is of another model, by what is `difference` to it in
         words.
         """
@@ -76,7 +79,9 @@ class ResultsFile:
                     f"{self.name}, line {number} is not of this model ({what}): {_OTHER}"
                 )
 
-    def _identity(self, model: Any, number: int) -> ModelIdentity:
+    def _identity(self, model: Any, number: int) -> "ModelIdentity":
+        from offload.checkpoint.identity import ModelIdentity  # only a run needs it
+
         found = ModelIdentity.parse(model)
         if found is None:
             what = f"{self.name}, line {number} does not tell of which model it is, an earlier version wrote it"

@@ -21,8 +21,8 @@ from offload.drafting.base import Drafter
 from offload.drafting.dynamic import StepSeconds
 from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
 from offload.drafting.lookup import GuessSources
+from offload.engine.hooks import Hooks, Progress
 from offload.engine.identities import Identities
-from offload.engine.team import Hooks, Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.kernels.registry import KernelSet
@@ -32,7 +32,7 @@ from offload.model.encoder_decoder import open_model
 from offload.model.experts import sample_of
 from offload.model.streamed import StreamedModel
 from offload.planning.options import LoadOptions
-from offload.sampling.grammar import Grammars
+from offload.sampling.grammar_mask import Grammars
 from offload.streaming.device import CudaDevice, Device
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource
 from offload.streaming.scan import TURNS, WeightScan

@@ -48,9 +48,11 @@ from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.selector import TreeChoice, Trees
-from offload.sampling.grammar import Grammar, Grammars
+from offload.sampling.grammar import Grammar
+from offload.sampling.grammar_mask import Grammars
 from offload.sampling.sampler import Sampler
-from offload.threads import Mode, ThreadPolicy, ThreadWaiting
+from offload.thread_waiting import ThreadWaiting
+from offload.threads import Mode, ThreadPolicy
 from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule
 from offload.units import Sampling, check_lenience, require, whole_number

@@ -43,11 +43,12 @@ from offload.engine.build import (
     telling,
 )
 from offload.engine.decoder import Decoder, DecoderConfig
+from offload.engine.hooks import Hooks, Progress
 from offload.engine.identities import Identities
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.team import Hooks, LoadContext, Progress, Team
+from offload.engine.team import LoadContext, Team
 from offload.errors import require
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet

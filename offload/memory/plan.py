@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from offload.checkpoint.sizes import ModelShape
-from offload.trees.topology import PACES, most_rows
+from offload.trees.growth import PACES, most_rows
 from offload.units import NOISE_POSITIONS, format_bytes
 
 # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from offload.calibration.startup import name_of
 from offload.errors import UserError
 from offload.model.meta import describe
 from offload.planning.cost_model import Prediction
+from offload.planning.model_facts import name_of
 from offload.planning.near_copy import BITS, copy_bits
 from offload.planning.options import LoadOptions
 from offload.reports.estimate import Read, estimate

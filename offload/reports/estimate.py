@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
-from offload.calibration.startup import ModelFacts
 from offload.checkpoint.hub import is_here, require_one_vocabulary
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
@@ -43,6 +42,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.hardware import Hardware, find_hardware, rates_of
+from offload.planning.model_facts import ModelFacts
 from offload.planning.near_copy import check_held, copy_bits, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (

@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from offload.calibration.startup import ModelFacts
 from offload.checkpoint.hub import require_one_vocabulary
 from offload.checkpoint.sizes import model_shape
 from offload.distributed.layout import (
@@ -42,6 +41,7 @@ from offload.planning.cost_model import (
     costs_on,
     draft_widths,
 )
+from offload.planning.model_facts import ModelFacts
 from offload.planning.near_copy import check_held, files_of
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile, parse_profile

@@ -33,9 +33,9 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Counted, Hooks
 from offload.engine.load import open_decoder
 from offload.engine.request import Request, encode
-from offload.engine.team import Counted, Hooks
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles

@@ -15,7 +15,6 @@ node may have).
 """
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import UserError
+from offload.trees.growth import PACES, GrowthSchedule
 from offload.units import require
 
 Floats = NDArray[np.float64]
@@ -37,52 +37,6 @@ Follow = Callable[[int | None, int], tuple[float, int | None] | None]
 # size pays, no caller's bound. The grid ends where rows of Llama-2-70B are still free on an L40 (a
 # pass of 2,048 computes for 2.6 s, its link takes 4.7 s) and those of twice as many no longer are.
 SIZES = (1, *(size for power in range(10) for size in (2 << power, 3 << power)), 2048)
-
-# rows per node, those that are run in vain included
-_ROOM = 1.25
-# rows of one draft pass: the most that a device replays from a recording, and no longer free on any
-_MOST_ROWS = 128
-
-
-class GrowthSchedule(NamedTuple):
-    """How many rows each draft pass runs while a dynamic tree of N nodes grows.
-
-    Large passes are few, and run a few more rows in vain: rows that children of the same pass would
-    have ousted. Trees of every pace are worth the same; which pace is fastest depends on what a
-    pass costs here, see `planning.cost_model.paced`. Passes and rows are as counted on the packaged
-    pair. A draft's cache has room for the rows of any pace, so that one may be chosen after memory
-    is planned.
-    """
-
-    # a pass runs at most N / num_parts rows
-    num_parts: int
-    # passes beyond the number of binary digits of N; a tree is about as deep as N has digits
-    more_passes: int
-    # rows that are run, as a share of N
-    rows_share: float
-
-    def rows_per_pass(self, num_nodes: int) -> int:
-        """Return the most rows of one pass for a tree of `num_nodes`."""
-        return min(_MOST_ROWS, max(1, num_nodes // self.num_parts))
-
-    def widths(self, num_nodes: int, least_passes: int = 0) -> list[int]:
-        """Return the expected rows of every pass behind the root's, at least `least_passes`."""
-        num_rows = self.rows_share * num_nodes
-        num_passes = max(
-            num_nodes.bit_length() + self.more_passes,
-            math.ceil(num_rows / self.rows_per_pass(num_nodes)),
-        )
-        num_passes = max(num_passes, least_passes)
-        return [max(1, round(num_rows / num_passes))] * min(num_nodes - 2, num_passes)
-
-
-# the first is used where costs are not known
-PACES = (GrowthSchedule(4, 2, 1.1), GrowthSchedule(8, 4, 1.03))
-
-
-def most_rows(num_nodes: int) -> int:
-    """Return the rows, root included, that growing a tree of `num_nodes` runs at most."""
-    return int(_ROOM * num_nodes)
 
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail

@@ -13,7 +13,8 @@ from tiny import FAMILIES, build, save
 from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import meeting
-from offload.engine.team import Hooks, LoadContext
+from offload.engine.hooks import Hooks
+from offload.engine.team import LoadContext
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions

@@ -19,7 +19,8 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.reports.trace_acceptance import dynamic_again, write
-from offload.trees.topology import PACES, DynamicShape, GrowthSchedule
+from offload.trees.growth import PACES, GrowthSchedule
+from offload.trees.topology import DynamicShape
 from offload.units import Sampling
 
 NUM_NODES, DEPTH, NUM_NEW, GROUP = 64, 32, 128, 64

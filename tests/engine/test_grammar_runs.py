@@ -18,7 +18,8 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.sampling.grammar import Grammar, GrammarMask, find_grammar
+from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling.grammar_mask import GrammarMask
 from offload.sampling.sampler import AdjustedRows, Rows, Sampler
 from offload.trees.token_tree import TokenTree
 from offload.units import Sampling

@@ -18,7 +18,7 @@ from tiny import FAMILIES, VOCAB_SIZE, displaced, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
-from offload.engine.team import Hooks
+from offload.engine.hooks import Hooks
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.rank_roles import RankInfo

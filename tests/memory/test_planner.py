@@ -22,7 +22,7 @@ from offload.memory import planner as plan
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 from offload.memory.planner import DEFAULT_CONTEXT, Budgets, make_plan, plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, Rates, row_s, wanted_rows
-from offload.trees.topology import most_rows
+from offload.trees.growth import most_rows
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB

@@ -16,7 +16,8 @@ from torch import Tensor
 from offload.drafting.static import draw_children
 from offload.errors import UserError
 from offload.sampling import grammar as module
-from offload.sampling.grammar import Grammar, GrammarMask, Grammars, find_grammar
+from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling.grammar_mask import GrammarMask, Grammars
 from offload.sampling.sampler import Sampler
 from offload.units import ChildSampling, Sampling
 

@@ -21,8 +21,8 @@ import offload
 from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.whole import open_whole
+from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
-from offload.engine.team import Hooks
 from offload.integrity import verify
 from offload.memory.plan import LayerTier
 from offload.planning.options import LoadOptions

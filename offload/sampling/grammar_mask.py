@@ -1,0 +1,345 @@
+"""Grammars compiled by llguidance, and the masks that they lay over the scores of a tree's nodes.
+
+A grammar comes from callers that are not trusted, so it is first compiled in a process with limits.
+Invariant: a mask depends on the tokens of a path alone, whatever tree it stands in.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.errors import UserError, reason, refusing, require
+from offload.sampling.adjustments import Send, stay
+from offload.sampling.grammar import Grammar
+
+_REMEDY = "mend it, or ask for less"
+# seconds that a compilation may take; most take milliseconds
+_TRIAL_S = 10.0
+# compiled grammars that are kept
+_MOST_KEPT = 16
+# the end token of a vocabulary that has none
+_END_NAME = "<|the end of the text, for grammars|>"
+TokenPath = tuple[int, ...]
+T = TypeVar("T")
+
+
+class GrammarMask:
+    """One text's place in a grammar.
+
+    The matcher stands behind the committed tokens, walks down a path and rolls back as far as the
+    next path differs. Masks of a step are kept, since the target asks for those of the accepted
+    path once more.
+
+    Args:
+        new_matcher: gives an `LLMatcher` at its start.
+        allowed: bool (V,), what may follow where a matcher stands, ends of the text included.
+        end_ids: tokens that end the text.
+        name: the grammar's, for messages to the user.
+    """
+
+    def __init__(
+        self,
+        new_matcher: Callable[[], Any],
+        allowed: Callable[[Any], Tensor],
+        end_ids: Set[int],
+        name: str,
+    ) -> None:
+        self._new_matcher = new_matcher
+        self._allowed = allowed
+        self._end_ids = end_ids
+        self._name = name
+        self.begin(())
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Start anew; the prompt is no part of what the grammar speaks of."""
+        self._committed = list[int]()
+        self._has_ended = False
+        self._masks: dict[TokenPath, Tensor | None] = {}
+        # the matcher's words for each path at which it gives up
+        self._broken: dict[TokenPath, str] = {}
+        self._restart()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Move behind these tokens.
+
+        Raises `UserError` where nothing may follow that the model can say, or the matcher has given
+        up.
+        """
+        for token in tokens:
+            self._has_ended = self._has_ended or token in self._end_ids
+            if not self._has_ended:
+                if () in self._broken or not self._go_to((token,)):
+                    why = self._broken.get((), "no token of the model is left")
+                    raise UserError(
+                        f"{self._name} cannot be followed any further ({why}): {_REMEDY}"
+                    )
+                self._committed.append(token)
+                del self._walked[0]
+            self._masks = _behind(token, self._masks)
+            self._broken = _behind(token, self._broken)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow, and the model has no token to say so."""
+        if self._has_ended or self._end_ids or self._broken.get(()):
+            return False
+        mask_V = self._mask(())
+        return mask_V is not None and not mask_V.any()
+
+    def adjust(
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+    ) -> Tensor:
+        """Mask what the grammar forbids, see `Adjustment`.
+
+        A row whose largest score is not finite stays, so that sampling reports it.
+        """
+        rows = list[int]()
+        masks = list[Tensor]()
+        # neighbours share most
+        for path, row in sorted((tuple(path), row) for row, path in enumerate(paths)):
+            mask_V = self._mask(path)
+            if mask_V is not None and mask_V.any():
+                rows.append(row)
+                masks.append(mask_V)
+        scores_TV = logits_TV.to(torch.float32, copy=True)
+        if rows:
+            row_R = send(torch.tensor(rows))
+            scores_TV[row_R] = _masked(scores_TV[row_R], send(torch.stack(masks)))
+        return scores_TV
+
+    def _mask(self, path: TokenPath) -> Tensor | None:
+        """Return what may follow a path; None where nothing is masked or the matcher gave up."""
+        if path not in self._masks:
+            self._masks[path] = self._allowed_behind(path)
+        return self._masks[path]
+
+    def _allowed_behind(self, path: TokenPath) -> Tensor | None:
+        if self._has_ended or not self._end_ids.isdisjoint(path):
+            return None
+        with refusing(f"{self._name} cannot be followed any further", _REMEDY):
+            mask_V = self._allowed(self._matcher) if self._go_to(path) else None
+            if self._matcher.is_error():
+                self._broken[path] = " ".join(self._matcher.get_error().split())[:80]
+                self._restart()
+                return None
+            return mask_V
+
+    def _go_to(self, path: TokenPath) -> bool:
+        """Move the matcher behind a path; if the path leaves the grammar, somewhere on it."""
+        num_shared = 0
+        while (
+            num_shared < min(len(path), len(self._walked))
+            and path[num_shared] == self._walked[num_shared]
+        ):
+            num_shared += 1
+        self._matcher.rollback(len(self._walked) - num_shared)
+        del self._walked[num_shared:]
+        num_taken = self._matcher.try_consume_tokens(list(path[num_shared:]))
+        self._walked += path[num_shared : num_shared + num_taken]
+        return len(self._walked) == len(path)
+
+    def _restart(self) -> None:
+        """Take a new matcher behind the committed tokens: one that has met an error stays in it."""
+        self._matcher = self._new_matcher()
+        self._matcher.consume_tokens(self._committed)
+        # tokens that the matcher has consumed beyond the committed ones
+        self._walked = list[int]()
+
+
+def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
+    """Return what is known of paths that begin with `token`, keyed as once that is committed."""
+    return {path[1:]: one for path, one in known.items() if path[:1] == (token,)}
+
+
+def _masked(logits_RV: Tensor, mask_RV: Tensor) -> Tensor:
+    scores_RV = logits_RV.masked_fill(~mask_RV, -torch.inf)
+    is_sound_R1 = logits_RV.amax(1, keepdim=True).isfinite()
+    knows_none_R1 = scores_RV.amax(1, keepdim=True) == -torch.inf
+    scores_RV = scores_RV.masked_fill(knows_none_R1 & mask_RV, 0.0)
+    return torch.where(is_sound_R1, scores_RV, logits_RV)
+
+
+class Grammars:
+    """All grammars that one decoder is asked for.
+
+    Args:
+        tokenizer: of the target; None where it has none, and then every grammar is refused.
+        end_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Set[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(end_ids)
+        # an `LLTokenizer`
+        self._vocabulary: Any = None
+        # each an `LLMatcher` at its start
+        self._compiled: dict[Grammar, Any] = {}
+        # requests are checked while others are being written
+        self._lock = threading.Lock()
+
+    def mask(self, grammar: Grammar) -> GrammarMask:
+        """Return what keeps one text within a grammar.
+
+        Raises `UserError` for a grammar by which nothing can be written.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            # outside the lock: no other text should wait for this
+            matcher = self._compile(grammar)
+            with self._lock:
+                while len(self._compiled) >= _MOST_KEPT:
+                    del self._compiled[next(iter(self._compiled))]
+                self._compiled[grammar] = matcher
+        return GrammarMask(matcher.deep_copy, self._allowed, self._end_ids, str(grammar))
+
+    def _compile(self, grammar: Grammar) -> Any:
+        vocabulary = self._read_vocabulary()
+        from llguidance import LLMatcher
+
+        with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", _REMEDY):
+            source = _source(grammar)
+        _try_out(source, grammar)
+        with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", _REMEDY):
+            matcher = LLMatcher(vocabulary, source, log_level=0)
+            error = matcher.get_error()
+            # a copy, because a matcher that has met an error stays in it
+            first = matcher.deep_copy()
+            is_any = (
+                not error
+                and bool(self._allowed(first).any() or first.is_accepting())
+                and not first.is_error()
+            )
+        _require_sound(error, grammar)
+        require(
+            is_any,
+            f"{grammar} must allow something in this vocabulary",
+            f"{grammar.text!r:.80}",
+            _REMEDY,
+        )
+        return matcher
+
+    def _read_vocabulary(self) -> Any:
+        if self._vocabulary is not None:
+            return self._vocabulary
+        if find_spec("llguidance") is None:
+            raise UserError(
+                "grammars are kept by the package llguidance, which is missing: pip install offload[grammar]"
+            )
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            what = "no tokenizer" if self._tokenizer is None else "one of another kind"
+            raise UserError(
+                f"a grammar is kept by the bytes of tokens, which a tokenizer.json tells, got {what}: put it beside"
+            )
+        from llguidance import LLTokenizer
+
+        with refusing(
+            "the model's tokenizer cannot be read for a grammar", "download its files again"
+        ):
+            raw, end_ids = _with_an_end(backend, self._end_ids)
+            num_tokens = max(self._vocab_size, raw.get_vocab_size(), *(end + 1 for end in end_ids))
+            self._vocabulary = LLTokenizer(raw.to_str(), n_vocab=num_tokens, eos_token=end_ids)
+        return self._vocabulary
+
+    def _allowed(self, matcher: Any) -> Tensor:
+        """Return bool (V,): what a matcher lets follow.
+
+        Tokens that end the text are allowed exactly where it may end.
+        """
+        packed_B = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed_V = np.unpackbits(packed_B, bitorder="little").astype(bool)
+        allowed_V[self._vocabulary.eos_tokens] = False
+        allowed_V = allowed_V[: self._vocab_size]
+        allowed_V[[end for end in self._end_ids if end < self._vocab_size]] = matcher.is_accepting()
+        return torch.from_numpy(allowed_V)
+
+
+def _source(grammar: Grammar) -> str:
+    """Return the grammar as llguidance takes it."""
+    from llguidance import LLMatcher
+
+    make: dict[str, Callable[[str], str]] = {
+        "json_schema": LLMatcher.grammar_from_json_schema,
+        "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}'),
+        "regex": LLMatcher.grammar_from_regex,
+        "lark": LLMatcher.grammar_from_lark,
+    }
+    return make[grammar.kind](grammar.text)
+
+
+def _try_out(source: str, grammar: Grammar) -> None:
+    """Compile in a process of its own.
+
+    Raises `UserError` for what cannot be compiled, takes too long, or ends that process.
+    """
+    script = Path(__file__).with_name("grammar_trial.py")
+    got = f"got {grammar.text!r:.80}"
+    try:
+        told = subprocess.run(
+            [sys.executable, "-P", script],
+            input=source.encode(),
+            capture_output=True,
+            timeout=_TRIAL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{grammar} must be compiled within {_TRIAL_S:g} s, {got}: {_REMEDY}"
+        ) from None
+    if told.returncode:
+        lines = told.stderr.decode(errors="replace").strip().splitlines() or [
+            f"status {told.returncode}"
+        ]
+        raise UserError(
+            f"{grammar} is more than its compiler can take, {got} ({lines[-1]:.80}): {_REMEDY}"
+        )
+    answer = json.loads(told.stdout)
+    if isinstance(answer, dict):
+        raise UserError(
+            f"grammars are compiled with the package llguidance by {sys.executable}, which lacks it "
+            f"({answer['failure']:.80}): pip install offload[grammar] there"
+        )
+    _require_sound(answer, grammar)
+
+
+def _require_sound(error: str | None, grammar: Grammar) -> None:
+    """Raise `UserError` with what the compiler says, if it says anything."""
+    if error:
+        raise UserError(
+            f"{grammar} cannot be compiled, got {grammar.text!r:.80} ({reason(ValueError(error))}): {_REMEDY}"
+        )
+
+
+def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:
+    """Return a tokenizer that neither pads nor cuts, and its tokens that end a text.
+
+    One is added where it has none.
+    """
+    raw = copy.copy(backend)
+    known = [end for end in sorted(end_ids) if backend.id_to_token(end) is not None]
+    raw.no_padding()
+    raw.no_truncation()
+    if known:
+        return raw, known
+    raw = type(raw).from_str(raw.to_str())
+    raw.add_special_tokens([_END_NAME])
+    end = raw.token_to_id(_END_NAME)
+    require(
+        backend.id_to_token(end) is None,
+        "a vocabulary must have no holes",
+        end,
+        "take the model's own tokenizer",
+    )
+    return raw, [end]
