@@ -24,7 +24,6 @@ from offload.memory.plan import INNER_ROWS, MemoryPlan
 from offload.memory.planner import ModelFiles
 from offload.memory.prompt_rows import Rates, gains_by_rows
 from offload.planning.room import MemoryBudget
-from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, allocate, finish
 from offload.timer import fastest_s, timed
 
@@ -109,7 +108,7 @@ _COPY_BYTES = 64 << 20
 
 
 def device_link_bytes_per_s(
-    device: Device,
+    device: "Device",
     plan: MemoryPlan,
     shards: Sequence[Path],
     *,

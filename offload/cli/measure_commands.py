@@ -33,7 +33,7 @@ def plan(
     names: ModelChoice, load: ModelOptions, machine: PlanOptions, output: OutputOptions
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
-    from offload.model.meta import describe, is_built
+    from offload.model.headers import describe, is_built
     from offload.planning.near_copy import copy_bits
     from offload.planning.options import LoadOptions
 

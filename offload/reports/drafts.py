@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from offload.errors import UserError
-from offload.model.meta import describe
+from offload.model.headers import describe
 from offload.planning.cost_model import Prediction
 from offload.planning.model_facts import name_of
 from offload.planning.near_copy import BITS, copy_bits

@@ -26,7 +26,7 @@ from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles, ram_warning
 from offload.memory.prompt_rows import row_s
-from offload.model.meta import describe
+from offload.model.headers import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import (

@@ -30,7 +30,7 @@ from offload.distributed.layout import (
 )
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, require_no_states
-from offload.model.meta import describe
+from offload.model.headers import describe
 from offload.planning.cluster import Cluster, Gathers, read_cluster
 from offload.planning.cost_model import (
     NOTHING,

@@ -10,12 +10,15 @@ import torch
 from matrix import matrix
 from processes import Ranks
 
+from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.distributed.join import joined
 from offload.distributed.transport import Channel, Kind, Message
 from offload.errors import RankError, UserError
 from offload.interrupts import terminated_later
 
 NUM_MESSAGES = 40
+
+SAME = ModelIdentity(dict.fromkeys(PARTS, "same"), {"sum": "same"})
 
 
 def test_everything_arrives_whole_and_in_order():
@@ -24,7 +27,7 @@ def test_everything_arrives_whole_and_in_order():
 
 
 def _exchange(place, report):
-    with joined(place, "same", "same", [], limit_s=30) as ranks:
+    with joined(place, SAME, "same", [], limit_s=30) as ranks:
         transport, rank = ranks.transport, place.rank
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             whole = torch.arange(42).reshape(6, 7).to(dtype)
@@ -91,7 +94,7 @@ def test_the_others_learn_within_seconds_why_a_rank_has_failed(how, line):
 def _fail(place, report, how):
     """Rank 2 fails while rank 1 waits for an order of rank 0, which waits in an exchange, or for rank 2's lie."""
     try:
-        with joined(place, "same", "same", [], limit_s=30) as ranks:
+        with joined(place, SAME, "same", [], limit_s=30) as ranks:
             ranks.transport.broadcast(torch.zeros(1))
             began_s = time.monotonic()
             if place.rank == 2:
@@ -143,7 +146,7 @@ def test_a_rank_that_stops_delays_and_one_that_stays_away_ends_it():
 
 
 def _wait_for_a_sleeper(place, report):
-    with joined(place, "same", "same", [], limit_s=30, exchange_limit_s=2) as ranks:
+    with joined(place, SAME, "same", [], limit_s=30, exchange_limit_s=2) as ranks:
         for _ in range(2):
             ranks.transport.broadcast(torch.zeros(1))
             began_s = time.monotonic()
@@ -164,7 +167,7 @@ def test_ctrl_c_waits_until_an_exchange_is_over():
 
 
 def _interrupted(place, report):
-    with joined(place, "same", "same", [], limit_s=30) as ranks:
+    with joined(place, SAME, "same", [], limit_s=30) as ranks:
         if place.rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:

@@ -24,7 +24,7 @@ from offload.kernels.compiled import HAS_NUMBA
 from offload.memory import planner
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles, plan_memory
-from offload.model.meta import describe
+from offload.model.headers import describe
 
 
 @pytest.fixture(scope="module")

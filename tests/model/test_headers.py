@@ -13,7 +13,7 @@ from tiny import FAMILIES, build, save
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.model.meta import describe
+from offload.model.headers import describe
 
 CORE = ("llama", "llama-tied", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "gemma4_text")
 

@@ -28,7 +28,7 @@ from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk
 from offload.model import meta as temperature
 from offload.model import streamed as weights
-from offload.model.meta import describe
+from offload.model.headers import describe
 from offload.streaming.disk import DiskReader
 
 PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().manual_seed(8)).tolist()

@@ -18,7 +18,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
-from offload.model.meta import describe
+from offload.model.headers import describe
 from offload.planning import selector as tree_policy
 from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, tokens_per_sweep
 from offload.planning.cost_model import Costs, Curve, costs_on

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.drafting.static import draw_children
 from offload.errors import UserError
-from offload.sampling import grammar as module
+from offload.sampling import grammar_mask as module
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling.grammar_mask import GrammarMask, Grammars
 from offload.sampling.sampler import Sampler
@@ -149,7 +149,7 @@ def test_without_the_package_in_the_process_that_compiles_a_line_names_it(
 def test_it_is_imported_when_it_is_asked_for() -> None:
     """And the description needs nothing heavy at all."""
     code = "import sys, offload.sampling.grammar; print('torch' in sys.modules, 'llguidance' in sys.modules)"
-    code += "; import offload.sampling.grammar; print('llguidance' in sys.modules)"
+    code += "; import offload.sampling.grammar_mask; print('llguidance' in sys.modules)"
     root = Path(__file__).parents[2]
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert told.stdout.split() == ["False"] * 3

@@ -14,7 +14,7 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload import machine as cores
-from offload import threads as fastest
+from offload.calibration import threads as fastest
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 NUM_STEPS, NUM_FIRST, NUM_ROWS = 110, 10, 64  # in the first steps a wrong start is left behind
@@ -312,7 +312,7 @@ def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
 
 IDLE = """
 import time
-from offload.threads import ThreadWaiting
+from offload.thread_waiting import ThreadWaiting
 import torch
 def idle_s():
     torch.set_num_threads(2)

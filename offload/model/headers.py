@@ -1,0 +1,76 @@
+"""A checkpoint by name: read from its headers, or built from a config alone, without its weights."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.hub import (
+    LLAMA_LIKE,
+    checkpoint_of_config,
+    config_alone,
+    imagined,
+    open_headers,
+    stored_dtype,
+)
+from offload.checkpoint.safetensors import Checkpoint, read_config
+from offload.checkpoint.sizes import config_sizes
+from offload.errors import UserError
+from offload.units import require
+
+# layers or experts to build, and any other size: beyond every model
+_MOST_MODULES = 1024
+_MOST_NUMBERS = 1 << 28
+
+
+def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """A model as planning sees it: a folder, a GGUF file, a hub id, or a config.json alone or in a
+    folder.
+
+    `source` is what a GGUF file was made from, see `open_headers`. Raises `UserError`.
+    """
+    path = config_alone(model)
+    if path is None:
+        return open_headers(model, source)
+    config = read_config(path)
+    if config.get("quantization_config"):
+        raise UserError(
+            f"{path}: a config alone does not say how quantised weights are stored: give the folder"
+        )
+    return _of_built_model(config, path) if is_built(model) else checkpoint_of_config(config, path)
+
+
+def is_built(model: str) -> bool:
+    """Whether `describe` builds the model, which imports torch. Raises `UserError` for a config it
+    cannot read.
+    """
+    path = config_alone(model)
+    return path is not None and read_config(path).get("model_type") not in LLAMA_LIKE
+
+
+def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
+    dtype = stored_dtype(config, path)
+    known = Checkpoint(path.parent, config, (), {})
+    for key, value in config_sizes(known).items():
+        most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
+        require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
+    return imagined(config, path, _stored_tensors(known, dtype))
+
+
+def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of all tensors by the names that they have in a file."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from offload.model.meta import build_meta_model
+
+    model = build_meta_model(known, getattr(torch, dtype))
+    # transformers calls T5's head tied whatever its config says, and unties it where the file has
+    # one of its own.
+    has_own_head = known.config.get("tie_word_embeddings") is False
+    tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())
+    own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = revert_weight_conversion(model, own)
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in stored.items()
+    }
