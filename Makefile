@@ -1,6 +1,6 @@
 # Every target sets itself up from a bare Python 3.11 or newer; a second run installs nothing.
 #   make demo    decode with a model larger than its memory budget
-#   make test    linters and types, and the tests that run each time (some five minutes on two cores)
+#   make test    linters and types, and the tests that run each time
 #   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
 #   make test-rest  what `make test` leaves to the full run, likewise: both together are all tests, each once
 #   make test-isa   all that computes, as every kind of processor computes it

@@ -27,7 +27,7 @@ from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.reports import tune
+from offload.reports.tune import tune
 from offload.reports.estimate import estimate
 from offload.units import Sampling
 

@@ -21,9 +21,8 @@ from shell import ROOT
 from offload.datastore import build as building
 from offload.datastore.build import Coder
 from offload.datastore.index import SuffixIndex
-from offload.datastore.store import open_datastore, read_store
+from offload.datastore.store import open_datastore, read_store, verify
 from offload.errors import UserError
-from offload.integrity import verify
 
 
 def assert_same(index: SuffixIndex, texts: list[str]) -> None:
@@ -81,7 +80,7 @@ def test_sorting_takes_the_memory_that_is_stated() -> None:
     program = """
 import sys
 import numpy as np
-from offload.datastore.chunk import ReversedText, sorted_positions
+from offload.datastore.index import ReversedText, sorted_positions
 from offload.datastore.store import sorting_bytes
 from offload.machine import peak_rss_bytes, rss_bytes
 import pydivsufsort

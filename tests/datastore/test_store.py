@@ -14,9 +14,8 @@ import pytest
 from byte_coder import VOCABULARY, build, of_small_chunks
 from refusals import damaged
 
-from offload.datastore.store import open_datastore, read_store, vocabulary_sha256, vocabulary_size
+from offload.datastore.store import open_datastore, read_store, verify, vocabulary_sha256, vocabulary_size
 from offload.errors import ReadError, UserError
-from offload.integrity import verify
 
 Edit = Callable[[np.ndarray], object]
 

@@ -15,8 +15,8 @@ from offload.drafting.base import Drafted
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftPassPolicy, grow_best
 from offload.drafting.model import ModelDrafter
-from offload.engine import load
 from offload.engine.build import resident_model
+from offload.engine.load import load
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel

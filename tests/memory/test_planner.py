@@ -12,6 +12,7 @@ import pytest
 from mixture_headers import mixture
 
 from offload import machine
+from offload.checkpoint import sizes as checkpoint_sizes
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.checkpoint.tensors import TensorEntry
@@ -304,10 +305,12 @@ def test_limits_of_control_groups(
 
 
 def test_what_is_known_of_a_checkpoint_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, counts = checkpoint_of(SMALL), list[str]()
-    monkeypatch.setattr(plan, "model_shape", lambda one, dtype: counts.append(dtype) or model_shape(one, dtype))
-    wide, same, narrow = (plan.shape_of(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
-    assert wide is same and narrow == model_shape(stored, "bfloat16") != wide and counts == ["float32", "bfloat16"]
+    stored, grouped = checkpoint_of(SMALL), list[int]()
+    group = checkpoint_sizes.group_by_layer
+    monkeypatch.setattr(checkpoint_sizes, "group_by_layer", lambda *one: grouped.append(1) or group(*one))
+    wide, same, narrow = (model_shape(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
+    assert wide is same and len(grouped) == 2, "once by type"
+    assert narrow == model_shape(checkpoint_of(SMALL), "bfloat16") != wide
     left = weakref.ref(stored)
     del stored
     assert left() is None

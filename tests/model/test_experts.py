@@ -21,7 +21,6 @@ from offload.checkpoint.layout import ON_DEMAND, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
-from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import NEVER
 from offload.streaming.device import Event
@@ -61,7 +60,7 @@ def opened(folder: Path, num_slots: int, *, ahead_rows: int = NEVER) -> Iterator
 
 def logits_of(model: StreamedModel, pool: ExpertPool, cuts: tuple[int, ...]) -> torch.Tensor:
     """Of a chain that is taken in by passes of so many rows."""
-    cache, parts = KVCache(model.num_layers, _NUM_ROWS), []
+    cache, parts = model.new_cache(_NUM_ROWS), []
     for part_T in _TOKEN_T.split(list(cuts)):
         num_rows = len(part_T)
         sees_TT = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
@@ -93,7 +92,7 @@ def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
     for layer, layout in enumerate(model.layer_layouts):
         model.bind_layer(layer, store.fetch(layout))
     store.close()
-    cache, parts = KVCache(model.num_layers, _NUM_ROWS), []
+    cache, parts = model.new_cache(_NUM_ROWS), []
     for part_T in _TOKEN_T.split(list(cuts)):
         sees_TT = torch.ones(len(part_T), len(part_T), dtype=torch.bool).tril()
         parts.append(model.forward(part_T, torch.arange(len(part_T)) + cache.length, sees_TT, cache))

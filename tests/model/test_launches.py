@@ -57,7 +57,7 @@ class Sized(InvariantRows):
         super().__init__((1,))
         self._sizes = sizes
 
-    def _sizes_of(self, *_: Any) -> tuple[int, ...]:
+    def _sizes_of(self, *_: Any, **__: Any) -> tuple[int, ...]:
         return self._sizes
 
 

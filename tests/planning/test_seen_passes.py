@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from matrix import matrix
 
-from offload.bench.harness.routing import Pass
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.search import TreeSearch, rank_trees
-from offload.planning.seen import with_misses
+from offload.planning.seen import ObservedPass, with_misses
 from offload.planning.selector import Trees
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
@@ -128,7 +127,7 @@ def passes(machine: Machine, trees: Trees, num_texts: int, num_passes: int, seed
         late = rng.normal(1.0, 0.03) * (1.5 if rng.random() < 0.05 else 1.0)
         sweep_s, tokens = step.sweep_s * late, [tokens_of(machine, shape, rng) for _ in range(num_texts)]
         stall_s = max(0.0, step.sweep_s - step.compute_s) * (step.link_s > step.compute_s)
-        trees.took(Pass([shape] * num_texts, tokens, step.draft_s, sweep_s, stall_s, machine.streamed_bytes))
+        trees.took(ObservedPass([shape] * num_texts, tokens, step.draft_s, sweep_s, stall_s, machine.streamed_bytes))
 
 
 def believed(machine: Machine, how: str, num_texts: int) -> Costs:

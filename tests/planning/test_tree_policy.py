@@ -20,7 +20,7 @@ from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
 from offload.planning import selector as tree_policy
-from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, tokens_per_sweep
+from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.options import LoadOptions
@@ -42,7 +42,6 @@ from offload.trees.topology import (
     expected_tokens,
     isotonic,
 )
-from offload.trees.verification import acceptance
 from offload.units import Sampling
 
 CONTEXT, RAM = 128, 2 << 30
@@ -97,8 +96,8 @@ def files(pair: tuple[Path, Path]) -> ModelFiles:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The link is as the profile says: callers measure it one after the other, and it drifts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in ("startup", "estimate"):
-        monkeypatch.setattr(f"offload.calibration.{module}.link_bytes_per_s", lambda *_, **__: LINK_BYTES_PER_S)
+    for module in ("calibration.startup", "reports.estimate"):
+        monkeypatch.setattr(f"offload.{module}.link_bytes_per_s", lambda *_, **__: LINK_BYTES_PER_S)
 
 
 def decoded(pair: tuple[Path, Path], tree: str) -> TreeChoice:

@@ -14,6 +14,7 @@ from offload.planning.acceptance import (
     PRODUCT_FORM,
     DynamicYield,
     RankTrie,
+    acceptance,
     bounds_to_count,
     bursts,
     gains,
@@ -47,7 +48,6 @@ from offload.trees.topology import (
     sequences,
     tree_of,
 )
-from offload.trees.verification import acceptance
 from offload.units import RULES, Sampling
 
 RULE = "match"

@@ -139,7 +139,7 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in ("engine.build", "tuning.tune"):
+    for module in ("engine.build", "reports.tune"):
         monkeypatch.setattr(f"offload.{module}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))

@@ -109,8 +109,8 @@ def test_bad_grammars_are_refused_in_a_line(grammars: Grammars, case: str) -> No
 
 
 def test_what_takes_too_long_or_panics_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TRIAL_S", 0.001)
-    with pytest.raises(UserError, match="must be compiled within"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="must be compiled within"):
+        patch.setattr(module, "_TRIAL_S", 0.001)
         grammars.mask(Grammar("regex", "slow"))
 
     # A compiler that panics is told of.

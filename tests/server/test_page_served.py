@@ -39,7 +39,7 @@ def send(page: Any, text: str) -> None:
 
 def be_greedy(page: Any) -> None:
     """Else the end of a text may be drawn at any place."""
-    page.get_by_role("button", name="ServerSettings").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Keep").click()
 
