@@ -341,6 +341,7 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
         (device_expert_carrier.DeviceExpertCarrier, ("_sending", "_lock")),
     ):
         patch.setattr(kind, "__init__", _with_locks(kind.__init__, names, clocks))
+    patch.setattr(bounces.Bounces, "__init__", _with_buffers(bounces.Bounces.__init__, clocks))
     patch.setattr(bounces.Bounces, "send", _with_writes(bounces.Bounces.send, clocks))
 
 
@@ -349,6 +350,17 @@ def _with_locks(make: Callable[..., None], names: tuple[str, ...], clocks: Clock
         make(self, *args, **options)
         for name in names:
             setattr(self, name, _Locked(clocks))
+
+    return made
+
+
+def _with_buffers(make: Callable[..., None], clocks: Clocks) -> Callable[..., None]:
+    """Bounce buffers are looked after where no memory could be locked for them, too."""
+
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        for buffer in self.buffers:
+            clocks.know(buffer.array)
 
     return made
 

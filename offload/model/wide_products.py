@@ -30,6 +30,7 @@ MULTIPLY = (
     Tensor.mm,
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
+_MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
 # of the weight in float32: half a MiB of cache for each core
 _BLOCK_BYTES = min(6, max(2, num_cores())) << 19
 _LEAST_COLUMNS = 64  # of a result at once: products of fewer are slow
@@ -137,12 +138,20 @@ def _product(
 def _attend(
     attention: Callable[..., Tensor], *states: Tensor, attn_mask: Tensor | None = None, **more: Any
 ) -> Tensor:
-    dtype = states[0].dtype
-    mask = attn_mask
+    dtype, mask = states[0].dtype, attn_mask
     if not lacks_products(dtype):
         return attention(*states, attn_mask=mask, **more)
-    mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-    return attention(*(one.float() for one in states), attn_mask=mask, **more).to(dtype)
+    query, *others = (one.float() for one in states)
+    if mask is None or not mask.is_floating_point() or mask.shape[-2] != query.shape[-2]:
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+        return attention(query, *others, attn_mask=mask, **more).to(dtype)
+    num_rows = query.shape[-2]
+    at_once = max(1, _MASK_BYTES // (4 * max(1, mask.numel() // max(1, num_rows))))
+    parts = [
+        attention(some, *others, attn_mask=seen.float(), **more).to(dtype)
+        for some, seen in zip(query.split(at_once, -2), mask.split(at_once, -2), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 _OWN: dict[Any, Callable[..., Tensor]] = dict.fromkeys(_WIDE, _product)

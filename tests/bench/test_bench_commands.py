@@ -203,7 +203,7 @@ def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> 
 
 
 def test_the_suite_runs_from_a_checkout() -> None:
-    outcome = process("compare", "--no-such-flag", python=("-m", "offload.bench.suite"))
+    outcome = process("compare", "--no-such-flag", python=("-m", "offload.bench.suite"), is_cold=True)
     said = "offload: No such option: --no-such-flag (see offload bench compare --help)\n"
     assert outcome.code == 2 and outcome.err == said
 

@@ -137,7 +137,9 @@ def test_wrong_token_gets_no_speed(right_tokens: list[int]) -> None:
     good = run_child(sys.executable, order(options={"tokens": right_tokens}))
     assert good.reason == ""
     assert good.runs[0].token_ids == right_tokens
-    assert proved(good, PAIR / "target", [PROMPT]) == good
+    assert proved(good, PAIR / "target", [PROMPT])._replace(num_near=0) == good, (
+        "ties within rounding are no wrong tokens"
+    )
 
     wrong = [*right_tokens[:-1], (right_tokens[-1] + 1) % 4096]
     bad = proved(run_child(sys.executable, order(options={"tokens": wrong})), PAIR / "target", [PROMPT])

@@ -27,8 +27,8 @@ from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.reports.tune import tune
 from offload.reports.estimate import estimate
+from offload.reports.tune import tune
 from offload.units import Sampling
 
 

@@ -23,6 +23,7 @@ def write_text(model: str, draft: None, options: Any, console: Any, request: Any
     """In place of `offload.cli.text_run.write_text`."""
     import torch
 
+    from offload.checkpoint.identity import PARTS, ModelIdentity
     from offload.distributed.join import joined
     from offload.rank_roles import require_place
 
@@ -33,7 +34,8 @@ def write_text(model: str, draft: None, options: Any, console: Any, request: Any
         raise UserError("`ram` 1 is too small here: give more")
     num_words, failure = NUM_WORDS if what else FATAL_WORD, None
     silence_s = 4 if what == "stop" else 20
-    with joined(place, "same", options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
+    same = ModelIdentity(dict.fromkeys(PARTS, "same"), {"sum": "same"})
+    with joined(place, same, options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
         print(f"pid {place.rank} {os.getpid()}", file=sys.stderr, flush=True)
         try:
             for number in range(num_words):

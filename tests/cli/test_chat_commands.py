@@ -260,7 +260,9 @@ def test_sessions_that_cannot_be_are_refused(ender: Path, letters: Path, looper:
     assert chat(letters, "Say", "--session", talk).code == 0
     before = talk.read_bytes()
     assert_refused(
-        generate(looper, "-p", "x", "--session", path), "computed with other weights", "delete it to begin anew"
+        generate(looper, "-p", "x", "--session", path),
+        "computed with another model (weights differ)",
+        "delete it to begin anew",
     )
     assert_refused(generate(ender, "-p", "x", "--session", path, "--dtype", "float16"), "computed with other --dtype")
     assert_refused(

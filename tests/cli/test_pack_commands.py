@@ -90,7 +90,7 @@ def test_a_packed_folder_that_was_cut_is_to_be_packed_again(bf16: Path, tmp_path
         assert_refused(shell(*asked), "truncated: pack the model again")
 
 
-_SMALL_PORTIONS = "from offload.checkpoint import pack as p\np._PORTION_BYTES = 1\n"
+_SMALL_PORTIONS = "from offload.packing import pack as p\np._PORTION_BYTES = 1\n"
 _STOP_AT_THIRD = """
 import time
 from itertools import count

@@ -118,7 +118,7 @@ def warned_of(ender: Path, tmp_path: Path) -> Path:
 
 def test_warnings_of_libraries_are_lines(warned_of: Path) -> None:
     """Each once, marked by where it comes from."""
-    outcome = process("generate", *settings(warned_of), "-p", PROMPT)
+    outcome = process("generate", *settings(warned_of), "-p", PROMPT, is_cold=True)
     told = [line for line in outcome.err.splitlines() if "colour" in line]
     assert outcome.code == 0 and len(told) == 1 and told[0].startswith("transformers: ")
 

@@ -17,6 +17,7 @@ from offload.engine.hooks import Hooks
 from offload.engine.team import LoadContext
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
+from offload.planning import options
 from offload.planning.options import LoadOptions
 from offload.rank_roles import RankInfo
 from offload.streaming.disk import DiskReader
@@ -40,9 +41,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     phases = list[str]()
     checkpoint = open_checkpoint(folder)
-    given = LoadContext(
-        ModelFiles(checkpoint, None), LoadOptions(ranks="shards"), None, None, DiskReader, Hooks(phases.append)
-    )
+    with patch.object(options, "require_place", lambda: place):
+        shards = LoadOptions(ranks="shards")
+    given = LoadContext(ModelFiles(checkpoint, None), shards, None, None, DiskReader, Hooks(phases.append))
     samples = identity._sampled if has_samples else lambda checkpoint: "0" * 32
     with patch.object(meeting, "require_place", lambda: place), patch.object(identity, "_sampled", samples):
         try:

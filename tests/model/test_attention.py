@@ -18,7 +18,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.kernels.path_attention import AttentionChunk, Window
-from offload.model import attention
+from offload.model import attention, wide_products
 from offload.model.attention import folded_attention, tree_mask
 from offload.model.kv_cache import KVCache
 from offload.trees.token_tree import ancestors
@@ -168,6 +168,7 @@ def test_what_lies_between_rows_and_positions_was_planned(
 ) -> None:
     """One mask or two, and where attention is not fused the scores of all heads."""
     monkeypatch.setattr(attention, "_MAX_MASK_BYTES", 0)  # a mask is repeated for heads as far as that is little
+    monkeypatch.setattr(wide_products, "_MASK_BYTES", 0)  # and widened within a scratch that is planned elsewhere
     checkpoint = open_checkpoint(save(tiny_model(FAMILIES[family]()), tmp_path))
     model, num_rows, num_prefix = resident_model(checkpoint, dtype), 150, 230
     cache = KVCache(model.num_layers, num_prefix + num_rows)

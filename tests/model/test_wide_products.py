@@ -85,6 +85,20 @@ def test_all_products_of_a_model_are_wide_there(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("narrow")
+def test_a_mask_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, mask = [numbers(1, 2, 50, 32) for _ in range(3)], torch.zeros(1, 2, 50, 50, dtype=torch.bfloat16)
+    mask.masked_fill_(~torch.ones(50, 50, dtype=torch.bool).tril(), torch.finfo(mask.dtype).min)
+    attend = functional.scaled_dot_product_attention
+    wanted = attend(*(one.float() for one in states), attn_mask=mask.float())
+    for num_rows in (1, 7, 50):
+        monkeypatch.setattr(wide_products, "_MASK_BYTES", num_rows * 2 * 50 * 4)
+        with WideProducts(), _Largest() as largest:
+            got = attend(*states, attn_mask=mask)
+        torch.testing.assert_close(got, wanted.bfloat16())
+        assert largest.num_bytes == max(num_rows * 2 * 50 * 4, 2 * 50 * 32 * 4), "no more than the states themselves"
+
+
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 70])
 def test_rows_of_wide_products_have_the_same_bits(num_rows: int) -> None:
     rows, weight, factor = numbers(1, 300, 96), numbers(200, 96), numbers(96, 72)
