@@ -80,8 +80,10 @@ def warned(notes: list[str]) -> Iterator[None]:
     """Meanwhile what this thread has that library write to stderr goes to the notes instead, each
     message once.
     """
+    from transformers.utils.logging import get_logger  # the first call gives it its handler
+
     thread = threading.get_ident()
-    logger = logging.getLogger(_LIBRARY)
+    logger = get_logger(_LIBRARY)
 
     def is_for_others(record: logging.LogRecord) -> bool:
         if record.thread != thread:

@@ -92,7 +92,7 @@ def test_a_mask_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = attend(*(one.float() for one in states), attn_mask=mask.float())
     for num_rows in (1, 7, 50):
         monkeypatch.setattr(wide_products, "_MASK_BYTES", num_rows * 2 * 50 * 4)
-        with WideProducts(), _Largest() as largest:
+        with _Largest() as largest, WideProducts():
             got = attend(*states, attn_mask=mask)
         torch.testing.assert_close(got, wanted.bfloat16())
         assert largest.num_bytes == max(num_rows * 2 * 50 * 4, 2 * 50 * 32 * 4), "no more than the states themselves"
