@@ -32,6 +32,7 @@ from offload.calibration.link import device_link_bytes_per_s, with_rates
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import settled_dtype
+from offload.checkpoint.t5 import has_encoder
 from offload.declaration import as_in, called_with
 from offload.distributed.transport import Transport
 from offload.engine.build import (
@@ -334,6 +335,10 @@ def _identities(
     """Of what was opened; a sum of all weights is taken on the way where it is wanted, and all of
     them are read.
     """
+    has_session = request is not None and (request.is_kept or request.session is not None)
+    if has_session and has_encoder(given.files.target.config):
+        # with any start: what cannot be kept is refused before its weights are read for a sum
+        require_sessions((0,))
     is_wished = (
         request is not None and request.is_for_file and team.is_alone and not plan.has_experts
     )

@@ -43,7 +43,7 @@ def test_a_decoder_gives_back_threads_files_and_memory(
         buffers.append(weakref.ref(buffer))
         return buffer
 
-    for module in ("disk", "host_device"):
+    for module in ("disk", "device"):
         monkeypatch.setattr(f"offload.streaming.{module}.allocate", remembered)
     before = None
     for _ in range(4):

@@ -39,7 +39,7 @@ def odd(tmp_path: Path) -> Path:
 
 
 def test_warnings_at_load_are_notes_and_stderr_stays_the_programs(odd: Path) -> None:
-    outcome = process(odd, python=("-c", LOADS))
+    outcome = process(odd, python=("-c", LOADS), is_cold=True)
     assert outcome.code == 0 and outcome.err.splitlines() == ["[transformers] of the program itself"]
     notes = [line for line in outcome.out.splitlines() if line.startswith("transformers: ")]
     assert len(notes) == 2 and any("eos_token_id" in one for one in notes) and any("strange" in one for one in notes)
