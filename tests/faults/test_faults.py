@@ -53,8 +53,9 @@ def test_faults_end_as_promised(name: str, trials: dict[str, Trial]) -> None:
 @has_shim
 def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
     trial = trials["session, new"]
-    for call in ("open", "rename"):
-        verdict, ended = trial.strike(Fault("EIO", CALLS.index(call), ERROR, 5), 1)
+    for call, which in (("open", 0), ("rename", -1)):  # the last one is the session's own
+        fault = Fault("EIO", CALLS.index(call), ERROR, 5)
+        verdict, ended = trial.strike(fault, trial.numbers(fault)[which])
         assert verdict.end in ("exit 1", "exit 2") and "Input/output error" in ended.err
     late = trial.numbers(STOP)[-20]
     assert trial.strike(STOP, late)[0].end == "survived"
