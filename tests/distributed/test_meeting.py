@@ -64,16 +64,16 @@ def _by_rank(place: RankInfo, report, own: tuple[Path, Path], cache: Path, has_s
     [
         ("0", True, "met", 1),
         ("copy", True, "met", 2),
-        ("edited", True, "ranks must have the same weights, got '", 1),
+        ("edited", True, "ranks must have the same weights, ", None),  # by a sample, or else by the sum
         ("edited", False, "ranks must have the same weights, to the last byte, got others on rank 1 than on rank 0", 2),
         ("template", True, "ranks must have the same chat template, got '", 1),
     ],
 )
 def test_ranks_have_the_same_model(
-    other: str, has_samples: bool, words: str, num_phases: int, folders: Path, tmp_path: Path
+    other: str, has_samples: bool, words: str, num_phases: int | None, folders: Path, tmp_path: Path
 ) -> None:
     """Files that nobody can have changed are not read; a copy is, once."""
     reports = Ranks(2, _by_rank, (folders / "0", folders / other), tmp_path, has_samples).reports()
     for rank in (0, 1):
         [(line, phases)] = reports[rank]
-        assert line.startswith(words) and phases == num_phases
+        assert line.startswith(words) and num_phases in (phases, None)
