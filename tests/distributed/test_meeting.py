@@ -59,6 +59,7 @@ def _by_rank(place: RankInfo, report, own: tuple[Path, Path], cache: Path, has_s
     _meet(place, report, own[place.rank], has_samples=has_samples)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("other", "has_samples", "words", "num_phases"),
     [
