@@ -38,6 +38,7 @@ _ASK_AGAIN_S = 0.1
 _PATIENCE = 1.2
 # time for rank 0 to print what it has heard, before torchrun ends it because another has ended
 _TELL_S = 1.0
+_READ_S = 5.0
 SAME_FILES = "give both the same files"
 _REMEDIES = {
     "offload": "install the same version on both", "torch": "install the same version on both",
@@ -239,12 +240,24 @@ def exchange_handshakes(
     try:
         store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
         _wait_for_handshakes(store, place.num_ranks, limit_s)
-        return [
-            RankHandshake.parse(store.get(f"card/{rank}"), rank) for rank in range(place.num_ranks)
-        ]
+        found = [store.get(f"card/{rank}") for rank in range(place.num_ranks)]
+        _wait_for_readers(store, place)
     # torch raises various subclasses
     except RuntimeError:
         raise RankError("rank 0 is gone (it has closed the store that ranks meet at)") from None
+    return [RankHandshake.parse(one, rank) for rank, one in enumerate(found)]
+
+
+def _wait_for_readers(store: dist.Store, place: RankInfo) -> None:
+    """Have rank 0, whose end closes the store, stay until all ranks have read the handshakes.
+
+    A rank that dies meanwhile is not waited for longer than `_READ_S`.
+    """
+    store.set(f"read/{place.rank}", "")
+    due_s = monotonic() + _READ_S
+    keys = [f"read/{rank}" for rank in range(place.num_ranks)]
+    while place.rank == 0 and not store.check(keys) and monotonic() < due_s:
+        sleep(_ASK_AGAIN_S)
 
 
 def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> None:

@@ -15,7 +15,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import meeting
 from offload.engine.hooks import Hooks
 from offload.engine.team import LoadContext
-from offload.errors import UserError
+from offload.errors import RankError, UserError
 from offload.memory.planner import ModelFiles
 from offload.planning import options
 from offload.planning.options import LoadOptions
@@ -30,9 +30,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(build(FAMILIES["llama"](), 0), folder / "0")
     for name in ("copy", "edited", "template"):
         shutil.copytree(folder / "0", folder / name)
-    path = sorted((folder / "edited").glob("*.safetensors"))[1]
+    checkpoint = open_checkpoint(folder / "edited")
+    vector = min(checkpoint.tensors.values(), key=lambda one: one.hi - one.lo)  # which is sampled whole
+    path = checkpoint.shards[vector.shard]
     content = bytearray(path.read_bytes())
-    content[-5] ^= 1
+    content[vector.lo] ^= 1
     path.write_bytes(content)
     (folder / "template" / "chat_template.jinja").write_text("a")
     return folder
@@ -52,6 +54,10 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
                 report(("met", len(phases)))
         except UserError as error:
             report((str(error), len(phases)))
+        except RankError as error:
+            # a rank that comes to the same verdict later may hear it from the other one first
+            assert error.is_refusal
+            report((str(error).split(": ", 1)[1], len(phases)))
 
 
 def _by_rank(place: RankInfo, report, own: tuple[Path, Path], cache: Path, has_samples: bool) -> None:
@@ -59,22 +65,21 @@ def _by_rank(place: RankInfo, report, own: tuple[Path, Path], cache: Path, has_s
     _meet(place, report, own[place.rank], has_samples=has_samples)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("other", "has_samples", "words", "num_phases"),
     [
         ("0", True, "met", 1),
         ("copy", True, "met", 2),
-        ("edited", True, "ranks must have the same weights, ", None),  # by a sample, or else by the sum
+        ("edited", True, "ranks must have the same weights, got '", 1),
         ("edited", False, "ranks must have the same weights, to the last byte, got others on rank 1 than on rank 0", 2),
         ("template", True, "ranks must have the same chat template, got '", 1),
     ],
 )
 def test_ranks_have_the_same_model(
-    other: str, has_samples: bool, words: str, num_phases: int | None, folders: Path, tmp_path: Path
+    other: str, has_samples: bool, words: str, num_phases: int, folders: Path, tmp_path: Path
 ) -> None:
     """Files that nobody can have changed are not read; a copy is, once."""
     reports = Ranks(2, _by_rank, (folders / "0", folders / other), tmp_path, has_samples).reports()
     for rank in (0, 1):
         [(line, phases)] = reports[rank]
-        assert line.startswith(words) and num_phases in (phases, None)
+        assert line.startswith(words) and phases == num_phases
