@@ -41,8 +41,11 @@ class Identities:
         }
         self._known, self._sums = dict[str, ModelIdentity](), dict[str, BlockSum]()
         for part, checkpoint in self._files.items() if is_wished else ():
-            known = self.of(part)
-            if checkpoint is not None and known is not None and not known.has_sum:
+            if checkpoint is None:
+                continue
+            # no weights are read yet: the request may still be refused
+            self._known[part] = identity_of(checkpoint)
+            if not self._known[part].has_sum:
                 self._sums[part] = BlockSum(checkpoint)
 
     def of(self, part: str) -> ModelIdentity | None:

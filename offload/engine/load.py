@@ -32,7 +32,6 @@ from offload.calibration.link import device_link_bytes_per_s, with_rates
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import settled_dtype
-from offload.checkpoint.t5 import has_encoder
 from offload.declaration import as_in, called_with
 from offload.distributed.transport import Transport
 from offload.engine.build import (
@@ -205,9 +204,8 @@ def open_decoder(
         room = replace(room, dtype=dtype)
         given = LoadContext(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
-            from offload.engine.stages import (
-                open_pipeline,  # what torch.distributed brings takes time
-            )
+            # not at the top: what torch.distributed brings takes time
+            from offload.engine.stages import open_pipeline
 
             return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
@@ -220,11 +218,16 @@ def open_decoder(
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
         least = plan_for(1)
-        more: Any = {
-            "identities": _identities(given, request, team, least),
-            "on_demand": least.has_experts,
-        }
-        pair = open_pair(files, options, device, resources, open_source, team.adapt, **more)
+        pair = open_pair(
+            files,
+            options,
+            device,
+            resources,
+            open_source,
+            team.adapt,
+            identities=_identities(given, request, team, least),
+            on_demand=least.has_experts,
+        )
         models = Models(
             *files, options.dtype, least.context, least.has_longest_context, pair.identities
         )
@@ -240,10 +243,8 @@ def open_decoder(
         expanded = read_pair(pair, hooks.on_bytes)
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, plan_for(trees.most_nodes), settings.sampling)
-        choice, kernels = (
-            choice._replace(comparisons=(*choice.comparisons, *expanded)),
-            choice.kernels,
-        )
+        choice = choice._replace(comparisons=(*choice.comparisons, *expanded))
+        kernels = choice.kernels
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         same_bits = partial(
             _make_invariant, options, pair, threads, hooks.on_phase, is_alone=team.is_alone
@@ -257,12 +258,15 @@ def open_decoder(
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
-        more = {
-            "experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources),
-            "device": device,
-        }
+        experts = _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources)
         target = team.target(
-            pair.target, stream, plan, kernels=kernels, on_layer=telling(pair, hooks), **more
+            pair.target,
+            stream,
+            plan,
+            kernels=kernels,
+            on_layer=telling(pair, hooks),
+            experts=experts,
+            device=device,
         )
         rule = find_rule(options.rule, options.lenience)
         text = (pair.tokenizer, pair.end_ids)
@@ -335,10 +339,6 @@ def _identities(
     """Of what was opened; a sum of all weights is taken on the way where it is wanted, and all of
     them are read.
     """
-    has_session = request is not None and (request.is_kept or request.session is not None)
-    if has_session and has_encoder(given.files.target.config):
-        # with any start: what cannot be kept is refused before its weights are read for a sum
-        require_sessions((0,))
     is_wished = (
         request is not None and request.is_for_file and team.is_alone and not plan.has_experts
     )
