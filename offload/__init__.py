@@ -7,8 +7,8 @@ with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
 
 `load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of
 text; a `Chat` is a conversation with it. `UserError` is raised for what can be mended, in one line,
-and `RunError` where something
-fails under way: a `ReadError` where that is the disk, a `RankError` where it is another rank.
+and `RunError` where something fails under way: a `ReadError` where that is the disk, a `RankError`
+where it is another rank.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 Without a model the packaged pair is used, its target inflated, so every command runs on any
 machine. With `--layers N` the pair takes the shape of Llama-2 70B and 7B and is made in memory, for
-devices. `--device pretend` is the host in the
-role of a device: it shows that the commands work, and no speed of it means anything.
+devices. `--device pretend` is the host in the role of a device: it shows that the commands work,
+and no speed of it means anything.
 """
 
 import tempfile

@@ -2,12 +2,11 @@
 
 For every prompt the trees take turns, the one-token sweep among them, and between any two runs a
 plain reader looks at the link (on a device: copies to it): what a run used of it is a share of what
-the ceiling was just before and after, or
-of what the run itself got where that was more: no share is above 1.
-`sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0
-and 0.6; 2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's figures 2
-and 5 ask, on the packaged pair, resident: what a sweep yields does not depend on streaming.
-`predicted_tokens_per_sweep` is the product form of its section 3.
+the ceiling was just before and after, or of what the run itself got where that was more: no share
+is above 1. `sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128
+tokens at T = 0 and 0.6; 2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what
+Sequoia's figures 2 and 5 ask, on the packaged pair, resident: what a sweep yields does not depend
+on streaming. `predicted_tokens_per_sweep` is the product form of its section 3.
 
 Invariant: nothing is printed before every token of every run was proved.
 """

@@ -22,9 +22,9 @@ not, its rows are never kept.
 
 Invariants: stages do what they are told in order, and the head renumbers when it *sends*, so at the
 same place of the sequence all caches have the same P and U, whatever is on its way. A row sees
-exactly its path. A live run is never
-among the dead ones, since what is dead stays dead: the root never moves back. f never rises along a
-path, and ties go to the node found first, so the best nodes contain their parents.
+exactly its path. A live run is never among the dead ones, since what is dead stays dead: the root
+never moves back. f never rises along a path, and ties go to the node found first, so the best nodes
+contain their parents.
 """
 
 import heapq

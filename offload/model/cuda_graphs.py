@@ -1,10 +1,9 @@
 """Small passes of a resident model, recorded once and replayed.
 
 A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a
-device runs them. A
-recording has fixed shapes: rows are padded to one of a few widths. What changes (ids, positions,
-slots to write to, the walks of the rows) lies in one tensor that is filled by one copy before a
-replay.
+device runs them. A recording has fixed shapes: rows are padded to one of a few widths. What changes
+(ids, positions, slots to write to, the walks of the rows) lies in one tensor that is filled by one
+copy before a replay.
 
 Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers,
 since a row without a key is NaN.

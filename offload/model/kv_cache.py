@@ -5,8 +5,8 @@
 
 A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted
 path, moves the length, and behind it the rows that are kept for a later commit. Where nothing is
-kept, the next pass writes over what
-is not committed: one that is abandoned half-way therefore leaves nothing behind.
+kept, the next pass writes over what is not committed: one that is abandoned half-way therefore
+leaves nothing behind.
 
 Caches of several texts lie side by side in the same buffers, so that one pass can write to all of
 them and hand all of them on to attention, in which each row looks at the columns of its own text

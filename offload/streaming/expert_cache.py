@@ -3,11 +3,10 @@
 Kept are the blocks that are likely to be used most, over all layers together. Routing has habits of
 a few tokens and of a whole text, some texts and models more of this and some more of that; so there
 are two moving averages of the rows that used a block, and how much each tells of the next pass is
-learnt by least squares from the passes so far. A block
-that is less likely than all that are kept is read, used and dropped: the slot that it borrows is
-*passing*, and at most `num_passing` are at once. So a pass that needs more than there are slots (a
-prompt) costs the kept ones nothing, where dropping what was used longest ago would keep nothing at
-all. Figures: `offload bench expert-cache`.
+learnt by least squares from the passes so far. A block that is less likely than all that are kept
+is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing` are at
+once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where
+dropping what was used longest ago would keep nothing at all. Figures: `offload bench expert-cache`.
 
 Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one
 block, or is empty. Blocks are numbered in the order in which a pass comes to them.
