@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from offload.errors import UserError
+from offload.errors import UserError, did_you_mean
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMANDS = {  # name: file, what it answers
@@ -107,6 +107,9 @@ class LazyCommands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
             refuse_unknown_flags(args[0], args[1:])
+        elif not args[0].startswith("-"):
+            meant = did_you_mean(args[0], COMMANDS)
+            raise UserError(f"No such command {args[0]!r:.80}{meant} (see offload bench --help)")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -133,22 +136,47 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
         for one in arguments
         if one.startswith("--") and one not in ("--", "--help")
     ]
+    trees = [_source(COMMANDS[name][0]), _source("harness.command")]
+    known = _words(trees)
     for flag in flags:
-        if flag not in _words(COMMANDS[name][0]) | _words("harness.command"):
-            raise UserError(f"No such option: {flag} (see offload bench {name} --help)")
+        if flag not in known:
+            meant = did_you_mean(flag, _likely(trees))
+            raise UserError(f"No such option: {flag}{meant} (see offload bench {name} --help)")
 
 
-def _words(module: str) -> set[str]:
-    """Return each string and parameter of a module's source as a flag: its flags are among them."""
+def _source(module: str) -> list[ast.AST]:
+    """Return what a module's source is made of."""
     spec = find_spec(f"offload.bench.{module}")
     assert spec is not None and spec.origin is not None, "it is one of ours"
-    nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
+    return list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
+
+
+def _words(sources: list[list[ast.AST]]) -> set[str]:
+    """Return each string and parameter of modules as a flag: their flags are among them."""
+    nodes = [node for source in sources for node in source]
     said = [
         node.value
         for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    words = said + [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return _as_flags(said + [node.arg for node in nodes if isinstance(node, ast.arg)])
+
+
+def _likely(sources: list[list[ast.AST]]) -> set[str]:
+    """Return of those what is written as flags are: parameters, keys of tables, and `--name`."""
+    nodes = [node for source in sources for node in source]
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    named = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and (node.value.startswith("--") or node in keys)
+    ]
+    return _as_flags(named + [node.arg for node in nodes if isinstance(node, ast.arg)])
+
+
+def _as_flags(words: list[str]) -> set[str]:
     return {"--" + word.removeprefix("--").replace("_", "-") for word in words}
 
 

@@ -149,8 +149,8 @@ def check_numbers(record: Any) -> None:
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:
-    """`a, b and c`."""
-    return f"{', '.join(names[:-1])} {last} {names[-1]}"
+    """Return `a, b and c`; one name is itself."""
+    return f" {last} ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
 def called_with(

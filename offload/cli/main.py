@@ -21,7 +21,7 @@ from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
-from offload.errors import RankError, RunError, UserError
+from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
 _TRACEBACK = "OFFLOAD_TRACEBACK"  # for whoever takes a line for a fault of ours
@@ -47,7 +47,8 @@ def main() -> None:
             )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
-        with command.make_context("offload", given, default_map=own.by_command) as context:
+        # A copy, since the option parser takes words away from what it is given.
+        with command.make_context("offload", [*given], default_map=own.by_command) as context:
             command.invoke(context)
         sys.stdout.flush()
         sys.exit(0)
@@ -79,11 +80,18 @@ def main() -> None:
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood
         command_path = misread.command_path if misread else "offload"
         _fail(
-            own.blame(f"{error.format_message()} (see {command_path} --help)", given),
+            own.blame(f"{_said_of(error)} (see {command_path} --help)", given),
             EXIT_USER_ERROR,
             place,
             error,
         )
+
+
+def _said_of(error: Any) -> str:
+    """Return the option parser's line, with a question where the words were nearly right."""
+    if known := getattr(error, "possibilities", None):
+        return f"{error.message}{did_you_mean(error.option_name, known)}"
+    return str(error.format_message())
 
 
 def _fail(

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from refusals import BOTH, GENERATE, PLAN, assert_refused, drop, generate
 from shell import shell
+
+from offload.cli.app import app
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("_instant_link")
@@ -95,6 +98,35 @@ def test_a_command_without_a_model_is_refused() -> None:
     assert_refused(shell("plan"), "--model", "(see offload plan --help)")
     assert_refused(shell("conjure"), "conjure", "(see offload --help)")
     assert_refused(shell("bench", "passes", "--fast"), "--fast", "(see offload bench passes --help)")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--verion", ("No such option: --verion. Did you mean --version? (see offload --help)",)),
+        ("--vers -m x", ("Did you mean --version?",)),
+        ("generate --modl x", ("No such option: --modl. Did you mean --model? (see offload generate --help)",)),
+        ("generat -m x", ("Did you mean 'generate'?",)),
+        ("bench decod", ("No such command 'decod'. Did you mean decode? (see offload bench --help)",)),
+        ("bench decode --quik", ("Did you mean --quick? (see offload bench decode --help)",)),
+        ("datastore bild", ("Did you mean 'build'?", "(see offload datastore --help)")),
+    ],
+)
+def test_what_is_mistyped_is_asked_after(command: str, words: tuple[str, ...]) -> None:
+    assert_refused(shell(*command.split()), *words)
+
+
+@pytest.mark.parametrize("option", ["--nonesuch", "-Z"])
+def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
+    from offload.bench.suite import COMMANDS
+
+    root = typer.main.get_command(app)
+    groups = {"datastore": root.commands["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
+    paths = [(), *((name,) for name in root.commands), *((group, own) for group in groups for own in groups[group])]
+    assert len(paths) > 15
+    for path in paths:
+        refused = shell(*path, option)
+        assert_refused(refused, f"No such option: {option} (see {' '.join(('offload', *path))} --help)")
 
 
 @pytest.mark.parametrize(
