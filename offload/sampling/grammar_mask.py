@@ -6,6 +6,7 @@ Invariant: a mask depends on the tokens of a path alone, whatever tree it stands
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,9 @@ from offload.sampling.grammar import Grammar
 _REMEDY = "mend it, or ask for less"
 # seconds that a compilation may take; most take milliseconds
 _TRIAL_S = 10.0
+# Between two parts of JSON: a space, or a line and its indent. A model that has little to say would
+# else write blanks until its last token, and every one of them costs its share of a pass.
+_BLANKS = r"[ ]|\n[ \t]{0,20}"
 # compiled grammars that are kept
 _MOST_KEPT = 16
 # the end token of a vocabulary that has none
@@ -271,12 +275,26 @@ def _source(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     make: dict[str, Callable[[str], str]] = {
-        "json_schema": LLMatcher.grammar_from_json_schema,
-        "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}'),
+        "json_schema": _json_source,
+        "json_object": lambda _: _json_source('{"type": "object"}'),
         "regex": LLMatcher.grammar_from_regex,
         "lark": LLMatcher.grammar_from_lark,
     }
     return make[grammar.kind](grammar.text)
+
+
+def _json_source(schema: str) -> str:
+    """Return a JSON schema as llguidance takes it; blanks are bounded unless it speaks of them."""
+    from llguidance import LLMatcher
+
+    read = json.loads(schema)
+    # Settings lie upon an object: of the two other schemas `true` is an empty one, `false` is none.
+    text = "{}" if read is True else schema
+    own = read.get("x-guidance") if isinstance(read, dict) else None
+    says_so = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
+    defaults = None if says_so or read is False else {"whitespace_pattern": _BLANKS}
+    source: str = LLMatcher.grammar_from_json_schema(text, defaults=defaults)
+    return source
 
 
 def _try_out(source: str, grammar: Grammar) -> None:
@@ -317,9 +335,18 @@ def _try_out(source: str, grammar: Grammar) -> None:
 def _require_sound(error: str | None, grammar: Grammar) -> None:
     """Raise `UserError` with what the compiler says, if it says anything."""
     if error:
+        why = reason(ValueError(_gist(error)))
         raise UserError(
-            f"{grammar} cannot be compiled, got {grammar.text!r:.80} ({reason(ValueError(error))}): {_REMEDY}"
+            f"{grammar} cannot be compiled, got {grammar.text!r:.80} ({why}): {_REMEDY}"
         )
+
+
+def _gist(error: str) -> str:
+    """Return what is wrong, of a message that also draws where."""
+    if found := re.search(r"^error: (.+)", error, re.MULTILINE):
+        return found[1]
+    first = error.partition("\n")[0]
+    return re.sub(r'^at \S+ invalid regex ".*" \(in regex\): ', "", first)
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:
