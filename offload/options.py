@@ -405,11 +405,11 @@ class VerifyOptions:
 
     manifest: Path | None = option(
         "--manifest", metavar="FILE", commands=("verify",),
-        help="checksums to compare with; default: beside it, and written there",
+        help="checksums to compare with; default: those beside the model, if there are any",
     )
     write: bool = option(
         "--write", default=False, commands=("verify",),
-        help="write FILE of --manifest, too, once nothing speaks against the model",
+        help="write the checksums, beside the model or to --manifest, if the model is sound",
     )
 
 
