@@ -82,6 +82,7 @@ def build(
     """
     from offload.datastore import build as building
 
+    building.require_new(out.expanduser())
     with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
         _write(
             console,
@@ -189,13 +190,16 @@ def _write(
 ) -> None:
     """Build or append, and say what came of it."""
     from offload.datastore.build import Corpus
+    from offload.planning.precheck import tokenizer_place
 
     ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
     corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")
+    console.wait(f"looking for the tokenizer of {model}")
+    place = tokenizer_place(model)
     with libraries(console):
         from offload.cli.datastore_run import write_store
 
-        outcome = write_store(write, corpus, model, ram_bytes, console)
+        outcome = write_store(write, corpus, model, place, ram_bytes, console)
     console.say(outcome.lines(is_decimal=console.is_decimal))
     if as_json:
         print(json.dumps(outcome.as_dict()))

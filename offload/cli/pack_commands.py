@@ -63,6 +63,12 @@ def pack(
         given,
         "--out names a folder to make",
     )
+    from offload.packing.folders import check_pack, read_manifest
+
+    if out is None:
+        read_manifest(Path(model).expanduser())
+    else:
+        check_pack(model, out)
     with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
         from offload.kernels.compiled import HAS_NUMBA
         from offload.packing import pack as packing
@@ -101,6 +107,9 @@ def unpack(
     where it stopped.
     """
     _require_named(model)
+    from offload.packing.folders import check_unpack
+
+    check_unpack(Path(model), out)
     with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
         from offload.packing.pack import unpack as restore
 

@@ -29,11 +29,12 @@ def serve(
         raise UserError(
             f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'"
         )
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_models(model, draft, options)
+    check_run(model, draft, options)
     shown = Console(is_quiet=output.quiet, is_verbose=output.verbose, sizes_like=load.ram)
     with shown as console, libraries(console):
         from offload.cli.serving import serve_model

@@ -49,11 +49,16 @@ def generate(
     prompt = "" if is_elsewhere else read_prompt(text.prompt, text.file, is_needed=found is None)
     asked = None if is_elsewhere else with_system(prompt, text.system, raw=text.raw)
     from offload.engine.request import Request
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_models(model, draft, options)
+    check_run(model, draft, options, needs_text=found is None)
+    if kept is not None and not is_worker(load.ranks):
+        from offload.sampling.grammar_source import tried_source
+
+        tried_source(kept)
     is_quiet = output.quiet or output.as_json or is_worker(load.ranks)
     with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
         chosen, note = choose_sampling(str(load.config or model), said, console.wait)
@@ -104,11 +109,12 @@ def chat(
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     said = given_sampling(sampling)
     found_session(text.session, load.ranks)
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_models(model, draft, options)
+    check_run(model, draft, options)
     is_quiet = output.quiet or is_worker(load.ranks)
     with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
         chosen, note = choose_sampling(str(load.config or model), said, console.wait)

@@ -200,7 +200,8 @@ def encode(
         ids = whole_numbers(prompt)
     elif tokenizer is None:
         raise UserError(
-            "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
+            "this checkpoint has no tokenizer: put its tokenizer.json beside it, give `config` of a GGUF file, "
+            "or give token ids from Python"
         )
     elif isinstance(prompt, str):
         ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)

@@ -4,11 +4,11 @@ between.
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.hub import check_tokenizer_files
 from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
@@ -85,11 +85,7 @@ def _check_names(directory: Path) -> None:
 def _load_from_gguf(file: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    if find_spec("gguf") is None:
-        raise UserError(
-            f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
-            "pip install gguf, or give `config`, the folder or hub id of the original model"
-        )
+    require_reader(file)
     with refusing(
         f"cannot read the tokenizer in {file.name}",
         "give `config`, the original model's folder or hub id",

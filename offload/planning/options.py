@@ -8,14 +8,11 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from offload.checkpoint.download import is_hub_id
-from offload.checkpoint.hub import open_headers
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
 from offload.errors import require
 from offload.memory.planner import require_dtype, require_experts, require_positions
 from offload.options import ModelOptions
-from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.profile import parse_profile
 from offload.rank_roles import (
     PipelineOptions,
@@ -200,14 +197,3 @@ class LoadOptions(ModelOptions):
         """Return the tree that is wanted. Raises `UserError` for one that nothing could fill."""
         has_sources = self.has_sources(has_draft=has_draft)
         return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
-
-
-def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
-    """Raise `UserError` for folders that hold no readable model; hub ids pass."""
-    check_held(draft, options.draft_dtype, options.ranks)
-    options.tree_spec(has_draft=draft is not None)
-    if (roles := options.roles()) is not None and not roles.is_sharded:
-        options.pipeline_roles(has_draft=draft is not None)
-    for name, config in zip(models_to_read(model, draft), (options.config, None), strict=False):
-        if os.path.exists(os.path.expanduser(name)) or not is_hub_id(str(name)):
-            open_headers(name, config)

@@ -175,7 +175,7 @@ def test_prompt_longer_than_the_context_is_refused(sound: Path, request: pytest.
 @pytest.mark.usefixtures("_no_weights")
 def test_prompt_without_a_tokenizer_is_refused(broken: Path) -> None:
     drop("tokenizer*")(broken)
-    assert_refused(generate(broken, "-p", "Count:"), "no tokenizer", "token ids")
+    assert_refused(generate(broken, "-p", "Count:"), "no tokenizer", "put its tokenizer.json beside it")
 
 
 def test_chat_template_that_fails_is_refused(broken: Path) -> None:
