@@ -13,7 +13,6 @@ What a server is told once: whom it serves, as what, and how much it takes from 
 From a body to requests of an engine: the one place that knows both vocabularies.
 """
 
-import ipaddress
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from offload.engine.request import Request
 from offload.engine.scheduler import Closing, Engine, EngineFigures, QueueFull, Ticket
 from offload.errors import RunError, UserError
 from offload.sampling.grammar import Grammar, find_grammar
+from offload.server.listening import LOADING, is_loopback
 from offload.units import Sampling
 
 _KINDS = {
@@ -92,9 +92,7 @@ def closing() -> Refusal:
 
 def loading() -> Refusal:
     """While the model is read."""
-    return Refusal(
-        503, "the model is loading: ask again later", code="loading", headers={"Retry-After": "2"}
-    )
+    return Refusal(503, LOADING, code="loading", headers={"Retry-After": "2"})
 
 
 def no_such_model(model: str, model_id: str) -> Refusal:
@@ -413,7 +411,7 @@ def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
         raise Refusal(400, message, param=f"{where}.tool_calls") from None
 
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -443,17 +441,7 @@ class ServerSettings:
         stranger has not.
         """
         own = f"[{self.host}]" if ":" in self.host else self.host
-        return (*LOOPBACK_NAMES, own.lower()) if self.is_loopback else None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's own alone; other names are
-    taken for public.
-    """
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return (*_LOOPBACK_NAMES, own.lower()) if self.is_loopback else None
 
 
 _LARGEST_SEED = 2**63 - 1

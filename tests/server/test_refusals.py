@@ -16,7 +16,8 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passe
 
 from offload.engine.text import TextStream
 from offload.server.app import create_app
-from offload.server.network import Listening, bind
+from offload.server.listening import bind
+from offload.server.network import Listening
 from offload.server.protocol import Refusal, ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
