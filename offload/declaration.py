@@ -54,6 +54,7 @@ class Option:
     is_suggested: bool = False  # a model may suggest it in its generation_config.json
     doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
     called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
+    synonyms: tuple[str, ...] = ()  # other names, which doors of programs take for it
     http_within: tuple[float, float] | None = (
         None  # bounds of OpenAI's protocol, where they are narrower
     )
@@ -124,6 +125,16 @@ def options_at(door: str, *records: type) -> dict[str, Option]:
     """Options of records that one door takes, by their names there."""
     declared = [one for record in records for one in options_of(record).values()]
     return {one.at(door): one for one in declared if door in one.doors}
+
+
+def synonyms_at(door: str, *records: type) -> dict[str, str]:
+    """Return `{other name: name}` of the options that one door takes; a chat writes dashes."""
+    return {
+        other.replace("_", "-") if door == "chat" else other: name
+        for name, one in options_at(door, *records).items()
+        for other in one.synonyms
+        if other != name
+    }
 
 
 def build(record: type[Record], given: Mapping[str, Any]) -> Record:

@@ -360,6 +360,12 @@ class ServerOptions:
         "--port", default=8080, metavar="N", commands=("serve",),
         help="to listen on; 0 takes a free one",
     )
+    alias: Sequence[str] = option(
+        "--alias", default=(), kind=str, is_several=True, metavar="NAME", commands=("serve",),
+        help="another name that clients may ask for, '*' for any; may be given several times",
+        doc="another name that clients may ask for, `'*'` for any: many programs ask for `gpt-4` "
+        "whatever they are told",
+    )
     api_key_file: Path | None = option(
         "--api-key-file", metavar="FILE", commands=("serve",),
         help="keys that let in, one a line; default: none is asked for",

@@ -91,10 +91,11 @@ class Sampling:
         page=("0", "9007199254740991"),
     )
     repeat_penalty: float = option(
-        "--repeat-penalty", default=1.0, metavar="R",
+        "--repeat-penalty", "--repetition-penalty", default=1.0, metavar="R",
         within=f"{1 / MOST_PENALTY:g} to {MOST_PENALTY}", remedy="1 is none",
         help="above 1: against tokens that are in the prompt or the answer", commands=_WRITE,
         is_suggested=True, doors=_ALL, called={"harness": "repetition_penalty"},
+        synonyms=("repetition_penalty",),
         doc="above 1: [divides logits](#penalties-and-biases) of tokens in the prompt or the "
         "answer",
     )

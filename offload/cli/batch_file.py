@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.checkpoint.files import read_given
 from offload.cli.prompt_input import decode, with_system
-from offload.declaration import listed, options_at
+from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.request import Prompt, Request, samples_of
 from offload.errors import UserError, require
 from offload.options import TextOptions
@@ -30,6 +30,7 @@ _UNSET = [(one.name, one.default) for one in fields(Sampling)]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
 ]
+_SYNONYMS = synonyms_at("batch", TextOptions, Sampling)
 _DIGEST_CHARS = 16
 _MAX_BYTES = 1 << 30  # millions of prompts
 
@@ -138,7 +139,7 @@ def _object(line: str) -> dict[str, Any]:
         f"{line:.80}",
         'such as {"prompt": "Hello"}',
     )
-    return {key: value for key, value in told.items() if value is not None}
+    return {_SYNONYMS.get(key, key): value for key, value in told.items() if value is not None}
 
 
 def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:

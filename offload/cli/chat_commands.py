@@ -10,7 +10,7 @@ from typing import Any
 from offload.cli.console import Console, turn_line
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
-from offload.declaration import listed, options_at
+from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.chat import Chat
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -21,7 +21,7 @@ LEAVE = ("/bye", "/exit", "/quit")
 _SAMPLING = options_at("chat", Sampling)
 _TEXT = options_at("chat", TextOptions)
 _NAMES = [*_SAMPLING, *_TEXT]
-_SHORT = {"temp": "temperature", "n": "max-tokens"}
+_SHORT = {"temp": "temperature", "n": "max-tokens", **synonyms_at("chat", Sampling)}
 _SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: what is set", 70)
 _HELP = f"""\
 /help            this list

@@ -45,6 +45,7 @@ def serve_model(
     settings = ServerSettings(
         model_id=names.model,
         sampling=sampling,
+        aliases=tuple(server.alias or ()),
         host=server.host,
         api_keys=keys,
         max_body_bytes=parse_size(server.max_body, "`max_body`"),

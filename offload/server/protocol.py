@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from offload.declaration import options_at
 from offload.engine.request import Request
@@ -97,7 +97,10 @@ def loading() -> Refusal:
 
 def no_such_model(model: str, model_id: str) -> Refusal:
     """For another model than the one that is served."""
-    message = f"The model `{model:.80}` does not exist: this server has `{model_id}`"
+    message = (
+        f"The model `{model:.80}` does not exist: this server has `{model_id}`, "
+        "start it with --alias to give it other names"
+    )
     return Refusal(404, message, code="model_not_found", param="model")
 
 
@@ -157,7 +160,9 @@ def _fields() -> dict[str, Any]:
     for name, one in options_at("http", Sampling).items():
         low, high = one.http_within or (None, None)
         kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
-        found[name] = (kind | None if one.is_number else dict[str, kind] | None, None)
+        value: Any = kind | None if one.is_number else dict[str, kind] | None
+        names = AliasChoices(name, *one.synonyms) if one.synonyms else None
+        found[name] = (value, Field(default=None, validation_alias=names))
     return found
 
 
@@ -421,6 +426,7 @@ class ServerSettings:
     model_id: str  # what clients call the model
     # where a request says nothing
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    aliases: tuple[str, ...] = ()  # other names that clients may ask for; `*` is any
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()  # any of them lets in; none asks for none
     max_body_bytes: int = 4 << 20
