@@ -5,6 +5,7 @@ lists them all, and is made of what stands here. Nothing is imported that takes 
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -222,11 +223,15 @@ class TextOptions:
         " template",
     )
     max_new_tokens: int | None = option(
-        "-n", "--max-tokens", default=128, metavar="N", least=0,
-        commands=("generate", "chat", "demo"), help="at most so many new tokens",
+        "-n", "--max-tokens", default=128, metavar="N", least=-1,
+        commands=("generate", "chat", "demo"),
+        help="write at most N new tokens; -1: as many as the context has room for",
         differs={
-            "chat": {"default": None, "least": 1, "help": "of one answer; default: what has room"},
-            "demo": {"default": 96},
+            "chat": {
+                "default": None, "least": 1,
+                "help": "write at most N tokens in an answer; default: as many as have room",
+            },
+            "demo": {"default": 96, "least": 0, "help": "write at most N new tokens"},
         },
         doors=("python", "batch", "chat"), called={"batch": "max_tokens", "chat": "max-tokens"},
     )
@@ -273,6 +278,12 @@ class TextOptions:
         "--out", metavar="FILE", commands=("generate",),
         help="of many prompts: go on with the results in this file; default: stdout",
     )
+
+
+    @property
+    def num_wanted(self) -> int:
+        """New tokens of a text, more than any context has room for where -1 asks for all."""
+        return sys.maxsize if self.max_new_tokens == -1 else self.max_new_tokens or 0
 
 
 @dataclass(frozen=True)

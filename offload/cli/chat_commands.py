@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from offload.cli.console import Console, turn_line
+from offload.cli.console import Console, memory_line, turn_line
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
 from offload.declaration import listed, options_at, synonyms_at
@@ -15,7 +15,7 @@ from offload.engine.chat import Chat
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.units import Sampling, format_bytes
+from offload.units import Sampling
 
 LEAVE = ("/bye", "/exit", "/quit")
 _SAMPLING = options_at("chat", Sampling)
@@ -38,11 +38,25 @@ _HELP = f"""\
 
 
 class ChatCommands:
-    """What can be done to a conversation but to ask."""
+    """What can be done to a conversation but to ask.
 
-    def __init__(self, chat: Chat, plan: MemoryPlan, console: Console) -> None:
+    Args:
+        own_bytes: of the program itself, before it loaded.
+        session: the file that /save and /load mean where they name none.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        plan: MemoryPlan,
+        console: Console,
+        own_bytes: int = 0,
+        session: Path | None = None,
+    ) -> None:
         self._chat = chat
         self._plan = plan
+        self._own_bytes = own_bytes
+        self._session = session
         self._console = console
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
@@ -76,13 +90,13 @@ class ChatCommands:
         self._say("begun anew" + (", with the system prompt" if self._chat.system else ""))
 
     def _save(self, name: str) -> None:
-        path = _file(name)
+        path = self._file(name)
         with saving(self._console):
             self._chat.save(path)
         self._say(f"kept in {path}")
 
     def _load(self, name: str) -> None:
-        path = _file(name)
+        path = self._file(name)
         self._console.wait("reading the session")
         try:
             self._chat.load(path)
@@ -90,6 +104,13 @@ class ChatCommands:
             self._console.clear()
         num_asked = sum(message["role"] == "user" for message in self._chat.messages)
         self._say(f"going on with {path}: questions {num_asked}")
+
+    def _file(self, name: str) -> Path:
+        if not name and self._session is not None:
+            return self._session
+        if not name:
+            raise UserError("a file is needed, got none: name one, such as talk.session")
+        return Path(name).expanduser()
 
     def _retry(self) -> Generator[str, None, None]:
         before = self._chat.turn
@@ -138,19 +159,13 @@ class ChatCommands:
         if self._chat.turn is None:
             raise UserError("nothing was answered yet: ask something first")
         result = self._chat.turn.result()
-        num_used = result.stats.num_prompt_tokens + result.stats.num_new_tokens
-        sizes = result.stats.peak_rss_bytes, self._plan.ram_bytes
-        peak, budget = (format_bytes(size, is_decimal=self._console.is_decimal) for size in sizes)
+        stats = result.stats
+        num_used = stats.num_prompt_tokens + stats.num_new_tokens
         used = f"{num_used} of {self._plan.context} positions used"
-        self._say(
-            f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}"
+        memory = memory_line(
+            stats, self._plan, self._own_bytes, is_decimal=self._console.is_decimal
         )
-
-
-def _file(name: str) -> Path:
-    if not name:
-        raise UserError("a file is needed, got none: name one, such as talk.session")
-    return Path(name).expanduser()
+        self._say(f"{turn_line(stats, result.finish_reason)}\n{used}; {memory}")
 
 
 def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) -> Any:

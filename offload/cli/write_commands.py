@@ -63,9 +63,17 @@ def generate(
     with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
         chosen, note = choose_sampling(str(load.config or model), said, console.wait)
         request = Request(
-            asked, chosen, text.max_new_tokens or 0, text.stop, text.raw, found, is_kept=text.session is not None,
-            num_logprobs=text.num_logprobs, grammar=kept,
-        )  # fmt: skip
+            asked,
+            chosen,
+            text.num_wanted,
+            is_clipped=True,
+            stop=text.stop,
+            raw=text.raw,
+            session=found,
+            is_kept=text.session is not None,
+            num_logprobs=text.num_logprobs,
+            grammar=kept,
+        )
         if prompts is not None or text.samples > 1:
             write_many(
                 model, draft, options, console, request, text, note=note, as_json=output.as_json
@@ -116,9 +124,12 @@ def chat(
     options = LoadOptions.of(load)
     check_run(model, draft, options)
     is_quiet = output.quiet or is_worker(load.ranks)
-    with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
+    from offload.cli.chat_input import SilentTerminal
+
+    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram)
+    with shown as console, SilentTerminal() as terminal:
         chosen, note = choose_sampling(str(load.config or model), said, console.wait)
-        with libraries(console):
+        with libraries(console, before_leaving=terminal.end):
             from offload.cli.repl import converse
 
-            converse(model, draft, options, console, text, chosen, note=note)
+            converse(model, draft, options, console, text, chosen, note=note, terminal=terminal)

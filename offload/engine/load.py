@@ -149,7 +149,7 @@ def load(given: LoadArguments) -> Decoder:
         is_device,
         "`device` must be auto, cpu, cuda, cuda:N or an open one",
         repr(device),
-        "try `device` auto",
+        'try `device="auto"`',
     )
     opened = None if isinstance(device, str) else device
     options = LoadOptions.of(given if opened is None else replace(given, device="cuda"))

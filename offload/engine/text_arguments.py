@@ -10,7 +10,7 @@ import typing
 class TextArguments(typing.TypedDict, total=False):
     """What may be asked of a text; all may be left out."""
 
-    # at most so many new tokens
+    # write at most N new tokens; -1: as many as the context has room for
     max_new_tokens: int | None
     # end before this string; may be given several times
     stop: str | collections.abc.Sequence[str] | None

@@ -60,7 +60,9 @@ def test_every_command_is_obeyed(letters: Path) -> None:
         "greedy, seed 0; as long as there is room",
         "temperature 0.5, seed 0; as long as there is room",
     ]
-    assert rest[3] == "temperature 0.5, seed 0; at most 2 tokens" and rest[4].startswith("(2 tokens, cut off")
+    assert rest[3] == "temperature 0.5, seed 0; at most 2 tokens" and rest[4].startswith(
+        "(2 tokens, cut off by its limit"
+    )
     num_used = len("<system:Be.<user:Say<assistant:Ok.>" + "<user:Say<assistant:" + "Ok")
     assert rest[5].startswith(f"{num_used} of 384 positions used; peak memory") and rest[6:] == ["forgotten: Say"]
     for name in ("/help", "/clear", "/system", "/save", "/load", "/retry", "/undo", "/set", "/stats", "/bye"):
@@ -152,6 +154,7 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
         letters, "/save x\n/clear\nSay".replace("x", str(tmp_path / "copy")), "--session", path, "--system", "No."
     )
     assert other.code == 0
+    assert f"kept in {path}" in chat(letters, "/save", "--session", path, quiet=False).err, "it needs no name"
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
     loaded = f"going on with {tmp_path / 'copy'}: questions 3"
     assert held.err.splitlines()[:5] == ["No.", loaded, *(f"forgotten: {one}" for one in ("Again", "Say it", "Say"))]
