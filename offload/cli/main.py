@@ -16,6 +16,7 @@ import typer
 # In the order of --help: each registers its commands.
 from offload.cli import write_commands, measure_commands, demo_command, pack_commands  # noqa: F401  # isort: skip
 from offload.cli import verify_command, serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
+from offload.bench.suite import COMMANDS
 from offload.cli import flags, output, rank_process
 from offload.cli.app import app
 from offload.cli.console import error_line
@@ -33,7 +34,7 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given = sys.argv[1:] or ["--help"]
-    own = flags.Defaults({}, {}, {})
+    own = flags.Defaults({}, {}, {}, [])
     place = None
     try:
         command: Any = typer.main.get_command(app)
@@ -46,6 +47,8 @@ def main() -> None:
                 {name: one for name, one in command.commands.items() if name != "bench"}
             )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
+            if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
+                print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         # A copy, since the option parser takes words away from what it is given.
         with command.make_context("offload", [*given], default_map=own.by_command) as context:
@@ -77,14 +80,28 @@ def main() -> None:
         # what the option parser raises carries its line in this method
         if not hasattr(error, "format_message"):
             raise
-        misread = getattr(error, "ctx", None)  # of the command whose options were not understood
-        command_path = misread.command_path if misread else "offload"
+        # of the command whose options were not understood
+        misread = getattr(error, "ctx", None)
+        command_path = misread.command_path if misread else _named_command(command, given)
         _fail(
             own.blame(f"{_said_of(error)} (see {command_path} --help)", given),
             EXIT_USER_ERROR,
             place,
             error,
         )
+
+
+def _named_command(command: Any, given: list[str]) -> str:
+    """Return the words that name a command, where the option parser does not tell whose error it is."""
+    words = ["offload"]
+    for word in given:
+        # of a bench the parser is not asked, which may take seconds to import
+        known = COMMANDS if words[-1] == "bench" else getattr(command, "commands", {})
+        if word not in known:
+            break
+        command = None if words[-1] == "bench" else known[word]
+        words.append(word)
+    return " ".join(words)
 
 
 def _said_of(error: Any) -> str:
