@@ -19,27 +19,28 @@ from typer.core import TyperGroup
 from offload.errors import UserError, did_you_mean
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-COMMANDS = {  # name: file, what it answers
-    "passes": (
-        "latency.passes",
-        "seconds of a forward of target and draft against its rows, beside link and memory",
-    ),
+# name: file, what it measures
+MEASURES = {
     "decode": (
         "latency.decode",
-        "tokens per second and latencies: prompts x temperatures x trees x rules",
+        "tokens per second and latencies, for prompts, temperatures, trees and rules",
     ),
-    "many": ("latency.many", "tokens per second over many texts, at a time and one after another"),
-    "soak": (
-        "soak.soak",
-        "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    "many": (
+        "latency.many",
+        "tokens per second over many texts, written at a time and one after another",
+    ),
+    "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
+    "passes": (
+        "latency.passes",
+        "seconds that a forward of target and draft takes by its rows, beside link and memory",
+    ),
+    "memory": (
+        "latency.memory",
+        "peak memory of fresh processes beside --ram, post by post, and growth over texts",
     ),
     "lookup": (
         "latency.lookup",
-        "guesses without a model: copies, a datastore, counts; alone and beside a draft",
-    ),
-    "ranks": (
-        "latency.ranks",
-        "a pass on one, two and three ranks with a link each, and over networks between them",
+        "guesses without a model: copies, a datastore and counts, alone and beside a draft",
     ),
     "quantised": (
         "latency.quantised",
@@ -49,35 +50,41 @@ COMMANDS = {  # name: file, what it answers
         "latency.experts",
         "tokens per second with experts on demand beside whole layers, by room and tree",
     ),
-    "memory": (
-        "latency.memory",
-        "peak memory of fresh processes beside --ram, post by post, and growth over texts",
+    "ranks": (
+        "latency.ranks",
+        "a pass on one, two and three ranks with a link each, and over networks between them",
     ),
+    "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
+}
+STUDIES = {
     "gate": (
         "latency.exact",
         "whether every tree writes the ids of transformers, every layer streamed",
     ),
+    "soak": (
+        "soak.soak",
+        "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    ),
     "main-job": (
         "latency.main_job",
         "the promises of the main job: streaming, memory, speed, prompt and start",
-    ),
-    "prediction": (
-        "latency.prediction",
-        "what the plan promises beside what the paper measured on an L40",
     ),
     "device": (
         "gpu.promised",
         "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
     ),
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
-    "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
+    "prediction": (
+        "latency.prediction",
+        "what the plan promises beside what the paper measured on an L40",
+    ),
     "choice": (
         "studies.choice",
-        "whether the tree of --tree auto is the best one, really streamed",
+        "whether --tree auto chooses the best tree, really streamed",
     ),
     "expansion": (
         "studies.expansion",
-        "GB/s of expanded weights by kind of words: torch, numba; beside a copy",
+        "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
     ),
     "expert-cache": (
         "studies.expert_cache",
@@ -91,8 +98,8 @@ COMMANDS = {  # name: file, what it answers
         "moe_pair.make",
         "trains the mixture of experts and its draft that other commands measure with",
     ),
-    "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }
+COMMANDS = {**MEASURES, **STUDIES}
 
 
 class LazyCommands(TyperGroup):
@@ -122,8 +129,12 @@ class LazyCommands(TyperGroup):
         ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+        for title, commands in (
+            ("Commands", MEASURES),
+            ("Studies, by which this program is developed", STUDIES),
+        ):
+            with formatter.section(title):
+                formatter.write_dl([(name, told) for name, (_, told) in commands.items()])
 
 
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:

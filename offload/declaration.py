@@ -21,6 +21,8 @@ P = ParamSpec("P")
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 _KEY = "option"
+# of options, in the order of help; a record's own is its `GROUP`
+GROUPS = ("Model", "Text", "Sampling", "Memory", "Guessing", "Server", "Output", "Expert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Option:
 
     name: str = ""  # of the field, and of the argument in Python
     flags: tuple[str, ...]  # the first one stands in error lines
+    group: str = "Output"  # of `GROUPS`, under which help lists it
+    is_main: bool = False  # stands in a command's short help
     help: str
     default: Any = None
     kind: Any = str  # that the command line makes of its text
@@ -249,7 +253,9 @@ def _all_options(record: type) -> Iterator[tuple[str, Option]]:
                 yield name, one if one.keeps_default else replace(one, default=None)
         elif (declared := own.metadata.get(_KEY)) is not None:
             kind = declared.get("kind") or _kind(own.type)
-            yield own.name, Option(**{**declared, "name": own.name, "kind": kind})
+            group = declared.get("group", getattr(record, "GROUP", "Output"))
+            assert group in GROUPS, f"{own.name} is of no group"
+            yield own.name, Option(**{**declared, "name": own.name, "kind": kind, "group": group})
 
 
 def _kind(annotation: Any) -> Any:

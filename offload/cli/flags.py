@@ -20,6 +20,7 @@ import typer
 
 from offload import machine as cores
 from offload.checkpoint.files import read_small
+from offload.cli.help import HelpAll, grouped, is_long
 from offload.declaration import Option, build, options_of
 from offload.errors import UserError, did_you_mean, reason, require
 from offload.options import RECORDS, ModelOptions
@@ -42,13 +43,17 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
             name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
         }
         records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+        declared = {
+            one.name: one.of(main.__name__)
+            for record in records.values()
+            for one in options_of(record).values()
+            if main.__name__ in one.commands
+        }
         params = [one for name, one in taken.items() if name not in records]
-        for record in records.values():
-            params += [
-                _parameter(one.of(main.__name__))
-                for one in options_of(record).values()
-                if main.__name__ in one.commands
-            ]
+        params += map(_parameter, declared.values())
+        if is_long(declared):
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            params.append(inspect.Parameter("help_all", keyword, default=False, annotation=HelpAll))
 
         def run(**given: Any) -> None:
             main(
@@ -62,7 +67,7 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
         run.__name__, run.__doc__ = main.__name__, main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in params}
-        app.command(**how)(run)
+        app.command(cls=grouped(declared), **how)(run)
         return main
 
     return wrap
@@ -235,7 +240,7 @@ def _settings(command: Any) -> dict[str, Any]:
     return {
         key: one
         for one in command.params
-        if (key := _key(one)) not in ("", "help") and _may(one, "is_setting")
+        if (key := _key(one)) not in ("", "help", "help-all") and _may(one, "is_setting")
     }
 
 

@@ -42,7 +42,7 @@ def main() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
-        if not {"-h", "--help", "--version"} & {*given}:
+        if not {"-h", "--help", "--help-all", "--version"} & {*given}:
             own = flags.find_defaults(
                 {name: one for name, one in command.commands.items() if name != "bench"}
             )
