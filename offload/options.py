@@ -298,9 +298,9 @@ class TextOptions:
         group="Output",
         called={"batch": "logprobs"},
         help="with --json: tell how likely each new token is, and the K likeliest tokens beside it",
-        doc="with `--json`: under `logprobs` of each new token its log-probability and the K "
-        "likeliest tokens with theirs, by the target's own logits, before penalties, biases "
-        "and sampling",
+        doc="with `--json`: `logprobs` holds for each new token its text and log-probability, and the K "
+        "likeliest tokens with theirs (`top`, `top_texts`), by the target's own logits, before "
+        "penalties, biases and sampling",
     )
     samples: int = option(
         "--samples", default=1, metavar="K", least=1, commands=("generate",),

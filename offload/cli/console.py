@@ -387,7 +387,7 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
     """
     how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = (
-        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} a sweep"
+        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens/sweep"
         if stats.tpot_s
         else ""
     )

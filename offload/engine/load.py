@@ -251,7 +251,9 @@ def open_decoder(
         )
         invariance = same_bits(least)
         hooks.on_phase(
-            "choosing a tree, measuring the link" if spec.is_chosen else "planning memory"
+            "measuring how fast layers come, choosing a tree"
+            if spec.is_chosen
+            else "planning memory"
         )
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         invariance = same_bits(plan) if plan.is_streamed and not least.is_streamed else invariance
@@ -422,7 +424,7 @@ def _make_invariant(
         return Invariance(reason="nothing is streamed, so that it would take time")
     if pair.target.place.type != "cpu" and pair.target.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")
-    on_phase("trying how sums are rounded")
+    on_phase("checking that all trees give the same bits")
     counts = [torch.get_num_threads()]
     if pair.device is None:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})

@@ -3,7 +3,8 @@ between.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
 # decoded before the new ones, because some tokenizers glue or drop a leading space
 _CONTEXT_TOKENS = 8
+_SPACE = "\u2581"  # SentencePiece's
 
 
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
@@ -188,6 +190,35 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
     return text
 
 
+class TokenPieces:
+    """What each token of a vocabulary adds to a text, as bytes and as text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token: int) -> str:
+        """Return the text of a token; what is half a character stands as a replacement."""
+        return self.bytes_of(token).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        raw: str = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if self._byte_of and all(char in self._byte_of for char in raw):
+            return bytes(self._byte_of[char] for char in raw)
+        if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
+            return bytes([int(raw[3:5], 16)])
+        return raw.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte that a character stands for; empty for vocabularies that write bytes otherwise."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        is_byte_level = backend is None or "ByteLevel" in repr(backend.decoder)
+        return {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
+
+
 class TextStream:
     """Turns accepted tokens into text, handed out once characters are complete and no stop string
     can begin there.
@@ -205,6 +236,13 @@ class TextStream:
         self._context_text = self._decode([])
         self._tokens: list[int] = []
         self.text = ""  # what was handed out
+
+    def texts_of(self, tokens: Iterable[int]) -> dict[int, str]:
+        """Return what each of these tokens adds to a text; nothing without a tokenizer."""
+        if self._tokenizer is None:
+            return {}
+        pieces = TokenPieces(self._tokenizer)
+        return {token: pieces.text(token) for token in {*tokens}}
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; returns the piece that has become certain and whether a stop string was

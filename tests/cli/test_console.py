@@ -69,7 +69,7 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     row = comparison_lines(DemoResult(*runs, num_exact=1, num_near=0, num_same=None)).splitlines()[2]
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
     assert candidate_rows([predicted(label)])[0].strip().startswith(f"{label}: ")
-    assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}
+    assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_dynamic": is_dynamic}
 
 
 def test_hits_without_misses_are_told() -> None:

@@ -200,11 +200,11 @@ def test_a_text_tells_layer_speed_and_time_left() -> None:
     progress.num_layers = 8 * 4 + 3
     told = progress.parts()
     assert told[:3] == ["12 of 100 tokens", "layer 3 of 8", "2.00 tokens/s"]
-    assert told[3:] == ["40 s left", "4.0 a sweep"], "88 tokens take 44 s, 4 of which are over"
+    assert told[3:] == ["40 s left", "4.0 tokens/sweep"], "88 tokens take 44 s, 4 of which are over"
     progress.num_layers = 8 * 4
     assert progress.parts()[1] == "drafting"
     progress.max_new_tokens = None
-    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 a sweep"]
+    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 tokens/sweep"]
 
 
 @pytest.mark.parametrize(
