@@ -211,7 +211,7 @@ def load_command(name: str) -> Any:
 
 app = typer.Typer(
     cls=LazyCommands,
-    help="Measure: every figure beside its ceiling, no speed for a wrong token.",
+    help="Measure speeds. Each stands beside its ceiling, and none is told for a wrong token.",
     epilog="Start here: offload bench decode --quick",
     rich_markup_mode=None,
     invoke_without_command=True,
@@ -220,7 +220,7 @@ app = typer.Typer(
 
 @app.callback()
 def bench(context: typer.Context) -> None:
-    """Measure: every figure beside its ceiling, no speed for a wrong token."""
+    """Measure speeds. Each stands beside its ceiling, and none is told for a wrong token."""
     if context.invoked_subcommand is None:
         print(context.get_help())
     before = signal.signal(signal.SIGTERM, _leave)

@@ -43,7 +43,7 @@ class ModelChoice:
         "of the target in fewer bits",
         differs={"tune": {"is_required": True, "help": "small model that guesses ahead, or self:int4, self:int8"}},
         doc="a small model with the same vocabulary; `self:int4`, `self:int8`: the target "
-        "itself, [rounded while it is read](drafts.md), as its own draft; of one process",
+        "itself, [rounded while it is read](drafts.md), as its own draft; in one process alone",
     )
 
     @property

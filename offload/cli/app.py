@@ -14,7 +14,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench", short_help="Measure, every figure beside its ceiling.")
+app.add_typer(bench, name="bench", short_help="Measure speeds, each beside its ceiling.")
 
 
 def _say_version(is_asked: bool) -> None:

@@ -8,6 +8,8 @@ from textwrap import wrap
 from typing import Any
 
 from offload.cli.console import Console, memory_line, turn_line
+from offload.cli.progress import plural
+from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
 from offload.declaration import listed, options_at, synonyms_at
@@ -22,18 +24,19 @@ _SAMPLING = options_at("chat", Sampling)
 _TEXT = options_at("chat", TextOptions)
 _NAMES = [*_SAMPLING, *_TEXT]
 _SHORT = {"temp": "temperature", "n": "max-tokens", **synonyms_at("chat", Sampling)}
-_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: what is set", 70)
+_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: show what is set", 70)
 _HELP = f"""\
-/help            this list
-/clear           begin anew, with the system prompt alone
-/system TEXT     tell the model this before the first question; without TEXT: what it is told
-/save FILE       keep the conversation, with all that was computed for it
+/help            show this list
+/clear           forget the conversation, but for the system prompt
+/system TEXT     give the model instructions before the first question; without TEXT: show them
+/save FILE       keep the conversation and its cache; without FILE: in that of --session
 /load FILE       go on with a conversation that was kept
-/retry           another answer to the last question
+/read FILE       ask what is in a file of UTF-8 text
+/retry           write another answer to the last question
 /undo            forget the last question and its answer
 /set NAME VALUE  {f"{chr(10)}{' ' * 17}".join(_SET_LINES)}
-/stats           figures of the last answer
-/bye             leave, as do /exit, /quit and Ctrl-D
+/stats           show the figures of the last answer
+/bye             leave; so do /exit, /quit and Ctrl-D
 \"""             begins and ends a question of several lines; a pasted one needs no quotes"""
 
 
@@ -64,6 +67,7 @@ class ChatCommands:
             "/system": self._system,
             "/save": self._save,
             "/load": self._load,
+            "/read": self._read,
             "/retry": lambda _: self._retry(),
             "/undo": lambda _: self._say(f"forgotten: {chat.undo()}"),
             "/set": self._set,
@@ -87,7 +91,10 @@ class ChatCommands:
 
     def _clear(self) -> None:
         self._chat.clear()
-        self._say("begun anew" + (", with the system prompt" if self._chat.system else ""))
+        self._say(
+            "the conversation is forgotten"
+            + (", but for the system prompt" if self._chat.system else "")
+        )
 
     def _save(self, name: str) -> None:
         path = self._file(name)
@@ -103,7 +110,7 @@ class ChatCommands:
         finally:
             self._console.clear()
         num_asked = sum(message["role"] == "user" for message in self._chat.messages)
-        self._say(f"going on with {path}: questions {num_asked}")
+        self._say(f"going on with {path}: {plural(num_asked, 'question')}")
 
     def _file(self, name: str) -> Path:
         if not name and self._session is not None:
@@ -111,6 +118,11 @@ class ChatCommands:
         if not name:
             raise UserError("a file is needed, got none: name one, such as talk.session")
         return Path(name).expanduser()
+
+    def _read(self, name: str) -> Generator[str, None, None]:
+        if not name:
+            raise UserError("a file is needed, got none: name one, such as notes.txt")
+        return self._chat.ask(read_prompt(None, Path(name).expanduser()))
 
     def _retry(self) -> Generator[str, None, None]:
         before = self._chat.turn

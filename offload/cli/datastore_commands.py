@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _RAM_BYTES = 2 << 30
 
 datastore = typer.Typer(
-    help="Make a store of text or code, which drafts are looked up in; see docs/datastore.md.",
+    help="Make a store of text or code, in which --datastore looks up guesses; see docs/datastore.md.",
     epilog="Start here: offload datastore build --help",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
 app.add_typer(
-    datastore, name="datastore", short_help="Make a store of text that drafts are looked up in."
+    datastore, name="datastore", short_help="Make a store of text, in which guesses are looked up."
 )
 
 Files = Annotated[
@@ -44,7 +44,8 @@ Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datast
 Ram = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free"
+        metavar="SIZE",
+        help="memory to build with; default: 2GiB, or 3/4 of what is free if that is less",
     ),
 ]
 SkipBad = Annotated[
@@ -70,7 +71,8 @@ def _group(context: typer.Context) -> None:
 def build(
     files: Files,
     tokenizer: Annotated[
-        str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")
+        str,
+        typer.Option(metavar="MODEL", help="folder or hub id of the model that the store is for"),
     ],
     out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
     output: OutputOptions,
@@ -110,13 +112,15 @@ def append(
     output: OutputOptions,
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was"),
+        typer.Option(
+            metavar="MODEL", help="folder or hub id of the tokenizer; default: where it lay"
+        ),
     ] = None,
     ram: Ram = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it
-    was.
+    """Add text to a store, in chunks of its own. A program that has the store open goes on with
+    what it has opened.
     """
     from offload.datastore import build as building
     from offload.datastore.store import read_store

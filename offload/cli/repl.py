@@ -15,6 +15,7 @@ from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
 from offload.cli.console import Console, ModelNames, error_line, turn_line
 from offload.cli.live_line import fitted
+from offload.cli.progress import plural
 from offload.cli.session_file import saving
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
@@ -123,7 +124,7 @@ def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
         chat.system = text.system
     asked = [message["content"] for message in chat.messages if message["role"] == "user"]
     last = f", the last one asked was {asked[-1]!r:.60}" if asked else ""
-    console.say(f"going on with {text.session}: questions {len(asked)}{last}")
+    console.say(f"going on with {text.session}: {plural(len(asked), 'question')}{last}")
 
 
 def answer_lines(

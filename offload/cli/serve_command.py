@@ -23,7 +23,7 @@ from offload.units import parse_size
 
     offload serve -m big -d small --port 8000 --queue 16
 
-    offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others are let in with a key alone""",
+    offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others need a key""",
 )
 def serve(
     names: ModelChoice, load: ModelOptions, server: ServerOptions, output: OutputOptions

@@ -69,7 +69,7 @@ def serve_model(
                 "a server needs the model's tokenizer: put its tokenizer.json beside it"
             )
         console.open(names, decoder, decoder.tree_choice(sampling))
-        console.say(f"{sampling_words(sampling)} where a request does not say how to draw")
+        console.say(f"a request that does not say how to draw gets {sampling_words(sampling)}")
         with Engine(decoder, max_waiting=server.queue) as engine:
             app.state.engine = engine
             console.say(serving_lines(settings.model_id, listening.address))

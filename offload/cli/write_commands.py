@@ -21,11 +21,11 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOp
 
     cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree dynamic:128x20
 
-    offload generate -m big --datastore code.store -f main.py    # no draft: what code and the text itself say
+    offload generate -m big --datastore code.store -f main.py    # guesses from a store and the text
 
     offload generate -m big -d small -f prompt.txt --json > result.json
 
-    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; again goes on with them
+    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; the same command goes on
 
     offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4""",
 )

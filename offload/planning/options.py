@@ -57,12 +57,17 @@ class LoadOptions(ModelOptions):
         if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
-            require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
+            require(
+                is_free,
+                "`profile` works in one process alone",
+                f"`ranks` {self.ranks}",
+                "leave it out",
+            )
             rule = "`invariant` is promised by one process"
             require(not self.invariant, rule, f"`ranks` {self.ranks}", "leave one of them out")
-            rule = "`parallel` texts are of one process"
+            rule = "`parallel` texts work in one process alone"
             require(self.parallel == 1, rule, f"`ranks` {self.ranks}", "leave one of them out")
-            rule = "`experts` demand is of one process"
+            rule = "`experts` demand works in one process alone"
             require(
                 self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out"
             )
@@ -72,7 +77,7 @@ class LoadOptions(ModelOptions):
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
         require(
             is_slow,
-            "`slow_layer_s` is of stages",
+            "`slow_layer_s` goes with stages",
             f"`ranks` {self.ranks or 'none'}",
             "leave it out",
         )

@@ -23,7 +23,7 @@ _MOST_BYTES = 64 << 10  # of what it asks
 
 
 class EarlyAnswers:
-    """Tells whoever asks that the model is loading, in a thread of its own, until `hand_over`.
+    """Tells clients that the model is loading, in a thread of its own, until `hand_over`.
 
     Args:
         bound: a socket of `bind`, which belongs to this until it is handed over.
@@ -47,7 +47,7 @@ class EarlyAnswers:
             self._bound.close()
 
     def hand_over(self) -> socket.socket:
-        """Answer no more, and return the socket; whoever connects meanwhile waits in its queue."""
+        """Answer no more, and return the socket; who connects meanwhile waits in its queue."""
         bound = self._bound
         assert bound is not None, "it is handed over once"
         self._end()

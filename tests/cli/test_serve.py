@@ -113,7 +113,7 @@ def test_sampling_is_the_models_or_openais(tmp_path: Path) -> None:
 
 
 def test_it_answers_from_its_first_second(looper: Path) -> None:
-    """Before torch is imported; and from then on no connection is refused, whoever answers it."""
+    """Before torch is imported; and from then on no connection is refused, early or late."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     running = start("serve", *settings(looper), "--parallel", 1, "--port", port, is_cold=True)
@@ -144,7 +144,7 @@ def test_it_answers_from_its_first_second(looper: Path) -> None:
 
 
 def test_early_answers_are_those_of_the_server_that_loads() -> None:
-    """The same body and code; a client that says nothing, or goes away, holds nobody up for long."""
+    """The same body and code; a client that says nothing, or goes away, holds up no other for long."""
     refusal = loading()
     with EarlyAnswers(bind("127.0.0.1", 0)) as early:
         host, port = early.address.removeprefix("http://").split(":")
