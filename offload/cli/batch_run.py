@@ -130,21 +130,23 @@ def _finished(
     fast they came.
     """
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
+    num_cut = 0
     console.follow_many(progress)
     try:
         with closing(write_all(decoder, requests, progress.advance)) as finished:
             for one in finished:
-                progress.finish(
-                    0 if isinstance(one.outcome, UserError) else len(one.outcome.token_ids)
-                )
+                written = None if isinstance(one.outcome, UserError) else one.outcome
+                num_cut += written is not None and written.finish_reason == "length"
+                progress.finish(0 if written is None else len(written.token_ids))
                 yield one
     finally:
         console.clear()
-        console.say(_closing_line(progress))
+        console.say(_closing_line(progress, num_cut))
 
 
-def _closing_line(progress: BatchProgress) -> str:
+def _closing_line(progress: BatchProgress, num_cut: int) -> str:
     texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
+    texts += f", {num_cut:,} of them cut off by -n" if num_cut else ""
     speed = (
         f"{progress.tokens_per_s:.2f} tokens/s over all, {progress.tokens_per_pass:.2f} tokens/pass"
     )

@@ -66,7 +66,7 @@ def metrics_text(figures: EngineFigures) -> str:
     per_s = 1 / span_s if span_s else 0.0
     num_texts = sum(one.num_texts for one in recent)
     num_tokens = sum(one.num_tokens for one in recent)
-    outcomes = {
+    outcomes: dict[str, float] = {
         "done": figures.num_done,
         "cancelled": figures.num_cancelled,
         "failed": figures.num_failed,
