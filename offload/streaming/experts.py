@@ -74,9 +74,11 @@ class ExpertPool:
         carrier: moves blocks into slots.
         ahead_rows: from so many rows on a pass reads ahead.
 
-    Attributes:~    uses_LE: how often rows have chosen each expert, since the pool was opened.~
-    num_rows: how many rows these were.~    num_hits, num_misses: experts that passes have asked for
-    and that were there, or not.~    bytes_read: bytes moved for passes, from disk or host memory.
+    Attributes:
+        uses_LE: how often rows have chosen each expert, since the pool was opened.
+        num_rows: how many rows these were.
+        num_hits, num_misses: experts that passes have asked for and that were there, or not.
+        bytes_read: bytes moved for passes, from disk or host memory.
     """
 
     def __init__(
