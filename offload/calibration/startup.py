@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from offload import machine as cores
 from offload.calibration.link import LOCAL_BYTES_PER_S
 from offload.calibration.threads import Fastest, fastest_mode
+from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
@@ -90,9 +91,9 @@ def draft_curve(
 
     def grow_s(topology: Topology) -> float:
         cache.clear()
-        drafter.grow(chain(1), prompt, sampler, cache)  # reads the prompt
+        drafter.grow([DraftText(chain(1), prompt, sampler, cache)])  # reads the prompt
         tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
-        return timed(lambda: drafter.grow(topology, tokens, sampler, cache))
+        return timed(lambda: drafter.grow([DraftText(topology, tokens, sampler, cache)]))
 
     def step_s(width: int) -> float:
         first_s = grow_s(chain(1))
