@@ -94,7 +94,7 @@ def write_samples(
 
 
 def _identities(loading: Loading, console: Console) -> Identities | None:
-    """Of models whose files are here, before anything is loaded."""
+    """Return the identities of models whose files are here, before anything is loaded."""
     console.wait("comparing models")
     options = loading.options
     files = read_models(loading.model, loading.draft, options, open_headers)

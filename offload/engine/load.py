@@ -1,14 +1,11 @@
-"""From a path to a decoder: read headers, plan memory, build meta models, place weights, start the
-stream.
+"""From a path to a decoder: resolve options, build meta models, place weights, start the stream.
 
 What can be refused is refused before the first weight is read; what was open when a later part
 fails is closed again.
 
-What transformers warns of while a model is opened: notes of ours, not lines on the stderr of
-somebody's program.
-
-The command line has an ear of its own (`cli/libraries.py`). Invariant: other threads, and handlers
-of others, hear what they would have heard.
+What transformers warns of while a model is opened becomes a note, and no line on the stderr of the
+program that loads it; the command line collects warnings itself (`cli/libraries.py`). Invariant:
+other threads, and handlers of others, hear what they would have heard.
 """
 
 import logging
@@ -271,8 +268,9 @@ def _join(run: ResolvedRun, resources: ExitStack, transport: Transport | None) -
 def _identities(
     run: ResolvedRun, request: Request | None, team: Team, plan: MemoryPlan
 ) -> Identities:
-    """Of what was opened; a sum of all weights is taken on the way where it is wanted, and all of
-    them are read.
+    """Return the identities of what was opened.
+
+    A sum of all weights is taken on the way where it is wanted, and all of them are read.
     """
     is_wished = (
         request is not None and request.is_for_file and team.is_alone and not plan.has_experts

@@ -85,8 +85,9 @@ _DEVICE_LINK_BYTES_PER_S = 25e9
 
 
 def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
-    """Of this rank; all ranks of a host measure at one time, so that what they have in common is
-    divided.
+    """Return what this rank can take.
+
+    All ranks of a host measure at one time, so that what they have in common is divided.
 
     Args:
         held: a roomy plan, for what it holds beside layers; keys and values count with them where

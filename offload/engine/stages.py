@@ -188,8 +188,8 @@ class PipelineDecoder(Decoder):
         rule: str | None = None,
         continues: bool = False,
     ) -> Run:
-        """Like every decoder's, where stages can draw the text. Raises `UserError` as well where
-        they cannot.
+        """Start a run as every decoder does. Raises `UserError` as well where stages cannot draw
+        the text.
         """
         check_stages(request)
         return super().start(request, tree=tree, rule=rule, continues=continues)
@@ -248,7 +248,7 @@ class _Rank(NamedTuple):
         return min(max(wanted, _LEAST_UNCOMMITTED), MOST_ROWS)
 
     def section(self, index: int, layers: range) -> Section:
-        """Of a stage with these layers."""
+        """Return the section of a stage with these layers."""
         return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
 
     def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
@@ -262,7 +262,10 @@ class _Rank(NamedTuple):
         )
 
     def own_plan(self) -> MemoryPlan | None:
-        """Of its stage, if it is one, once layers are shared out. Raises `UserError`."""
+        """Plan this rank's stage, once layers are shared out; None if it is no stage.
+
+        Raises `UserError`.
+        """
         return (
             None
             if self.stage is None
@@ -362,8 +365,8 @@ def _with_layers(rank: _Rank, tokenizer: Tokenizer | None) -> _Rank:
     if rank.stage is not None:
         held = rank.plan(rank.stage, range(len(shape.layer_bytes)), room)
         mine = capacity_of(rank.run, held, shares_kv=True)
-    everybody = all_gather_objects(rank.transport, mine)
-    capacities = [RankCapacity(*everybody[one]) for one in rank.roles.stages]
+    told = all_gather_objects(rank.transport, mine)
+    capacities = [RankCapacity(*told[one]) for one in rank.roles.stages]
     layers = stage_layers(
         capacities, Load(shape.layer_bytes, room.plan(files, rank.num_uncommitted).kv_bytes)
     )
@@ -390,7 +393,7 @@ def _try_least(rank: _Rank, tokenizer: Tokenizer | None) -> None:
 def _require_room_for_draft(rank: _Rank) -> None:
     run = rank.run
     draft = rank.run.files.draft
-    assert draft is not None, "whoever drafts has one"
+    assert draft is not None, "a rank that drafts has one"
     is_gpu = run.budget.gpu is not None
     shape = model_shape(draft, run.options.dtype)
     needed_bytes = (
@@ -418,7 +421,7 @@ class _Services:
         self._errors = list[BaseException]()
 
     def start(self, resources: ExitStack) -> None:
-        """Serve beside whoever calls; on closing, all have ended."""
+        """Serve beside the calling thread; when `resources` close, all services have ended."""
         for thread in [
             Thread(target=self._guarded, args=(one,), name=_NAME, daemon=True) for one in self._work
         ]:
@@ -452,7 +455,7 @@ def _load(rank: _Rank, plan: MemoryPlan | None, resources: ExitStack) -> _Servic
         work.append(partial(serve_stage, rank.transport, Neighbours(before, after), stage))
     if rank.drafts:
         work.append(_load_draft(rank))
-    if not work:  # a draft's rank, where nobody guesses
+    if not work:  # a draft's rank, where no guesses are wanted
         work.append(partial(_wait_for_end, rank.transport))
     agree_on(rank.transport)
     return _Services(stage, work, rank.run.device)
@@ -509,8 +512,8 @@ def _price(rank: _Rank, services: _Services) -> RowPrice:
     if not rank.pipeline.speculates:
         return RowPrice()
     seconds = [] if services.stage is None else _pass_times(services.stage)
-    everybody = [times for times in all_gather_objects(rank.transport, seconds) if times]
-    slowest_s = [max(times) for times in zip(*everybody, strict=False)]
+    of_stages = [times for times in all_gather_objects(rank.transport, seconds) if times]
+    slowest_s = [max(times) for times in zip(*of_stages, strict=False)]
     if len(slowest_s) == 1:  # so long that it is the link's doing, which does not mind rows
         return RowPrice(0.0, TIMED_ROWS[-1])
     return RowPrice(
@@ -519,7 +522,7 @@ def _price(rank: _Rank, services: _Services) -> RowPrice:
 
 
 def _pass_times(stage: PipelineStage) -> list[float]:
-    """Of a pass over one row, and over ever more where it does not take long."""
+    """Time a pass over one row, and over ever more where it does not take long."""
     seconds = [timed(partial(stage.try_out, 1))]
     for num_rows in TIMED_ROWS[1:] if seconds[0] < _LONG_S else ():
         seconds[0] = min(seconds[0], timed(partial(stage.try_out, 1)))

@@ -33,9 +33,7 @@ class BatchShare(NamedTuple):
 
 
 def share_out(texts: Sequence[Text], num_rows: int) -> list[BatchShare]:
-    """Who has what part of a pass that takes in at most so many tokens; those who get none wait for
-    the next.
-    """
+    """Share out a pass that takes in at most `num_rows` tokens; texts that get none wait for the next."""
     shares = []
     for text in texts:
         missing = len(text.tokens) - 1 - text.caches.target.length
@@ -209,5 +207,8 @@ class _Times(NamedTuple):
 
 
 def _rows_alike(num_rows: int) -> int:
-    """Of passes whose times can be compared: trees of guesses have another size in every step."""
+    """Round up the rows of a pass, so that passes of nearly one size are compared with each other.
+
+    Trees of guesses have another size in every step.
+    """
     return 1 << (num_rows - 1).bit_length()
