@@ -114,8 +114,8 @@ def append(
     ram: Ram = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it
-    was.
+    """Add text to a store, in chunks of its own; a process that has the store open goes on
+    with what it was.
     """
     from offload.datastore import build as building
     from offload.datastore.store import read_store

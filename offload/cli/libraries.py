@@ -36,7 +36,7 @@ _PARTS = (
 
 @contextmanager
 def libraries(console: Console) -> Iterator[None]:
-    """Import what computes, while somebody waits; meanwhile and afterwards their warnings are lines
+    """Import what computes, while a line says so; meanwhile and afterwards their warnings are lines
     of the console.
     """
     console.wait("importing torch and transformers")

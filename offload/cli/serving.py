@@ -84,7 +84,7 @@ def _wait(
         clock.start()
         try:
             engine.close(grace_s)
-        # again: whoever asks twice has no patience for a pass
+        # again: a user who asks twice has no patience for a pass
         except (KeyboardInterrupt, SystemExit):
             brake.set()
         finally:
@@ -121,7 +121,7 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
     are_keys = all(
         key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys
     )
-    # a comment, or a line of another file, would let in whoever knows it
+    # a comment, or a line of another file, would let in anyone who knows it
     if not keys or not are_keys:
         rule = "must hold a key of printable ASCII a line, without spaces and comments"
         raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")

@@ -147,43 +147,24 @@ class StreamedModel(BoundModel):
 
     @torch.inference_mode()
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
-        """The same for the rows of several texts, part behind part; see `share_passes`."""
+        """Run the rows of several texts, part behind part, as `forward` runs those of one.
+
+        More than one part needs `share_passes`.
+        """
+        if len(parts) == 1:
+            return self.forward(*parts[0], num_logits=num_logits)
         token_T, position_T, cache, rows = lay(parts, self._invariant)
         masks = [self._masks_of(*part[1:]) for part in parts]
         joint = {window: seen_by(rows, [one[window] for one in masks]) for window in self.windows}
         return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
 
-    def score(
-        self,
-        token_T: Tensor,
-        position_U: Tensor,
-        ancestor_TU: Tensor,
-        cache: KVCache,
-        *,
-        num_logits: int,
-        max_rows: int,
-    ) -> Logits:
-        """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what
-        is looked at.
-        """
-        score = partial(
-            self.forward, token_T, position_U, ancestor_TU, cache, num_logits=num_logits
-        )
-        return self._in_chunks(score, num_logits, max_rows)
-
-    def score_parts(self, parts: Sequence[BatchPart], *, num_logits: int, max_rows: int) -> Logits:
-        """The same for rows of several texts."""
-        return self._in_chunks(
-            partial(self.forward_parts, parts, num_logits=num_logits), num_logits, max_rows
-        )
-
     @torch.inference_mode()
-    def _in_chunks(self, score: Callable[[], Tensor], num_logits: int, max_rows: int) -> Logits:
-        """What a pass scores, a chunk at a time.
+    def score(self, parts: Sequence[BatchPart], *, num_logits: int, max_rows: int) -> Logits:
+        """Run a pass, and score at most `max_rows` of its last `num_logits` rows at once.
 
-        What a family does to its logits (soft caps, scales) is left to its own forward pass: for a
-        later chunk it is called again, with a decoder that does nothing but hand out the hidden
-        states that this call computes.
+        The first are scored now, others when they are looked at. What a family does to its logits
+        (soft caps, scales) is left to its own forward pass: for a later chunk it is called again,
+        with a decoder that does nothing but hand out the hidden states that this call computes.
         """
         decoder = self.meta_model.get_decoder()
         hidden = []
@@ -195,7 +176,7 @@ class StreamedModel(BoundModel):
 
         hook = decoder.register_forward_hook(cut)
         try:
-            first_CV = score()
+            first_CV = self.forward_parts(parts, num_logits=num_logits)
         finally:
             hook.remove()
         assert hidden, "a pass that was replayed has no hidden states"

@@ -236,12 +236,17 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
 def read_profile(path: Path, identity: Identity) -> Profile:
     """Read a profile and check that it holds for `identity`. Raises `UserError` otherwise."""
     profile = parse_profile(path)
+    require_same_run(profile, identity, path)
+    return profile
+
+
+def require_same_run(profile: Profile, identity: Identity, path: Path) -> None:
+    """Raise `UserError` for a profile, read from `path`, that does not hold for `identity`."""
     differences = identity.differences(profile.identity)
     if differences:
         raise UserError(
             f"profile {path.name} was measured for another run ({'; '.join(differences)}): {_AGAIN}"
         )
-    return profile
 
 
 def require_writable(folder: Path) -> None:

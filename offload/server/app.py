@@ -202,7 +202,7 @@ def _hash_of(text: str, tag: str) -> str:
     return base64.b64encode(hashlib.sha256(bodies[0].encode()).digest()).decode()
 
 
-_CLIENT_GONE = 499  # nginx's; nobody reads it
+_CLIENT_GONE = 499  # nginx's; it is never read
 
 
 def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
@@ -223,7 +223,7 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
 
 
 def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-    """The same route, with every error as an answer."""
+    """Return the route with every error as an answer."""
 
     async def answered(request: HttpRequest) -> Response:
         try:
