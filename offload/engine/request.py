@@ -29,7 +29,6 @@ class Request:
     prompt: Prompt | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
-    is_clipped: bool = False  # more tokens than there is room for become as many as there is
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
@@ -38,6 +37,7 @@ class Request:
     # tell each new token's, and those of so many of the likeliest; None tells none
     num_logprobs: int | None = None
     grammar: Grammar | None = None  # that the text must keep
+    is_clipped: bool = False  # more tokens than there is room for become as many as there is
 
     @property
     def is_for_file(self) -> bool:

@@ -34,7 +34,7 @@ from offload.streaming.device import Device, Event, Spans
 from offload.streaming.disk import ByteSource, drop, finish, read_all
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
-from offload.streaming.sender import Sender, Source
+from offload.streaming.sender import HostBlock, Sender
 from offload.streaming.stage import Stage
 
 
@@ -231,7 +231,7 @@ class DeviceCarrier(HostCarrier):
         self, layer: int, slot: Tensor, free: Event, slab: Tensor, *, is_locked: bool = True
     ) -> Event:
         """Enqueue the copy of a layer; return the event after it."""
-        source = Source(slab[self.layouts[layer].sent], is_locked, layer)
+        source = HostBlock(slab[self.layouts[layer].sent], is_locked, layer)
         return self.sender.send(layer, slot, free, source)
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
@@ -447,7 +447,7 @@ class DeviceExpertCarrier(HostCarrier):
     def _deliver(self, block: int, slot: int, deliveries: Sequence[_Delivery]) -> None:
         """Send a block that is there and held, and release it."""
         weights = self._slots[slot][self.layouts[block].sent]
-        source = Source(weights, self._is_pinned[slot], slot)
+        source = HostBlock(weights, self._is_pinned[slot], slot)
         for delivery in deliveries:
             if not delivery.ready.set_running_or_notify_cancel():
                 continue

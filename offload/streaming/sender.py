@@ -19,7 +19,7 @@ _BOUNCE_BYTES = 32 << 20
 _NUM_BOUNCES = 3
 
 
-class Source(NamedTuple):
+class HostBlock(NamedTuple):
     """A block in host memory, to be sent from its first weight on."""
 
     weights: Tensor
@@ -50,7 +50,7 @@ class Sender:
         """Make the buffers for memory that is not locked, while there is room for them."""
         self._bounces = Bounces(self._device, self._pinned)
 
-    def send(self, block: int, slot: Tensor, free: Event, source: Source) -> Event:
+    def send(self, block: int, slot: Tensor, free: Event, source: HostBlock) -> Event:
         """Enqueue the copy of a block into a slot behind the event `free`; return the event after.
 
         A source that is not locked may be written again on return.
