@@ -31,6 +31,7 @@ def serve_model(
     options: LoadOptions,
     console: Console,
     server: ServerOptions,
+    *,
     keys: tuple[str, ...],
     early: EarlyAnswers,
 ) -> None:

@@ -69,7 +69,7 @@ def _json_source(schema: str) -> str:
     text = "{}" if read is True else schema
     own = read.get("x-guidance") if isinstance(read, dict) else None
     says_so = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
-    defaults: "JsonCompileOptions | None" = None
+    defaults: JsonCompileOptions | None = None
     if not says_so and read is not False:
         defaults = {"whitespace_pattern": _BLANKS}
     source: str = LLMatcher.grammar_from_json_schema(text, defaults=defaults)
