@@ -28,6 +28,7 @@ from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.model.streamed import StreamedModel
+from offload.model.target import BatchEntry
 from offload.reports.proof import chain_logits, gaps_of, rounding
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
@@ -144,9 +145,8 @@ def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Seque
     cache = decoder.begin(ids, Sampling()).caches.target
     for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
         path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        rows.append(
-            decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole()
-        )
+        entry = BatchEntry.whole(ids[:lo], cache, TokenTree(chain(len(path_N) - 1), path_N))
+        rows.append(decoder.target.score([entry])[0].whole())
         decoder.target.commit(range(len(path_N)), lo, cache)
     return torch.cat(rows)
 

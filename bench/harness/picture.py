@@ -1,7 +1,7 @@
-"""Pictures: tokens per pass against tree size, runs of a pipeline over time, processes over hours.
+"""Pictures: bars beside their ceiling, runs of a pipeline over time, processes over hours.
 
-Invariant: a picture that has left its folder still says which models, which machine and which day
-it is of.
+All have one style. Invariant: a picture that has left its folder still says what it shows in words
+of its own, and which models, which machine and which day it is of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,33 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.bench.harness.record import Row, this_machine
 from offload.errors import UserError
+from offload.trees.spec import parse_tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-_TITLE_WIDTH = 90  # characters that fit above the axes
+_TITLE_WIDTH = 100  # characters that fit above the axes
+_WIDTH = 8.5  # inches
+_DPI = 110
+_BAR = "#0b7a5b"
+_CEILING = "#ddd8ce"
+_INK = "#1d1c1a"
+_SOFT = "#66625b"
+_BAD = "#b3261e"
+
+
+class Bar(NamedTuple):
+    """One figure beside the most that it could have been."""
+
+    label: str
+    value: float
+    most: float
 
 
 def require_pictures() -> None:
@@ -30,9 +46,45 @@ def require_pictures() -> None:
         )
 
 
-def draw_sizes(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """Draw rows of `decode`: a line per temperature, rule and kind of tree, by size."""
-    figure_of(rows, settings).savefig(path)
+def draw_decoding(
+    rows: Sequence[Row], settings: Row, path: Path, *, least_pass_s: float | None
+) -> None:
+    """Draw rows of `decode` as bars.
+
+    Args:
+        least_pass_s: what the link needs for the bytes of one pass; None where nothing is streamed.
+    """
+    is_timed = least_pass_s is not None
+    what = "tokens per second" if is_timed else "tokens per pass over the weights"
+    most = (
+        "what the link allows at so many tokens per pass"
+        if is_timed
+        else "what a tree of that depth could bring"
+    )
+    bars = [_decoding_bar(row, least_pass_s) for row in rows]
+    figure_of(bars, f"How many {what}?", what, most, settings).savefig(path)
+
+
+def _decoding_bar(row: Row, least_pass_s: float | None) -> Bar:
+    label = case_words(row["tree"], row["rule"], row["temperature"])
+    if least_pass_s is None:
+        return Bar(label, row["tokens_per_sweep"], 1 + parse_tree(row["tree"]).depth)
+    return Bar(label, row["decode_tokens_per_s"], row["tokens_per_sweep"] / least_pass_s)
+
+
+def case_words(tree: str, rule: str, temperature: float) -> str:
+    """Return a way to decode, in words of somebody who has not read the documents."""
+    spec = parse_tree(tree)
+    if spec.kind == "none":
+        return "no guesses"
+    size = {
+        "best": f"tree of {spec.count} guesses, {spec.depth} deep",
+        "dynamic": f"dynamic tree of {spec.count} guesses, {spec.depth} deep",
+        "chain": f"chain of {spec.depth} guesses",
+        "sequences": f"{spec.count} chains of {spec.depth} guesses",
+    }.get(spec.kind, tree)
+    drawn = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return f"{size}, {drawn}" + ("" if rule == "match" else f", rule {rule}")
 
 
 def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
@@ -42,27 +94,25 @@ def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
 
 def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
     """Return the figure: a line for each run, and the moments at which tokens were emitted."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 0.8 + 1.7 * len(rows)), dpi=120, layout="constrained")
-    figure.suptitle(_title(settings), fontsize=9)
+    figure = _figure(
+        "How do runs through the stages follow each other?", settings, 0.9 + 1.7 * len(rows)
+    )
     places = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     for place, row in zip(places, rows, strict=True):
         _plot_flights(place, row["events"])
         place.set_ylabel(row["name"], fontsize=8)
-    places[-1].set_xlabel(
-        "seconds; blue: back with draws, grey: dead, red: cancelled, ticks: tokens"
+        _bare(place)
+    told = (
+        "seconds; green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
     )
+    places[-1].set_xlabel(told, fontsize=8, color=_SOFT)
     return figure
 
 
 def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
     """Draw what processes hold over time: a column for each, a panel for each field."""
-    from matplotlib.figure import Figure
-
     names = [name for name in next(iter(samples.values()))[0]._fields if name != "time_s"]
-    figure = Figure(figsize=(9.5, 1.6 * len(names)), dpi=120, layout="constrained")
-    figure.suptitle(_title(settings), fontsize=9)
+    figure = _figure("Does anything drift in hours?", settings, 1.6 * len(names))
     columns = figure.subplots(len(names), len(samples), sharex=True, squeeze=False).T
     for places, (process, looks) in zip(columns, samples.items(), strict=True):
         places[0].set_title(process, fontsize=8)
@@ -72,7 +122,8 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
                 (2**20, "rss, MiB") if name == "rss_bytes" else (1, name.removeprefix("num_"))
             )
             values = [getattr(one, name) / scale for one in looks]
-            place.plot([one.time_s / 60 for one in looks], values, linewidth=0.8)
+            place.plot([one.time_s / 60 for one in looks], values, linewidth=0.8, color=_BAR)
+            _bare(place)
             place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
             place.set_ylabel(unit, fontsize=7)
     figure.savefig(path)
@@ -83,65 +134,71 @@ def _plot_flights(place: "Axes", events: Sequence[Sequence[Any]]) -> None:
     issued_s = {run: time_s - zero_s for time_s, what, run, _ in events if what == "issued"}
     for time_s, what, run, _ in events:
         if what in ("drawn", "dead") and run in issued_s:
-            colour = {"drawn": "tab:blue", "dead": "tab:grey"}[what]
+            colour = {"drawn": _BAR, "dead": _CEILING}[what]
             place.plot([issued_s[run], time_s - zero_s], [run, run], color=colour, linewidth=1.2)
         elif what == "cancelled":
-            place.plot(time_s - zero_s, run, "|", color="tab:red", markersize=4)
+            place.plot(time_s - zero_s, run, "|", color=_BAD, markersize=4)
         elif what == "emitted":
-            place.axvline(time_s - zero_s, color="black", linewidth=0.3)
+            place.axvline(time_s - zero_s, color=_INK, linewidth=0.3)
 
 
-def figure_of(rows: Sequence[Row], settings: Row) -> "Figure":
-    """Return the figure; `settings` name the models."""
+def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings: Row) -> "Figure":
+    """Return the figure: a bar for each row, from the top, before the bar of its ceiling.
+
+    Args:
+        question: the title.
+        what: the figure and its unit, below the axis.
+        most: what the ceiling is.
+        settings: they name the models.
+    """
+    height = 1.5 + 0.36 * len(bars)
+    figure = _figure(question, settings, height)
+    place = figure.subplots()
+    places = range(len(bars))
+    place.barh(
+        places, [bar.most for bar in bars], height=0.72, color=_CEILING, label=f"ceiling: {most}"
+    )
+    place.barh(places, [bar.value for bar in bars], height=0.44, color=_BAR, label="measured")
+    widest = max([*(bar.most for bar in bars), *(bar.value for bar in bars)])
+    for index, bar in enumerate(bars):
+        end = max(bar.value, bar.most)
+        told = (
+            f"{bar.value:.2f} of {bar.most:.2f}"
+            if bar.value < 10
+            else f"{bar.value:.1f} of {bar.most:.1f}"
+        )
+        place.text(end + 0.01 * widest, index, told, va="center", fontsize=8, color=_INK)
+    place.set_yticks(places, ["\n".join(wrap(bar.label, 48)) for bar in bars], fontsize=8)
+    place.invert_yaxis()
+    place.set_xlim(0, 1.16 * widest)
+    place.set_xlabel(what, fontsize=8, color=_SOFT)
+    place.tick_params(axis="x", labelsize=8, colors=_SOFT)
+    place.tick_params(axis="y", length=0)
+    figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=8)
+    _bare(place)
+    return figure
+
+
+def _figure(question: str, settings: Row, height: float) -> "Figure":
+    """Return an empty figure under its title and what it is of."""
     from matplotlib.figure import Figure  # alone: no window system, no global state
 
-    has_sizes = len({row["num_nodes"] for row in rows if row["num_nodes"] > 1}) > 1
-    height = 4.8 if has_sizes else 1 + 0.25 * len(rows)
-    figure = Figure(figsize=(7.5, height), dpi=120, layout="constrained")
-    place = figure.subplots()
-    place.set_title(_title(settings), fontsize=9)
-    (_plot if has_sizes else _tabulate)(place, rows)
+    lines = [question, *_title(settings).split("\n")]
+    figure = Figure(figsize=(_WIDTH, height + 0.18 * len(lines)), dpi=_DPI, layout="constrained")
+    figure.suptitle("\n".join(lines), fontsize=9, color=_INK, x=0.02, ha="left")
     return figure
+
+
+def _bare(place: "Axes") -> None:
+    for side in ("top", "right", "left"):
+        place.spines[side].set_visible(False)
+    place.spines["bottom"].set_color(_CEILING)
 
 
 def _title(settings: Row) -> str:
     machine = this_machine()
-    models = " with the draft ".join(
-        settings[key] for key in ("target", "draft") if settings.get(key)
-    )
+    models = ", guesses by ".join(settings[key] for key in ("target", "draft") if settings.get(key))
     place = f"{machine['cpu']}, {machine['num_cores']} cores, {settings['device']}"
     return "\n".join(
         [*wrap(models, _TITLE_WIDTH), *wrap(f"{place}, {datetime.now(UTC):%Y-%m-%d}", _TITLE_WIDTH)]
     )
-
-
-def _plot(place: "Axes", rows: Sequence[Row]) -> None:
-    lines = dict[str, list[tuple[int, float]]]()
-    for row in rows:
-        kind = row["tree"].partition(":")[0] if ":" in row["tree"] else "static"
-        label = f"{kind}, {row['rule']}, T = {row['temperature']:g}"
-        lines.setdefault(label, []).append((row["num_nodes"], row["tokens_per_sweep"]))
-    for label, points in lines.items():
-        place.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    sizes = sorted({row["num_nodes"] for row in rows})
-    place.set_xscale("log", base=2)
-    place.set_xticks(sizes, map(str, sizes))
-    place.set(xlabel="nodes", ylabel="tokens per sweep", ylim=(0, None))
-    place.margins(x=0.05)
-    place.legend(frameon=False, fontsize=8, ncols=1 + len(lines) // 8, loc="best")
-
-
-def _tabulate(place: "Axes", rows: Sequence[Row]) -> None:
-    place.set_axis_off()
-    cells = [
-        [
-            row["tree"],
-            row["rule"],
-            f"{row['temperature']:g}",
-            str(row["num_prompts"]),
-            f"{row['tokens_per_sweep']:.2f}",
-        ]
-        for row in rows
-    ]
-    head = ["tree", "rule", "temperature", "texts", "tokens per sweep"]
-    place.table(cells, colLabels=head, cellLoc="center", loc="upper center")

@@ -14,8 +14,10 @@ import torch
 from offload.bench.harness.gate import Written
 from offload.bench.harness.timeline import Timeline
 from offload.calibration.startup import draft_curve
+from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
+from offload.model.target import BatchEntry
 from offload.planning.cost_model import Curve
 from offload.sampling.sampler import Rows, Sampler
 from offload.trees.token_tree import TokenTree
@@ -59,7 +61,7 @@ class PassRunner:
         stalled_s = stream.stall_s
         moved_bytes = stream.bytes_read
         started = time.perf_counter()
-        scores = target.score(tree, tokens, cache)
+        (scores,) = target.score([BatchEntry.whole(tokens, cache, tree)])
         host_s = time.perf_counter() - started
         target.wait()
         seconds = time.perf_counter() - started
@@ -85,7 +87,8 @@ def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -
     assert isinstance(drafter, ModelDrafter), "there is a draft"
     for width in _BURSTS:
         text.caches.clear()
-        drafter.grow(chain(1), [prompt_ids[-1]] * width, text.sampler, text.caches.draft)
+        tokens = [prompt_ids[-1]] * width
+        drafter.grow([DraftText(chain(1), tokens, text.sampler, text.caches.draft)])
     return draft_curve(drafter, text.sampler, prompt_ids, text.caches.draft, budget_s=budget_s)
 
 
@@ -186,12 +189,13 @@ def repeated_scores(
     cache = decoder.begin([5, 6, 7], Sampling()).caches.target
     target.stream.poison_released = True
     try:
-        wanted = target.score(tree, tokens, cache).whole()
+        wanted = target.score([BatchEntry.whole(tokens, cache, tree)])[0].whole()
         assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
         before_bytes = held_bytes()
         for _ in range(num_sweeps):
             cache.clear()
-            num_same += int(torch.equal(target.score(tree, tokens, cache).whole(), wanted))
+            (scores,) = target.score([BatchEntry.whole(tokens, cache, tree)])
+            num_same += int(torch.equal(scores.whole(), wanted))
         return num_same, held_bytes() - before_bytes
     finally:
         target.stream.poison_released = False

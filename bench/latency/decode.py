@@ -35,7 +35,7 @@ from offload.bench.harness.command import (
 )
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
-from offload.bench.harness.picture import draw_sizes, require_pictures
+from offload.bench.harness.picture import draw_decoding, require_pictures
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row, writable
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting, resident_pair
@@ -365,7 +365,8 @@ Trace = Annotated[
 ]
 
 Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="tokens per sweep by size", callback=writable)
+    Path | None,
+    typer.Option(metavar="FILE", help="bars of the table, beside the ceiling", callback=writable),
 ]
 
 
@@ -418,7 +419,9 @@ def main(
     if trace is not None:
         write_trace(measured.events, trace)
     if picture is not None:
-        draw_sizes(rows, settings, picture)
+        streamed_bytes = measured.settings["streamed_bytes"]
+        least_pass_s = streamed_bytes / median(measured.ceilings) or None
+        draw_decoding(rows, settings, picture, least_pass_s=least_pass_s)
     bench.finish(
         rows,
         settings={**settings, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},

@@ -73,16 +73,18 @@ def cases_of(parallel: int, tree: str) -> list[Case]:
 def evenly(drafter: Any) -> Iterator[None]:
     """Let each text's tree grow by itself meanwhile, within bounds of its own."""
 
-    def grow_all(texts: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
-        told = guesses or [NO_GUESSES] * len(texts)
-        return [model.grow(*text, one) for text, one in zip(texts, told, strict=True)]
-
     model: Any = drafter if isinstance(drafter, ModelDrafter) else drafter._model
-    model.grow_all = grow_all
+    grow_together = model.grow
+
+    def grow(batch: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
+        told = guesses or [NO_GUESSES] * len(batch)
+        return [grow_together([text], [one])[0] for text, one in zip(batch, told, strict=True)]
+
+    model.grow = grow
     try:
         yield
     finally:
-        del model.grow_all
+        del model.grow
 
 
 def run_case(

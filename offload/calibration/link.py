@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from offload.checkpoint.hub import is_here
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.safetensors import compute_dtype_name
-from offload.errors import ReadError
+from offload.errors import ReadError, UserError
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, MemoryPlan
 from offload.memory.planner import ModelFiles
@@ -156,7 +156,7 @@ def with_rates(
     """Return the budget with the rates of this machine's CPU, where plans may gain by them.
 
     `limit_bytes_per_s` is what the link is slowed down to, `disk_bytes_per_s` what it is said to
-    be. Raises `UserError` where there is too little memory.
+    be. A budget that is too small stays as it is: planning refuses it.
     """
     if (
         room.gpu is not None
@@ -164,7 +164,11 @@ def with_rates(
         or not (disk_bytes_per_s or is_here(files.target))
     ):
         return room
-    if not gains_by_rows(room.plan(files, num_nodes)):
+    try:
+        plan = room.plan(files, num_nodes)
+    except UserError:
+        return room
+    if not gains_by_rows(plan):
         return room
     link = disk_bytes_per_s or link_bytes_per_s(
         files.target.shards, limit_bytes_per_s=limit_bytes_per_s

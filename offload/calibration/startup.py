@@ -11,44 +11,30 @@ in these figures: `offload tune`, the full calibration, has them.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from pathlib import Path
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
 from torch.nn.functional import linear
 
 from offload import machine as cores
-from offload.calibration.link import LOCAL_BYTES_PER_S, link_bytes_per_s
+from offload.calibration.link import LOCAL_BYTES_PER_S
 from offload.calibration.threads import Fastest, fastest_mode
-from offload.checkpoint.safetensors import compute_dtype_name
+from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.kernels.registry import REFERENCES, KernelSet
-from offload.memory.planner import ModelFiles
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import product_for
-from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import NOTHING, Costs, Curve
-from offload.planning.options import LoadOptions
-from offload.planning.profile import (
-    Identity,
-    Machine,
-    Profile,
-    find_profile,
-    read_profile,
-    unprofiled,
-)
-from offload.planning.room import MemoryBudget
-from offload.planning.selector import FindProfile, Trees, routing_in
+from offload.planning.selector import RunSettings, Trees
 from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
 from offload.streaming.disk import ByteSource
 from offload.threads import StepModes, ThreadPolicy, thread_ladder
 from offload.timer import median_s, timed
 from offload.trees.topology import Topology, chain, sequences
-from offload.units import Sampling, drafting_of, require
+from offload.units import drafting_of
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
 SWEEP_SIZES = (1, 16, 64, 256)
@@ -105,9 +91,9 @@ def draft_curve(
 
     def grow_s(topology: Topology) -> float:
         cache.clear()
-        drafter.grow(chain(1), prompt, sampler, cache)  # reads the prompt
+        drafter.grow([DraftText(chain(1), prompt, sampler, cache)])  # reads the prompt
         tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
-        return timed(lambda: drafter.grow(topology, tokens, sampler, cache))
+        return timed(lambda: drafter.grow([DraftText(topology, tokens, sampler, cache)]))
 
     def step_s(width: int) -> float:
         first_s = grow_s(chain(1))
@@ -167,40 +153,6 @@ _TYPICAL_DRAFTED = 8
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
-class RunSettings(NamedTuple):
-    """What a choice is made for."""
-
-    sampling: Sampling
-    rule: str
-
-
-def trees_of(
-    files: ModelFiles,
-    options: LoadOptions,
-    room: MemoryBudget,
-    settings: RunSettings,
-    *,
-    device: str = "cpu",
-) -> Trees:
-    """Return the trees of a decoder that is about to be loaded; `device` is its device's name.
-
-    Raises `UserError` for a named profile that does not hold for such runs.
-    """
-    find = _profile_finder(files, options, room, device)
-    profile, _ = find(*settings)
-    return Trees(
-        options.tree_spec(has_draft=files.draft is not None),
-        find,
-        cache(partial(room.traffic, files)),
-        context=room.plan(files, 1).context,
-        has_draft=files.draft is not None,
-        usual=prior_for(files.draft),
-        routing=routing_in(profile),
-        parallel=room.parallel,
-        link_bytes_per_s=room.rates.link_bytes_per_s if room.rates and room.gpu is None else None,
-    )
-
-
 def calibrate(
     trees: Trees,
     target: StreamedModel,
@@ -209,20 +161,20 @@ def calibrate(
     settings: RunSettings,
     threads: ThreadPolicy,
     *,
-    link: Callable[[], float] | None = None,
+    link: Callable[[], float],
     kernels: KernelSet = REFERENCES,
 ) -> None:
     """Find out what an automatic choice needs to know, and tell `trees`.
 
     Args:
         target: embeddings and head are bound, no layer is bound yet.
-        link: measures the bytes per second that layers arrive with; None measures the disk.
+        link: measures the bytes per second that layers arrive with; it is asked where some do.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
-    trees.num_threads, trees.link_bytes_per_s = (
-        threads.most,
-        link() if link else _link_bytes_per_s(trees, store),
-    )
+    trees.num_threads = threads.most
+    traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
+    is_streamed = traffic is not None and traffic.is_streamed
+    trees.link_bytes_per_s = link() if is_streamed else LOCAL_BYTES_PER_S
     if profile is None or profile.num_threads != threads.most:
         torch.set_num_threads(threads.start.sweep.num_threads)
         wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
@@ -272,43 +224,3 @@ def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fast
     width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
     multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
     return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply=multiply)
-
-
-def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
-    if trees.link_bytes_per_s is not None:  # just now, for the rows of a prompt's pass
-        return trees.link_bytes_per_s
-    traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
-    if traffic is None or not traffic.is_streamed:
-        return LOCAL_BYTES_PER_S
-    return link_bytes_per_s(store.paths, limit_bytes_per_s=store.rate_limit_bytes_per_s)
-
-
-def _profile_finder(
-    files: ModelFiles, options: LoadOptions, room: MemoryBudget, device: str
-) -> FindProfile:
-    experts = room.experts_of(files)
-
-    @lru_cache(maxsize=256)  # a server is asked for any settings
-    def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
-        if files.draft is None or options.has_no_profile:
-            return None, "no profile is wanted"
-        if what := unprofiled(sampling):
-            none = f"no profile holds for a run with {what}"
-            require(
-                options.profile is None,
-                none,
-                f"`profile` {options.profile}",
-                "leave one of them out",
-            )
-            return None, none
-        machine = Machine.here(compute_dtype_name(files.target, options.dtype), device)
-        named = options.profile
-        identity = Identity.of(files.target, files.draft, sampling, rule, machine)
-        if named is not None:
-            return read_profile(Path(named), identity).of_experts(experts, is_named=True), str(
-                named
-            )
-        profile, where = find_profile(identity)
-        return profile and profile.of_experts(experts), where
-
-    return lambda sampling, rule: find(replace(sampling, seed=0), rule)

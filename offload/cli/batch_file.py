@@ -173,7 +173,7 @@ def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt
 
 
 def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
-    """Of the line, and where it says nothing of the command."""
+    """Return the line's settings; where it says nothing, the command's."""
     own = {one.name: told[key] for key, one in _DRAWING.items() if key in told}
     if not own:  # of a million lines most, and what was checked needs no check
         return common
@@ -189,8 +189,9 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
 
 
 def _digest(request: Request, written_by: str) -> str:
-    """Of what is set otherwise than usual, so that settings of later versions change none that does
-    without.
+    """Return the digest of what is set otherwise than usual.
+
+    So settings of later versions change none that does without them.
     """
     told = {
         name: value for name, unset in _UNSET if (value := getattr(request.sampling, name)) != unset

@@ -23,7 +23,7 @@ from offload.engine.load import open_decoder
 from offload.engine.many import Finished, write_all
 from offload.engine.request import Request
 from offload.errors import RunError, UserError
-from offload.planning.near_copy import files_of, models_to_read
+from offload.planning.near_copy import read_models
 from offload.planning.options import LoadOptions
 
 
@@ -94,16 +94,12 @@ def write_samples(
 
 
 def _identities(loading: Loading, console: Console) -> Identities | None:
-    """Of models whose files are here, before anything is loaded."""
+    """Return the identities of models whose files are here, before anything is loaded."""
     console.wait("comparing models")
-    models = models_to_read(loading.model, loading.draft)
     options = loading.options
-    headers = [
-        open_headers(model, None if index else options.config) for index, model in enumerate(models)
-    ]
-    if not all(map(is_here, headers)):
+    files = read_models(loading.model, loading.draft, options, open_headers)
+    if not all(map(is_here, filter(None, files))):
         return None
-    files = files_of(headers, loading.draft, options.draft_dtype)
     return Identities(files, limit_bytes_per_s=options.limit_bytes_per_s)
 
 

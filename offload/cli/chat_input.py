@@ -21,7 +21,7 @@ from offload.errors import UserError
 
 _QUOTES = '"""'
 _TAKE_BLOCKS = ("", "/system")
-_PASTE_PAUSE_S = 0.05  # between two lines of a paste; nobody types that fast
+_PASTE_PAUSE_S = 0.05  # between two lines of a paste; too fast for typing
 _NUM_REMEMBERED = 1000
 
 

@@ -94,7 +94,7 @@ class Console:
         return self._line.num_written
 
     def wait(self, label: str) -> None:
-        """Something is under way of which nobody knows how much is left."""
+        """Show that something is under way of which it is not known how much is left."""
         self._show(Phase(label))
 
     def announce(self, label: str) -> None:
@@ -333,7 +333,7 @@ def closing_lines(
 
 
 def _runs_words(runs: Sequence[tuple[float, str, int, int]]) -> str:
-    """Of a pipeline: how many runs the text took, and how many of them were for nothing."""
+    """Say how many runs of a pipeline a text took, and how many of them were for nothing."""
     count = Counter(what for _, what, _, _ in runs)
     return f"{plural(count['issued'], 'run')}, {count['cancelled']} cancelled"
 

@@ -169,7 +169,9 @@ def verdict(
     )
     if own == EXIT_UNSAID:
         killed = killed or [rank for rank in exit_codes if rank][:1]
-    elif own > 0 and own not in silent:  # it has said why, and whoever was slow to end was killed
+    elif (
+        own > 0 and own not in silent
+    ):  # it has said why, and ranks that were slow to end were killed
         killed = []
     told = [code for _, code in sorted(exit_codes.items()) if code > 0 and code not in silent]
     code = told[0] if told and own != EXIT_UNSAID else 1
@@ -244,7 +246,7 @@ def _is_here(name: str) -> bool:
 
 
 def free_port() -> int:
-    """One that nobody listens at now."""
+    """Return a port that is not listened at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

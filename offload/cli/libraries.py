@@ -39,7 +39,7 @@ _PARTS = (
 def libraries(
     console: Console, before_leaving: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Import what computes; meanwhile and afterwards their warnings are lines
+    """Import what computes, while a line says so; meanwhile and afterwards their warnings are lines
     of the console.
 
     `before_leaving` is called where Ctrl-C ends the program meanwhile.

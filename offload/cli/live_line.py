@@ -102,7 +102,7 @@ class LiveLine:
             while not self._has_ended.wait(self._pause_s):
                 with self._lock:
                     self._draw()
-        # nobody looks any more, which whoever writes text will find out by itself
+        # stderr is gone, which the writer of text will find out by itself
         except (OSError, ValueError):
             return
 

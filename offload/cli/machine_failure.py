@@ -1,5 +1,5 @@
-"""What the machine refuses wherever it likes: files, memory, threads. One line each, whoever asked
-for it.
+"""What the machine refuses wherever it likes: files, memory, threads. One line each, whatever
+asked for them.
 
 Where a refusal is expected it has a message of its own; this is what is left, so that none ends in
 a traceback.

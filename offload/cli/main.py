@@ -25,7 +25,7 @@ from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
-_TRACEBACK = "OFFLOAD_TRACEBACK"  # for whoever takes a line for a fault of ours
+_TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -17,8 +17,9 @@ def is_stuck() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Whoever reads our text has seen enough or has no room; the interpreter must not try to write
-    more at exit.
+    """End where the reader of stdout has gone or has no room.
+
+    The interpreter must not try to write more at exit.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

@@ -23,7 +23,7 @@ class Phase:
 
     label: str
     done: float = 0
-    total: float = 0  # 0 where nobody knows how much there is
+    total: float = 0  # 0 where it is not known how much there is
     is_in_bytes: bool = False
     is_decimal: bool = False
     num_layers: int = 0  # that have run meanwhile
@@ -67,7 +67,7 @@ class TextProgress:
     stats: Stats  # of the run, which goes on changing
     layers_per_sweep: int
     num_prompt_sweeps: int
-    max_new_tokens: int | None  # None where nobody set a limit
+    max_new_tokens: int | None  # None where no limit was set
     num_layers: int = 0  # that have run since it began
     started_s: float = field(default_factory=time.monotonic)
 

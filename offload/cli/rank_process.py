@@ -53,8 +53,7 @@ def is_worker(ranks: str | None) -> bool:
 
 
 def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
-    """The exit code of a rank that has failed. Its line is printed where nobody else can tell as
-    much.
+    """Return the exit code of a rank that has failed; print its line where no other can tell as much.
 
     That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the
     silence of rank 0 it is the launcher beside it, which will have to kill it.
@@ -86,7 +85,7 @@ def _is_heard(place: RankInfo, line: str) -> bool:
 
     try:
         return leave_reason(place, line, meet_s=_MEET_S, heard_s=_HEARD_S)
-    except UserError:  # nobody is there
+    except UserError:  # no rank is there
         return False
 
 

@@ -47,7 +47,7 @@ def serve(
         with libraries(console):
             from offload.cli.serving import serve_model
 
-            serve_model(model, draft, options, console, server, keys, early)
+            serve_model(model, draft, options, console, server, keys=keys, early=early)
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:

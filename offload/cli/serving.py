@@ -31,6 +31,7 @@ def serve_model(
     options: LoadOptions,
     console: Console,
     server: ServerOptions,
+    *,
     keys: tuple[str, ...],
     early: EarlyAnswers,
 ) -> None:
@@ -99,7 +100,7 @@ def _wait(
         clock.start()
         try:
             engine.close(grace_s)
-        # again: whoever asks twice has no patience for a pass
+        # again: a user who asks twice has no patience for a pass
         except (KeyboardInterrupt, SystemExit):
             brake.set()
         finally:

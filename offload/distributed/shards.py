@@ -28,6 +28,7 @@ from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.meta import layer_stacks
+from offload.model.parts import BatchPart
 from offload.model.places import is_plain_product
 from offload.model.streamed import SectionModel
 from offload.model.target import Target
@@ -41,8 +42,10 @@ class Exchange:
 
     What is exchanged passes through host memory on every rank, on whatever each of them computes.
 
-    Attributes:~    num_passes: passes that all ranks have run together.~    num_rows: rows of these
-    passes.~    send: brings rows of the host to where this rank computes.
+    Attributes:
+        num_passes: passes that all ranks have run together.
+        num_rows: rows of these passes.
+        send: brings rows of the host to where this rank computes.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -183,15 +186,14 @@ class ShardedTarget(Target):
         with suppress(RankError, UserError):
             self._tell(Message(Kind.STOP))
 
-    def _sweep(
-        self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache
-    ) -> Logits:
+    def _sweep(self, parts: Sequence[BatchPart], num_logits: int) -> Logits:
         self._require_whole()
-        position_T = self._positions(offset_T, cache)
+        # several texts are of one process
+        (part,) = parts
         with held_back(), self._whole_pass():
-            self._tell(Message(Kind.RUN, position_T.tolist(), _packed(sees_TT)))
+            self._tell(Message(Kind.RUN, part.position_U.tolist(), _packed(part.ancestor_TU)))
             with self._exchange.opened():
-                logits = super()._sweep(token_T, sees_TT, offset_T, num_logits, cache)
+                logits = super()._sweep(parts, num_logits)
         return logits
 
     def _require_whole(self) -> None:

@@ -27,6 +27,7 @@ from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, ensure
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
+from offload.model.parts import BatchPart
 from offload.model.streamed import SectionModel
 from offload.sampling.sampler import Logits, Sampler, or_no_token
 from offload.streaming.layers import Layers
@@ -142,7 +143,8 @@ class PipelineStage:
                 return self.model.forward(*rows).cpu().contiguous()
             # 0 would be all of them
             num_logits = max(1, run.num_drawn)
-            logits = self.model.score(*rows, num_logits=num_logits, max_rows=self._max_logits)
+            part = BatchPart(*rows)
+            logits = self.model.score([part], num_logits=num_logits, max_rows=self._max_logits)
         except _CancelledError:
             return None
         return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])

@@ -40,9 +40,10 @@ class Drafted(NamedTuple):
 
 
 class DraftText(NamedTuple):
-    """One of several texts that are drafted together."""
+    """One text of a batch that is drafted together."""
 
-    # dynamic shapes of several texts are pooled: their nodes go where they are worth most
+    # or the bounds of a dynamic tree; those of several texts are pooled, and their nodes go where
+    # they are worth most
     shape: Shape
     tokens: Sequence[int]
     sampler: Sampler
@@ -58,11 +59,11 @@ class Drafter(Protocol):
     def share_states(self, states: Sequence[Any]) -> None:
         """Prepare these new states for texts that will be drafted together."""
 
-    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: Any) -> Drafted:
-        """Return a tree of this shape, or within these bounds, below `tokens[-1]`."""
+    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
+        """Return a tree for each text, below its last token.
 
-    def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """Return a tree for each of several texts; dynamic trees compete for their pooled nodes."""
+        Dynamic trees compete for their pooled nodes.
+        """
 
     def commit(
         self,
@@ -95,16 +96,12 @@ class NoDrafter:
     def share_states(self, states: Sequence[NoState]) -> None:
         """Do nothing."""
 
-    def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """Return the root of each text."""
-        return [self.grow(*text) for text in texts]
-
-    def grow(
-        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: NoState
-    ) -> Drafted:
-        """Return the root; a shape with more nodes is refused."""
-        assert shape.num_nodes == 1, "there is no drafter to fill a tree"
-        return Drafted(TokenTree(chain(0), torch.tensor([tokens[-1]])), {}, {})
+    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
+        """Return the root of each text; a shape with more nodes is refused."""
+        assert all(text.shape.num_nodes == 1 for text in batch), "nothing fills a tree"
+        return [
+            Drafted(TokenTree(chain(0), torch.tensor(text.tokens[-1:])), {}, {}) for text in batch
+        ]
 
     def commit(
         self,

@@ -157,22 +157,6 @@ class DraftEntry(NamedTuple):
     ranking: CandidateRanking
 
 
-def grow_best(
-    draft: Draft,
-    bounds: DynamicShape,
-    tokens: Sequence[int],
-    sampler: Sampler,
-    ranking: CandidateRanking,
-    policy: DraftPassPolicy = _NO_COSTS,
-) -> Drafted:
-    """Return the tree of the best paths below `tokens[-1]`, within `bounds`."""
-    if bounds.depth == 0:
-        return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
-    return grow_forest([DraftEntry(draft, bounds.depth, tokens, sampler, ranking)], bounds, policy)[
-        0
-    ]
-
-
 def grow_forest(
     entries: Sequence[DraftEntry], bounds: DynamicShape, policy: DraftPassPolicy = _NO_COSTS
 ) -> list[Drafted]:

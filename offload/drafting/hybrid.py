@@ -40,7 +40,6 @@ from offload.trees.token_tree import Draw, Proposals, TokenTree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     DynamicShape,
-    Shape,
     Topology,
     in_level_order,
     level_order,
@@ -85,40 +84,31 @@ class HybridDrafter:
         """Let the draft's passes be shared, see `ModelDrafter`."""
         self._model.share_states([state.cache for state in states])
 
-    def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """Return a tree for each text; they are grown together only if all are dynamic."""
-        if not all(isinstance(text.shape, DynamicShape) for text in texts):
-            return [self.grow(*text) for text in texts]
-        guesses = [self._ask(*text) for text in texts]
-        return self._model.grow_all(
-            [text._replace(state=text.state.cache) for text in texts], guesses
-        )
+    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
+        """Return a tree for each text, no larger and no deeper than its shape.
 
-    def _ask(
-        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState
-    ) -> Guesses:
-        if not shape.depth:
+        Trees are grown together only if all are dynamic.
+        """
+        if not all(isinstance(text.shape, DynamicShape) for text in batch):
+            return [self._grow(text) for text in batch]
+        guesses = [self._ask(text) for text in batch]
+        return self._model.grow(list(map(_of_model, batch)), guesses)
+
+    def _grow(self, text: DraftText) -> Drafted:
+        guesses = self._ask(text)
+        shape = text.shape
+        if isinstance(shape, DynamicShape) or shape.num_nodes == 1:
+            return self._model.grow([_of_model(text)], [guesses])[0]
+        found = guesses.best(shape.num_nodes - 1, shape.depth)
+        rest = _of_model(text)._replace(shape=_without_least(shape, found))
+        return graft(self._model.grow([rest])[0], found, shape.num_nodes)
+
+    def _ask(self, text: DraftText) -> Guesses:
+        if not text.shape.depth:
             return NO_GUESSES
-        return self._sources.ask(
-            tokens,
-            GuessRequest(shape.num_nodes - 1, shape.depth),
-            self._weights.of(sampler),
-            state.sources,
-        )
-
-    def grow(
-        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState
-    ) -> Drafted:
-        """Return a tree with at most as many nodes as the shape has, and at most as deep."""
-        asked = GuessRequest(shape.num_nodes - 1, shape.depth)
-        if not asked.num_nodes:
-            return self._model.grow(shape, tokens, sampler, state.cache)
-        guesses = self._ask(shape, tokens, sampler, state)
-        if isinstance(shape, DynamicShape):
-            return self._model.grow(shape, tokens, sampler, state.cache, guesses)
-        found = guesses.best(*asked)
-        drafted = self._model.grow(_without_least(shape, found), tokens, sampler, state.cache)
-        return graft(drafted, found, shape.num_nodes)
+        asked = GuessRequest(text.shape.num_nodes - 1, text.shape.depth)
+        weights = self._weights.of(text.sampler)
+        return self._sources.ask(text.tokens, asked, weights, text.state.sources)
 
     def commit(
         self,
@@ -146,6 +136,11 @@ class HybridDrafter:
             else:
                 pi_V = (exponent * score_V).softmax(0)
                 yield Judged(float(pi_V[token]), sureness(float(pi_V.max())))
+
+
+def _of_model(text: DraftText) -> DraftText:
+    """Return the text with what the model keeps of it."""
+    return text._replace(state=text.state.cache)
 
 
 def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:

@@ -413,17 +413,16 @@ class LookupDrafter:
     def share_states(self, states: Sequence[SourcesState]) -> None:
         """Do nothing: the states have nothing in common."""
 
-    def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
-        """Return a tree for each text, grown by itself."""
-        return [self.grow(*text) for text in texts]
-
-    def grow(
-        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: SourcesState
-    ) -> Drafted:
-        """Return a tree below `tokens[-1]`.
+    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
+        """Return a tree for each text, grown by itself.
 
         Within bounds it is as large as pays; of a fixed shape it has as much as guesses fill.
         """
+        return [self._grow(*text) for text in batch]
+
+    def _grow(
+        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: SourcesState
+    ) -> Drafted:
         asked = GuessRequest(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
             return Drafted(as_tree([], tokens[-1]), {}, {})

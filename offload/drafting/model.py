@@ -3,7 +3,7 @@
 Both kinds of tree share one model and one cache, so they may alternate from step to step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,6 @@ from offload.drafting.dynamic import (
     DraftCalibration,
     DraftEntry,
     DraftPassPolicy,
-    grow_best,
     grow_forest,
 )
 from offload.drafting.lookup import NO_GUESSES, Guesses
@@ -25,7 +24,8 @@ from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.trees.topology import DynamicShape, Shape
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import DynamicShape, chain
 from offload.units import ChildSampling, Sampling
 
 # the kind of sampling: its settings apart from the seed
@@ -59,61 +59,32 @@ class ModelDrafter:
         self.model.share_passes()
         KVCache.side_by_side(states)
 
-    def grow(
-        self,
-        shape: Shape,
-        tokens: Sequence[int],
-        sampler: Sampler,
-        state: KVCache,
-        guesses: Guesses = NO_GUESSES,
-    ) -> Drafted:
-        """Return a tree below `tokens[-1]`; guesses are mixed into a dynamic one."""
-        draft = Draft(self.model, self._vocab_size, state)
-        if isinstance(shape, DynamicShape):
-            ranking = CandidateRanking(self.exponent(sampler), guesses)
-            return grow_best(draft, shape, tokens, sampler, ranking, self._policy[_kind(sampler)])
-        return fill(draft, shape, tokens, sampler)
+    def grow(self, batch: Sequence[DraftText], guesses: Sequence[Guesses] = ()) -> list[Drafted]:
+        """Return a tree for each text; dynamic trees are grown together and pool their nodes.
 
-    def grow_all(
-        self, texts: Sequence[DraftText], guesses: Sequence[Guesses] = ()
-    ) -> list[Drafted]:
-        """Return a tree for each text; dynamic trees are grown together and pool their nodes."""
-        known = dict(enumerate(guesses))
-        free = [
-            index
-            for index, text in enumerate(texts)
-            if isinstance(text.shape, DynamicShape) and text.shape.depth
-        ]
-        grown = dict(
-            zip(free, self._forest({index: texts[index] for index in free}, known), strict=True)
-        )
-        others = {index: text for index, text in enumerate(texts) if index not in grown}
-        grown |= {index: self.grow(*text) for index, text in others.items()}
-        return [grown[index] for index in range(len(texts))]
+        `guesses`, one for each text, are mixed into dynamic trees.
+        """
+        guesses = guesses or [NO_GUESSES] * len(batch)
+        grown = dict[int, Drafted]()
+        entries = dict[int, DraftEntry]()
+        for index, (shape, tokens, sampler, state) in enumerate(batch):
+            draft = Draft(self.model, self._vocab_size, state)
+            if not isinstance(shape, DynamicShape):
+                grown[index] = fill(draft, shape, tokens, sampler)
+            elif not shape.depth:
+                grown[index] = Drafted(TokenTree(chain(0), torch.tensor(tokens[-1:])), {}, {})
+            else:
+                ranking = CandidateRanking(self.exponent(sampler), guesses[index])
+                entries[index] = DraftEntry(draft, shape.depth, tokens, sampler, ranking)
+        if entries:
+            pooled = [batch[index] for index in entries]
+            forest = grow_forest([*entries.values()], _bounds_of(pooled), self._policy_of(pooled))
+            grown |= zip(entries, forest, strict=True)
+        return [grown[index] for index in range(len(batch))]
 
-    def _forest(
-        self, texts: Mapping[int, DraftText], guesses: Mapping[int, Guesses]
-    ) -> list[Drafted]:
-        if not texts:
-            return []
-        entries = [
-            DraftEntry(
-                Draft(self.model, self._vocab_size, text.state),
-                text.shape.depth,
-                text.tokens,
-                text.sampler,
-                CandidateRanking(self.exponent(text.sampler), guesses.get(index, NO_GUESSES)),
-            )
-            for index, text in texts.items()
-        ]
-        shapes = [text.shape for text in texts.values() if isinstance(text.shape, DynamicShape)]
-        bounds = replace(
-            shapes[0],
-            num_nodes=sum(one.num_nodes for one in shapes),
-            depth=max(one.depth for one in shapes),
-        )
-        first, *others = (self._policy[_kind(text.sampler)] for text in texts.values())
-        return grow_forest(entries, bounds, first.together_with(others) if others else first)
+    def _policy_of(self, texts: Sequence[DraftText]) -> DraftPassPolicy:
+        first, *others = (self._policy[_kind(text.sampler)] for text in texts)
+        return first.together_with(others) if others else first
 
     def commit(
         self,
@@ -149,3 +120,10 @@ class ModelDrafter:
 
 def _kind(sampler: Sampler) -> _Kind:
     return replace(sampler.sampling, seed=0), sampler.drafting
+
+
+def _bounds_of(texts: Sequence[DraftText]) -> DynamicShape:
+    """Return the bounds of these dynamic trees together."""
+    shapes = [text.shape for text in texts if isinstance(text.shape, DynamicShape)]
+    num_nodes = sum(shape.num_nodes for shape in shapes)
+    return replace(shapes[0], num_nodes=num_nodes, depth=max(shape.depth for shape in shapes))

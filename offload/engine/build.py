@@ -23,15 +23,15 @@ from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
 from offload.drafting.lookup import GuessSources
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.identities import Identities
+from offload.engine.resolve import ResolvedRun
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, ram_warning
+from offload.memory.planner import ModelFiles
 from offload.model.encoder_decoder import open_model
 from offload.model.experts import sample_of
 from offload.model.streamed import StreamedModel
-from offload.planning.options import LoadOptions
 from offload.sampling.grammar_mask import Grammars
 from offload.streaming.device import CudaDevice, Device
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource
@@ -68,11 +68,8 @@ class ModelPair(NamedTuple):
 
 
 def open_pair(
-    files: ModelFiles,
-    options: LoadOptions,
-    device: Device | None,
+    run: ResolvedRun,
     resources: ExitStack,
-    open_source: OpenSource,
     adapt: Callable[[nn.Module], None] = lambda meta_model: None,
     *,
     identities: Identities,
@@ -86,6 +83,9 @@ def open_pair(
 
     Raises `UserError` where the two do not fit each other.
     """
+    files = run.files
+    options = run.options
+    device = run.device
     place = _HOST if device is None else device.place
     has_host_table = device is not None
     target = open_model(
@@ -98,7 +98,6 @@ def open_pair(
     )
     end_ids = end_ids_of(files.target)
     resources.callback(target.close)
-    notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
     tokenizer = load_tokenizer(files.target.tokenizer_path)
     draft = None
     if files.draft is not None:
@@ -107,7 +106,7 @@ def open_pair(
         check_vocabulary(tokenizer, files, target, draft)
     damage = list[str]()
     sights = tuple(WeightScan(one, damage.append) for one in files if one is not None)
-    store = open_source(
+    store = run.open_source(
         files.target.shards,
         stamps=files.target.stamps,
         rate_limit_bytes_per_s=options.limit_bytes_per_s,
@@ -115,8 +114,20 @@ def open_pair(
     )
     resources.callback(store.close)
     grammars = Grammars(tokenizer, target.vocab_size, end_ids)
-    more = device, notes, sights, damage, grammars, identities
-    return ModelPair(target, draft, store, open_source, tokenizer, end_ids, *more)
+    return ModelPair(
+        target,
+        draft,
+        store,
+        run.open_source,
+        tokenizer,
+        end_ids,
+        device,
+        notes=[],
+        sights=sights,
+        damage=damage,
+        grammars=grammars,
+        identities=identities,
+    )
 
 
 def read_pair(pair: ModelPair, on_bytes: Progress) -> list[ComparisonOutcome]:

@@ -3,8 +3,8 @@ tokens.
 
 Invariant: the distribution of what is emitted depends on the target and the sampling settings
 alone. Tree, drafter, memory and threads change only how long it takes; with the rules `match` and
-`topk` one seed gives one text, too. Whoever loads with a `lenience` below 1 gives that up, and
-every result says so.
+`topk` one seed gives one text, too. A `lenience` below 1 gives that up, and every result
+says so.
 """
 
 import os
@@ -97,8 +97,7 @@ class Decoder:
     it.
 
     Attributes:
-        target, drafter, identities: the two models, for whoever measures them, and what files call
-            them by.
+        target, drafter, identities: the two models, for measuring them, and what files call them by.
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
         end_ids: tokens that end a text.
@@ -324,7 +323,10 @@ class Decoder:
 
     @property
     def _prompt_rows(self) -> int:
-        """Of one pass; who is alone has all of a prompt taken in, by as many sweeps as it needs."""
+        """Return how many prompt tokens one pass takes in.
+
+        A decoder of one text takes in all of a prompt, by as many sweeps as that needs.
+        """
         return self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
 
     def start(
@@ -335,10 +337,9 @@ class Decoder:
         rule: str | None = None,
         continues: bool = False,
     ) -> Run:
-        """The same from a request, beside at most `num_parallel` - 1 runs that are not released
-        yet.
+        """Prepare a generation from a request, as `run` does.
 
-        Raises `UserError`.
+        At most `num_parallel` - 1 other runs may be unreleased. Raises `UserError`.
         """
         sampling = request.sampling
         prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
@@ -397,7 +398,10 @@ class Decoder:
             return [run.take() for run in runs]
 
     def sweep(self, runs: abc.Sequence[Run]) -> None:
-        """The same pass; what each has gained is there to `take`. Raises what `advance` raises."""
+        """Run the pass of `advance`; what each has gained is there to `take`.
+
+        Raises what `advance` raises.
+        """
         with self._turn.stepping():
             if writing := [run.sequence for run in runs if run.is_writing]:
                 self._pass(writing)

@@ -1,14 +1,11 @@
-"""From a path to a decoder: read headers, plan memory, build meta models, place weights, start the
-stream.
+"""From a path to a decoder: resolve options, build meta models, place weights, start the stream.
 
 What can be refused is refused before the first weight is read; what was open when a later part
 fails is closed again.
 
-What transformers warns of while a model is opened: notes of ours, not lines on the stderr of
-somebody's program.
-
-The command line has an ear of its own (`cli/libraries.py`). Invariant: other threads, and handlers
-of others, hear what they would have heard.
+What transformers warns of while a model is opened becomes a note, and no line on the stderr of the
+program that loads it; the command line collects warnings itself (`cli/libraries.py`). Invariant:
+other threads, and handlers of others, hear what they would have heard.
 """
 
 import logging
@@ -28,10 +25,7 @@ import torch
 
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
-from offload.calibration.link import device_link_bytes_per_s, with_rates
-from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
-from offload.checkpoint.hub import fetch
-from offload.checkpoint.safetensors import settled_dtype
+from offload.calibration.startup import calibrate, pick_threads
 from offload.declaration import as_in, called_with
 from offload.distributed.transport import Transport
 from offload.engine.build import (
@@ -47,23 +41,20 @@ from offload.engine.hooks import Hooks, Progress
 from offload.engine.identities import Identities
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
+from offload.engine.resolve import NO_HOOKS, ResolvedRun, resolve
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.team import LoadContext, Team
+from offload.engine.team import Team
 from offload.errors import require
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.machine import num_cores
 from offload.memory.plan import LayerTier, MemoryPlan
-from offload.memory.planner import ModelFiles, require_no_states
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
 from offload.options import ModelChoice, ModelOptions
-from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
-from offload.planning.room import MemoryBudget
-from offload.planning.selector import Trees, with_experts
-from offload.rank_roles import find_place
-from offload.streaming.device import Device, computing_on, open_device
+from offload.planning.selector import RunSettings, Trees
+from offload.streaming.device import Device, computing_on
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.streaming.expert_cache import warm_order
 from offload.streaming.experts import ExpertPool, open_pool
@@ -108,10 +99,6 @@ def _writes_to_stderr(handler: logging.Handler) -> bool:
         sys.stderr,
         sys.__stderr__,
     )
-
-
-PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
-_NOBODY = Hooks()
 
 
 @dataclass(frozen=True)
@@ -182,80 +169,70 @@ def open_decoder(
     *,
     device: Device | None = None,
     open_source: OpenSource = DiskReader,
-    hooks: Hooks = _NOBODY,
+    hooks: Hooks = NO_HOOKS,
     transport: Transport | None = None,
 ) -> Decoder:
-    """`load` with its options in one piece; `device` is open, `transport` leads to the other ranks
-    of `options.ranks`.
+    """Do what `load` does, with its options in one piece.
 
-    Raises what `load` raises.
+    `device` is open, `transport` leads to the other ranks of `options.ranks`. Raises what `load`
+    raises.
     """
-    spec = options.tree_spec(has_draft=draft is not None)
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    device = device or _device_of(options)
-    settings = RunSettings(request.sampling if request else Sampling(), options.rule)
-    room = MemoryBudget.of(options, str(device.place) if device else None)
+    run = resolve(model, draft, options, device=device, open_source=open_source, hooks=hooks)
+    return open_run(run, request, transport)
+
+
+def open_run(
+    run: ResolvedRun, request: Request | None = None, transport: Transport | None = None
+) -> Decoder:
+    """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
+    options = run.options
+    device = run.device
+    hooks = run.hooks
     with computing_on(device), ExitStack() as resources:
-        files = _read_headers(model, draft, options, room, hooks.on_phase)
         roles = options.roles()
-        dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
-        options = replace(options, dtype=dtype)
-        room = replace(room, dtype=dtype)
-        given = LoadContext(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
             # not at the top: what torch.distributed brings takes time
             from offload.engine.stages import open_pipeline
 
-            return open_pipeline(given, request, resources, transport)
-        team = _join(given, resources, transport)
-        files = team.own(files)
-        options = replace(options, profile=team.profile or options.profile)
-        room = _settled_room(room, files, options, None if spec.is_chosen else spec.num_nodes)
-        plan_for = partial(room.plan, files)
-        trees = trees_of(files, options, room, settings, device=device.name if device else "cpu")
+            return open_pipeline(run, request, resources, transport)
+        team = _join(run, resources, transport)
+        run = team.own(run)
+        files = run.files
+        settings = run.settings(request.sampling if request else Sampling())
+        trees = run.trees(settings.sampling)
         trees.exchange_s = team.exchange_s
-        trees.check(settings.sampling, options.rule)
+        trees.check(*settings)
         hooks.on_phase("building the models")
-        least = plan_for(1)
+        least = run.plan_for(1)
+        identities = _identities(run, request, team, least)
         pair = open_pair(
-            files,
-            options,
-            device,
-            resources,
-            open_source,
-            team.adapt,
-            identities=_identities(given, request, team, least),
-            on_demand=least.has_experts,
+            run, resources, team.adapt, identities=identities, on_demand=least.has_experts
         )
-        models = Models(
-            *files, options.dtype, least.context, least.has_longest_context, pair.identities
-        )
+        models = Models(*files, options.dtype, least.context, least.has_longest_context, identities)
         _check_request(request, pair, models)
-        sources = open_sources(
-            options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None
-        )
+        has_draft = files.draft is not None
+        sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=has_draft)
         pair.notes.extend(send_beside_layers(device, least, resources, pair.target, pair.draft))
-        hooks.on_phase(
-            "reading draft and embeddings" if draft is not None else "reading embeddings"
-        )
+        hooks.on_phase("reading draft and embeddings" if has_draft else "reading embeddings")
         # the first weights: what can be refused has been
         expanded = read_pair(pair, hooks.on_bytes)
         hooks.on_phase("choosing kernels and threads")
-        choice = _pick_kernels(pair, plan_for(trees.most_nodes), settings.sampling)
+        choice = _pick_kernels(pair, run.plan_for(trees.most_nodes), settings.sampling)
         choice = choice._replace(comparisons=(*choice.comparisons, *expanded))
         kernels = choice.kernels
-        threads = _thread_policy(options.threads, pair, spec.num_nodes)
+        threads = _thread_policy(options.threads, pair, run.tree.num_nodes)
         same_bits = partial(
             _make_invariant, options, pair, threads, hooks.on_phase, is_alone=team.is_alone
         )
         invariance = same_bits(least)
         hooks.on_phase(
             "measuring how fast layers come, choosing a tree"
-            if spec.is_chosen
+            if run.tree.is_chosen
             else "planning memory"
         )
-        plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
+        plan = _plan_tree(run, trees, pair, settings, threads, kernels)
         invariance = same_bits(plan) if plan.is_streamed and not least.is_streamed else invariance
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
@@ -272,7 +249,8 @@ def open_decoder(
         )
         rule = find_rule(options.rule, options.lenience)
         text = (pair.tokenizer, pair.end_ids)
-        pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
+        inexact = [] if rule.is_exact else [not_exact_line(rule)]
+        pair.notes.extend([*run.notes, *team.notes, *inexact])
         settled = DecoderConfig(
             plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars
         )
@@ -280,73 +258,28 @@ def open_decoder(
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
 
-def _device_of(options: LoadOptions) -> Device | None:
-    place = find_place() if options.ranks is not None else None
-    rank_on_host = 0 if place is None else place.rank_on_host
-    return open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)
-
-
-def _read_headers(
-    model: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None,
-    options: LoadOptions,
-    room: MemoryBudget,
-    on_phase: Callable[[str], None],
-) -> ModelFiles:
-    """Of both models, fetched once there is room for them. Raises `UserError`."""
-    check_held(draft, options.draft_dtype, options.ranks)
-    on_phase("reading headers")
-    spec = options.tree_spec(has_draft=draft is not None)
-    as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-    least_nodes = 1 if spec.is_chosen else spec.num_nodes
-    refuse = (
-        (lambda *headers: room.plan(as_files(headers), least_nodes))
-        if options.ranks is None
-        else _accept
-    )
-    files = as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
-    if options.ranks is not None:
-        require_no_states(files, options.dtype)
-    return files
-
-
-def _settled_room(
-    room: MemoryBudget, files: ModelFiles, options: LoadOptions, num_nodes: int | None
-) -> MemoryBudget:
-    """The room with what all plans have in common besides: rates of this machine, and how experts
-    come.
-    """
-    if options.ranks is None:  # ranks would have to agree on them
-        how = {"num_threads": options.threads, "limit_bytes_per_s": options.limit_bytes_per_s}
-        room = with_rates(room, files, num_nodes or 1, **how)
-    return with_experts(room, files, num_nodes=num_nodes)
-
-
-def _join(given: LoadContext, resources: ExitStack, transport: Transport | None) -> Team:
+def _join(run: ResolvedRun, resources: ExitStack, transport: Transport | None) -> Team:
     """Those who share the target; on others than the head it does not return."""
-    if given.options.ranks is None:
+    if run.options.ranks is None:
         return Team()
     from offload.engine.shards import join_shards
 
-    return join_shards(given, resources, transport)
-
-
-def _accept(*_: object) -> None:
-    """Headers of what several ranks share: what each of them has room for is settled later."""
+    return join_shards(run, resources, transport)
 
 
 def _identities(
-    given: LoadContext, request: Request | None, team: Team, plan: MemoryPlan
+    run: ResolvedRun, request: Request | None, team: Team, plan: MemoryPlan
 ) -> Identities:
-    """Of what was opened; a sum of all weights is taken on the way where it is wanted, and all of
-    them are read.
+    """Return the identities of what was opened.
+
+    A sum of all weights is taken on the way where it is wanted, and all of them are read.
     """
     is_wished = (
         request is not None and request.is_for_file and team.is_alone and not plan.has_experts
     )
-    limit_bytes_per_s = given.options.limit_bytes_per_s
+    limit_bytes_per_s = run.options.limit_bytes_per_s
     return Identities(
-        given.files, given.open_source, limit_bytes_per_s=limit_bytes_per_s, is_wished=is_wished
+        run.files, run.open_source, limit_bytes_per_s=limit_bytes_per_s, is_wished=is_wished
     )
 
 
@@ -367,16 +300,15 @@ def _check_request(request: Request | None, pair: ModelPair, models: Models) -> 
 
 
 def _plan_tree(
+    run: ResolvedRun,
     trees: Trees,
     pair: ModelPair,
     settings: RunSettings,
-    plan_for: PlanFor,
     threads: ThreadPolicy,
     kernels: KernelSet,
 ) -> MemoryPlan:
     """Settle the tree, and with it the memory plan."""
     if trees.spec.is_chosen:
-        link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
         calibrate(
             trees,
             pair.target,
@@ -384,10 +316,10 @@ def _plan_tree(
             pair.store,
             settings,
             threads,
-            link=link,
+            link=run.measure_link,
             kernels=kernels,
         )
-    plan = plan_for(trees.nodes_to_plan(settings.sampling, settings.rule))
+    plan = run.plan_for(trees.nodes_to_plan(*settings))
     trees.settle(plan)
     return plan
 
@@ -437,14 +369,6 @@ def _make_invariant(
             f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})"
         )
     return invariance
-
-
-def _link_to_device(pair: ModelPair, plan: MemoryPlan) -> float:
-    assert pair.device is not None, "there is a link to it"
-    limit_bytes_per_s = pair.store.rate_limit_bytes_per_s
-    return device_link_bytes_per_s(
-        pair.device, plan, pair.store.paths, limit_bytes_per_s=limit_bytes_per_s
-    )
 
 
 def _pick_kernels(pair: ModelPair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:

@@ -96,7 +96,7 @@ def sweep_each(decoder: "Decoder", runs: Sequence[Run]) -> list[Exception | None
     """
     try:
         decoder.sweep(runs)
-    except RunError:  # the disk, or another rank: it is everybody's
+    except RunError:  # the disk, or another rank: it is an error of all texts
         raise
     except Exception as error:
         return (

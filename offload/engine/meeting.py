@@ -18,14 +18,13 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.distributed.join import Joined, joined, require_same_weights
 from offload.distributed.orders import all_gather_objects, try_together
 from offload.distributed.transport import Transport
-from offload.engine.team import LoadContext
+from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
 from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
 from offload.rank_roles import require_place
 from offload.streaming.summing import with_sum
 from offload.timer import timed
-from offload.units import parse_size
 
 
 class Meeting(NamedTuple):
@@ -35,7 +34,7 @@ class Meeting(NamedTuple):
     notes: tuple[str, ...]  # for the user
 
 
-def meet_ranks(given: LoadContext, resources: ExitStack, transport: Transport | None) -> Meeting:
+def meet_ranks(run: ResolvedRun, resources: ExitStack, transport: Transport | None) -> Meeting:
     """Where torchrun's environment says, unless there is a transport already; it is open as long as
     `resources`.
 
@@ -43,20 +42,20 @@ def meet_ranks(given: LoadContext, resources: ExitStack, transport: Transport | 
     """
     if transport is not None:
         return Meeting(transport, ())
-    target = given.files.target
-    options = given.options
-    given.hooks.on_phase("waiting for the other ranks")
+    target = run.files.target
+    options = run.options
+    run.hooks.on_phase("waiting for the other ranks")
     identity = identity_of(target)
-    has_draft = "given" if given.files.draft else "none"
+    has_draft = "given" if run.files.draft else "none"
     alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
     alike |= {"--dtype": options.dtype, "--context": str(options.context)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
     meeting = resources.enter_context(joined(require_place(), identity, agreed, target.shards))
-    _prove(given, meeting, identity)
+    _prove(run, meeting, identity)
     return Meeting(meeting.transport, tuple(filter(None, [meeting.note()])))
 
 
-def _prove(given: LoadContext, meeting: Joined, identity: ModelIdentity) -> None:
+def _prove(run: ResolvedRun, meeting: Joined, identity: ModelIdentity) -> None:
     """Have all weights read once where ranks cannot tell otherwise that they have the same: each
     reads only its share.
 
@@ -65,14 +64,14 @@ def _prove(given: LoadContext, meeting: Joined, identity: ModelIdentity) -> None
     told = [card.proofs for card in meeting.handshakes]
     if all(proved(told[0], own) for own in told):
         return
-    given.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
+    run.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
     read = partial(
         with_sum,
-        given.files.target,
+        run.files.target,
         identity,
-        open_source=given.open_source,
-        limit_bytes_per_s=given.options.limit_bytes_per_s,
-        on_bytes=given.hooks.on_bytes,
+        open_source=run.open_source,
+        limit_bytes_per_s=run.options.limit_bytes_per_s,
+        on_bytes=run.hooks.on_bytes,
     )
     mine = try_together(meeting.transport, lambda: identity if identity.has_sum else read())
     require_same_weights(all_gather_objects(meeting.transport, dict(mine.proofs)), is_final=True)
@@ -85,37 +84,37 @@ _NUM_TIMES = 9
 _DEVICE_LINK_BYTES_PER_S = 25e9
 
 
-def capacity_of(given: LoadContext, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
-    """Of this rank; all ranks of a host measure at one time, so that what they have in common is
-    divided.
+def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
+    """Return what this rank can take.
+
+    All ranks of a host measure at one time, so that what they have in common is divided.
 
     Args:
         held: a roomy plan, for what it holds beside layers; keys and values count with them where
             ranks share those.
     """
-    room = given.room
-    shards = given.files.target.shards
-    disk = link_bytes_per_s(shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
-    gpu_bytes = None if room.gpu is None else parse_size(room.gpu, "`gpu_memory`")
+    shards = run.files.target.shards
+    disk = link_bytes_per_s(shards, limit_bytes_per_s=run.options.limit_bytes_per_s)
+    gpu_bytes = run.budget.gpu
     return RankCapacity.beside(
         held,
         0 if shares_kv else held.kv_bytes,
-        ram_bytes=parse_size(room.ram, "`ram`"),
+        ram_bytes=run.budget.ram,
         gpu_bytes=gpu_bytes,
         link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S,
         disk_bytes_per_s=disk,
-        compute_s=_compute_s(given),
+        compute_s=_compute_s(run),
     )
 
 
-def _compute_s(given: LoadContext) -> float:
+def _compute_s(run: ResolvedRun) -> float:
     """Seconds that a usual tree takes in all layers, by a product that is as wide."""
-    files = given.files
-    dtype = given.options.dtype
+    files = run.files
+    dtype = run.options.dtype
     width = min(config_sizes(files.target)["hidden_size"], _MOST_WIDTH)
     how = {
         "dtype": getattr(torch, compute_dtype_name(files.target, dtype)),
-        "device": None if given.device is None else given.device.place,
+        "device": None if run.device is None else run.device.place,
     }
     rows = torch.zeros(_TYPICAL_ROWS, width, **how)
     weight = torch.zeros(width, width, **how)

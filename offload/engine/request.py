@@ -245,9 +245,7 @@ def whole_numbers(prompt: Any) -> list[int]:
 
 
 def _whole_text(text: str) -> str:
-    """The same text. Raises `UserError` where it holds halves of characters, which have no bytes in
-    UTF-8.
-    """
+    """Return the text. Raises `UserError` for halves of characters, which have no bytes in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

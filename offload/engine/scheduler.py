@@ -8,10 +8,9 @@ given back before the next text gets it.
 What a caller holds of a request that an engine has taken: pieces as they come, the result, and the
 way out.
 
-The engine's side of it is a `Job`, which lives as long as the engine needs it; a `Ticket` that
-nobody holds any more cancels its job. Invariant: a job ends exactly once, and whoever waits for it
-is told; what is handed out in order is never lost, though a slow reader gets fewer and longer
-pieces.
+The engine's side of it is a `Job`, which lives as long as the engine needs it; a `Ticket` that is
+dropped cancels its job. Invariant: a job ends exactly once, and all who wait for it are told; what
+is handed out in order is never lost, though a slow reader gets fewer and longer pieces.
 """
 
 import threading
@@ -39,7 +38,7 @@ class Cancelled(RunError):  # noqa: N818
 
 
 class TextPiece(NamedTuple):
-    """What a text has gained by a pass, or by several where nobody came for it."""
+    """What a text has gained by a pass, or by several where it was not fetched in between."""
 
     text: str
     token_ids: list[int]
@@ -75,7 +74,7 @@ class Job:
         self.is_cancelled = True
 
     def hand_out(self, piece: TextPiece) -> None:
-        """One more piece, for whoever holds the ticket."""
+        """Hand out one more piece to the holder of the ticket."""
         with self.changed:
             if len(self._pieces) < MOST_PIECES:
                 self._pieces.append(piece)
@@ -188,7 +187,7 @@ def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
 
 _RECENT_S = 60.0  # what rates are of
 _MOST_RECENT = 256
-# after which C's allocator gives back what it keeps: whoever comes then pays for new pages
+# after which C's allocator gives back what it keeps: the next request then pays for new pages
 _IDLE_S = 5.0
 _NOTHING = Transfers()
 
@@ -239,7 +238,7 @@ class Engine:
     """Serves many callers with one decoder; use it as a context manager or `close` it, before the
     decoder.
 
-    Any thread may call any method. Nobody else may use the decoder meanwhile.
+    Any thread may call any method. Nothing else may use the decoder meanwhile.
 
     Args:
         decoder: as many texts as it has places are written at a time.
@@ -365,7 +364,7 @@ class Engine:
                 self._admit()
                 if self._active:
                     self._pass()
-        except BaseException as caught:  # of our own making: nobody may be left waiting
+        except BaseException as caught:  # of our own making: no caller may be left waiting
             error = caught
             raise
         finally:

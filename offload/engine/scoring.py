@@ -45,7 +45,7 @@ def wanted_of(texts: Any) -> list[tuple[Any, int]]:
 
 
 class Scorer:
-    """Scores texts over a cache that nobody else has meanwhile.
+    """Scores texts over a cache that is used for nothing else meanwhile.
 
     Args:
         max_rows: of one pass, which memory was planned for.
@@ -61,7 +61,10 @@ class Scorer:
         self.num_passes = 0
 
     def score(self, texts: Sequence[ScoreRequest]) -> list[TextScore]:
-        """Of each text. Raises `UserError` for one without a beginning, or longer than the context."""
+        """Return the score of each text.
+
+        Raises `UserError` for one without a beginning, or longer than the context.
+        """
         for tokens, first in texts:
             require(
                 0 < first <= len(tokens),

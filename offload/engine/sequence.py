@@ -18,8 +18,8 @@ each text keeps its own until it is released.
 
 Whose turn it is at a decoder: one thread's at a time, and within it one step's.
 
-Invariant: caches, slots and readers are touched by whoever has the turn alone. Nobody waits for it
-but who closes.
+Invariant: only the thread that has the turn touches caches, slots and readers. Only closing waits
+for the turn.
 """
 
 import sys
@@ -58,8 +58,9 @@ class TokenLogprob(NamedTuple):
 def path_logprobs(
     rows: Rows, nodes: abc.Sequence[int], tokens: abc.Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
-    """Of the tokens that were emitted after these nodes of an accepted path, from the target's own
-    logits.
+    """Return the log-probabilities of the tokens emitted after these nodes of an accepted path.
+
+    They are those of the target's own logits.
     """
     return [_logprob(rows[node], token, num_top) for node, token in zip(nodes, tokens, strict=True)]
 
@@ -170,7 +171,7 @@ class Sequence:
         self._among = among
 
     def shape_among(self, num_texts: int) -> Shape:
-        """Of the next tree, where so many texts share the pass."""
+        """Return the shape of the next tree, where so many texts share the pass."""
         is_fixed = num_texts == 1 or self._chains is not None or self._among is None
         return self.shape if is_fixed else self._among(num_texts)  # type: ignore[misc]
 
@@ -180,8 +181,9 @@ class Sequence:
         return self.caches.target.length >= len(self.tokens) - 1
 
     def lengthen(self) -> None:
-        """A step is over: the next chain is as long as all steps so far suggest, and nobody has
-        drawn for it yet.
+        """End a step: let the next chain be as long as all steps so far suggest.
+
+        Nothing is drawn for it yet.
         """
         if self._chains is None:
             return
@@ -251,16 +253,16 @@ class _Place:
 
     @property
     def holder(self) -> Sequence | None:
-        """Who has them; whoever was dropped has them no more."""
+        """Return the sequence that has them; one that was dropped has them no more."""
         return None if self._held is None else self._held()
 
     @property
     def tokens(self) -> list[int]:
-        """Of the text that the caches belong to: their content begins with these."""
+        """Return the tokens of the text in the caches: their content begins with these."""
         return self._returned if self.holder is None else self.holder.tokens
 
     def give(self, sequence: Sequence, num_kept: int) -> None:
-        """To a sequence, with what they hold of its first tokens."""
+        """Give them to a sequence, with what they hold of its first tokens."""
         self.take_back()
         self.caches.clear(num_kept)
         sequence.hold(self.caches)
@@ -269,7 +271,7 @@ class _Place:
         self._last_tokens = sequence.tokens
 
     def take_back(self) -> None:
-        """Nobody has them; the text in them is the same."""
+        """Take them from the sequence that has them; the text in them stays."""
         self._returned, holder = self.tokens, self.holder
         self._held = None
         if holder is not None:
@@ -299,12 +301,12 @@ class CachePool:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the text that these belong to: their content begins with them."""
+        """Return the tokens of the text in them: their content begins with these."""
         return self._places[-1].tokens
 
     def lend(self, sequence: Sequence, *, keeps: bool) -> None:
-        """A set that nobody has, or the only one; `keeps` what was computed for the tokens that
-        both begin with.
+        """Lend a free set, or the only one; `keeps` what was computed for the tokens that both
+        texts begin with.
 
         Raises `UserError` where all are taken.
         """
@@ -321,8 +323,8 @@ class CachePool:
         self._places.append(place)
 
     def borrow(self) -> Caches:
-        """An empty set that nobody has, or the only one, for what is no text; the next text may
-        have it.
+        """Return a free set, or the only one, emptied, for what is no text; the next text may have
+        it.
 
         Raises `UserError` where all are taken.
         """
@@ -358,8 +360,9 @@ class CachePool:
         return num_shared
 
     def _num_to_keep(self, place: _Place, tokens: list[int]) -> int:
-        """Of the tokens but for the last, what a place has; nothing of another prompt to an
-        encoder, however alike.
+        """Return how many of the tokens, but for the last, a place has.
+
+        It has none of another prompt to an encoder, however alike.
         """
         num = num_shared(place.tokens, tokens)
         is_other = any(one not in tokens[:num] for one in self._start)
@@ -378,7 +381,7 @@ class CachePool:
         return self.tokens
 
     def filled_for(self, tokens: list[int]) -> None:
-        """The caches that were used last, which nobody has, were filled with what belongs to these."""
+        """Note that the caches used last, which are free, were filled for these tokens."""
         self._places[-1].fill(tokens)
 
 
@@ -404,8 +407,9 @@ class DecoderLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For a run, or a part of one. Raises `UserError` where another thread has it, or nobody
-        can any more.
+        """Hold the turn for a run, or a part of one.
+
+        Raises `UserError` where another thread has it, or the decoder was closed.
         """
         if not self._lock.acquire(blocking=False):
             raise UserError(
@@ -422,7 +426,7 @@ class DecoderLock:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """For one step, which nothing that it calls may disturb."""
+        """Hold the turn for one step, which nothing that it calls may disturb."""
         with self.held():
             self._stepping = threading.get_ident()
             try:
@@ -432,7 +436,7 @@ class DecoderLock:
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """When another thread's step has ended; nobody gets a turn from now on."""
+        """Hold the turn once another thread's step has ended; there is no other turn from now on."""
         self._require_no_own_step()
         self._is_over = True
         with self._lock:

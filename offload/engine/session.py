@@ -398,7 +398,7 @@ def _point(file: Any, part: str) -> Point:
 
 
 def _caches(pool: CachePool) -> dict[str, KVCache]:
-    """Of both models; a drafter without one keeps nothing that would be worth a file."""
+    """Return the caches of both models; a drafter without one keeps nothing worth a file."""
     target, draft = pool.caches
     found = zip(
         _PARTS, (target, draft.cache if isinstance(draft, HybridState) else draft), strict=True

@@ -33,10 +33,10 @@ from offload.distributed.shards import Exchange, ShardedTarget, cut_model, serve
 from offload.distributed.transport import Transport
 from offload.engine.build import send_beside_layers
 from offload.engine.meeting import capacity_of, meet_ranks
-from offload.engine.team import LoadContext, Team
+from offload.engine.resolve import ResolvedRun
+from offload.engine.team import Team
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
 from offload.model.streamed import SectionModel, StreamedModel
 from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
@@ -63,9 +63,7 @@ class _Measured(NamedTuple):
 class Shards(Team):
     """The head of several ranks, each of which has some rows of every matrix."""
 
-    # profiles are those of one process
     is_alone = False
-    profile = "none"
 
     def __init__(
         self,
@@ -86,9 +84,12 @@ class Shards(Team):
             (f"rows of every layer by rank: {sharding.percentages}", *notes),
         )
 
-    def own(self, files: ModelFiles) -> ModelFiles:
-        """The head's rows, with all that is around the layers."""
-        return files._replace(target=self.sharding.checkpoint_of(self.transport.rank, files.target))
+    def own(self, run: ResolvedRun) -> ResolvedRun:
+        """Return the run of this rank's rows, with all that is around the layers."""
+        own = self.sharding.checkpoint_of(self.transport.rank, run.files.target)
+        # profiles are those of one process
+        options = replace(run.options, profile="none")
+        return replace(run, files=run.files._replace(target=own), options=options)
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to them."""
@@ -137,7 +138,7 @@ class Shards(Team):
 
 
 def join_shards(
-    given: LoadContext, resources: ExitStack, transport: Transport | None = None
+    run: ResolvedRun, resources: ExitStack, transport: Transport | None = None
 ) -> Shards:
     """The head's view, once all have agreed. On any other rank: follow the head to its end, then
     raise `SystemExit`.
@@ -148,29 +149,27 @@ def join_shards(
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
     own_bytes = rss_bytes()
-    transport, notes = meet_ranks(given, resources, transport)
-    given.hooks.on_phase("measuring links, sharing layers")
-    shards = _share(given, transport, own_bytes, resources)
+    transport, notes = meet_ranks(run, resources, transport)
+    run.hooks.on_phase("measuring links, sharing layers")
+    shards = _share(run, transport, own_bytes, resources)
     shards.notes += notes
     if transport.rank:
-        _follow(shards, given, resources)
+        _follow(shards, run, resources)
         raise SystemExit(0)
     return shards
 
 
-def _share(
-    given: LoadContext, transport: Transport, own_bytes: int, resources: ExitStack
-) -> Shards:
-    files = given.files
-    dtype = given.options.dtype
+def _share(run: ResolvedRun, transport: Transport, own_bytes: int, resources: ExitStack) -> Shards:
+    files = run.files
+    dtype = run.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     # links are measured at one time: they may be the same
-    has_gpu = any(all_gather_objects(transport, given.device is not None))
-    held = given.room.roomy().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
-    mine = capacity_of(given, held, shares_kv=even.has_own_heads)
+    has_gpu = any(all_gather_objects(transport, run.device is not None))
+    held = run.budget.roomy().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
+    mine = capacity_of(run, held, shares_kv=even.has_own_heads)
     capacities = [RankCapacity(*one) for one in all_gather_objects(transport, mine)]
     shape = model_shape(files.target, dtype)
-    kv_bytes = given.room.roomy().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    kv_bytes = run.budget.roomy().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
     fractions = broadcast_from_head(
         transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes))
     )
@@ -204,28 +203,28 @@ def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Te
         return median(timed(gather_all) for _ in range(_NUM_TIMES))
 
 
-def _follow(shards: Shards, given: LoadContext, resources: ExitStack) -> None:
+def _follow(shards: Shards, run: ResolvedRun, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
     transport = shards.transport
-    options = given.options
+    options = run.options
     num_nodes, context = broadcast_from_head(transport)
-    files = shard_files(given.files, shards.sharding, transport.rank)
-    room = replace(given.room, context=context)
-    plan = try_together(transport, lambda: room.plan(files, num_nodes))
-    own = shards.own(given.files).target
-    device = given.device
+    files = shard_files(run.files, shards.sharding, transport.rank)
+    budget = replace(run.budget, context=context)
+    plan = try_together(transport, lambda: budget.plan(files, num_nodes))
+    own = shards.own(run).files.target
+    device = run.device
     place = torch.device("cpu") if device is None else device.place
     model = SectionModel(own, layers_alone(own), options.dtype, place, adapt=shards.adapt)
     resources.callback(model.close)
     limit = options.limit_bytes_per_s
-    sight = WeightScan(own, given.hooks.on_note)
+    sight = WeightScan(own, run.hooks.on_note)
     sight.expect(model.layer_layouts, plan.tier_L)
-    store = given.open_source(
+    store = run.open_source(
         own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight
     )
     resources.callback(store.close)
     for note in send_beside_layers(device, plan, resources, model):
-        given.hooks.on_note(note)
+        run.hooks.on_note(note)
     torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()

@@ -50,9 +50,9 @@ from offload.engine.generation import Run
 from offload.engine.identities import Identities
 from offload.engine.meeting import capacity_of, meet_ranks
 from offload.engine.request import Request
+from offload.engine.resolve import ResolvedRun
 from offload.engine.sequence import Sequence
 from offload.engine.session import Models
-from offload.engine.team import LoadContext
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
@@ -188,8 +188,8 @@ class PipelineDecoder(Decoder):
         rule: str | None = None,
         continues: bool = False,
     ) -> Run:
-        """Like every decoder's, where stages can draw the text. Raises `UserError` as well where
-        they cannot.
+        """Start a run as every decoder does. Raises `UserError` as well where stages cannot draw
+        the text.
         """
         check_stages(request)
         return super().start(request, tree=tree, rule=rule, continues=continues)
@@ -219,7 +219,7 @@ _NAME = "offload-rank"
 class _Rank(NamedTuple):
     """What one rank knows before it loads."""
 
-    given: LoadContext
+    run: ResolvedRun
     transport: Transport
     roles: Roles
     pipeline: PipelineOptions
@@ -248,35 +248,38 @@ class _Rank(NamedTuple):
         return min(max(wanted, _LEAST_UNCOMMITTED), MOST_ROWS)
 
     def section(self, index: int, layers: range) -> Section:
-        """Of a stage with these layers."""
+        """Return the section of a stage with these layers."""
         return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
 
     def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
         """What this rank takes as that stage, the draft beside it included if it drafts. Raises
         `UserError`.
         """
-        files = self.given.files
+        files = self.run.files
         own = checkpoint_of(files.target, self.section(index, layers))
         return room.plan(
             ModelFiles(own, files.draft if self.drafts else None), self.num_uncommitted
         )
 
     def own_plan(self) -> MemoryPlan | None:
-        """Of its stage, if it is one, once layers are shared out. Raises `UserError`."""
+        """Plan this rank's stage, once layers are shared out; None if it is no stage.
+
+        Raises `UserError`.
+        """
         return (
             None
             if self.stage is None
-            else self.plan(self.stage, self.layers[self.stage], self.given.room)
+            else self.plan(self.stage, self.layers[self.stage], self.run.budget)
         )
 
     @property
     def context(self) -> int:
         """Positions of a text, on every rank."""
-        return self.plan(0, range(1), self.given.room.roomy()).context
+        return self.plan(0, range(1), self.run.budget.roomy()).context
 
 
 def open_pipeline(
-    given: LoadContext,
+    run: ResolvedRun,
     request: Request | None,
     resources: ExitStack,
     transport: Transport | None = None,
@@ -287,28 +290,28 @@ def open_pipeline(
     Raises `UserError` where ranks do not come or do not fit, or the request cannot be served, and
     `ReadError`.
     """
-    target = given.files.target
-    vocab_size = config_sizes(given.files.target)["vocab_size"]
-    roles, pipeline = given.options.pipeline_roles(has_draft=given.files.draft is not None)
-    for model in filter(None, given.files):
+    target = run.files.target
+    vocab_size = config_sizes(run.files.target)["vocab_size"]
+    roles, pipeline = run.options.pipeline_roles(has_draft=run.files.draft is not None)
+    for model in filter(None, run.files):
         if has_encoder(model.config):
             raise UserError(
                 f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
             )
     if request is not None:
         check_stages(request)
-    met = meet_ranks(given, resources, transport)
-    given.hooks.on_phase("measuring links, sharing layers")
-    rank = _Rank(given, met.transport, roles, pipeline)
+    met = meet_ranks(run, resources, transport)
+    run.hooks.on_phase("measuring links, sharing layers")
+    rank = _Rank(run, met.transport, roles, pipeline)
     is_head = met.transport.rank == 0
     tokenizer = load_tokenizer(target.tokenizer_path) if is_head or rank.drafts else None
     rank = _with_layers(rank, tokenizer)
     plan = try_together(rank.transport, rank.own_plan)
     if is_head and plan is not None and request is not None and request.prompt is not None:
         request.ids(tokenizer, vocab_size, plan.context, plan.has_longest_context)
-    given.hooks.on_phase("reading layers")
+    run.hooks.on_phase("reading layers")
     services = _load(rank, plan, resources)
-    given.hooks.on_phase("timing passes")
+    run.hooks.on_phase("timing passes")
     price = _price(rank, services)
     if not is_head:
         services.run()
@@ -318,10 +321,10 @@ def open_pipeline(
     resources.callback(head.stop)
     shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in rank.layers)
     drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
-    notes = [f"layers by stage: {shares}{drafts}", *met.notes]
+    notes = [f"layers by stage: {shares}{drafts}", *run.notes, *met.notes]
     assert plan is not None, "rank 0 is a stage"
     settled = _settled(rank, plan, tokenizer)
-    on_layer = given.hooks.on_layer
+    on_layer = run.hooks.on_layer
     all_of_it = resources.pop_all()
     return PipelineDecoder(
         head, vocab_size, settled, resources=all_of_it, notes=notes, on_layer=on_layer
@@ -330,13 +333,13 @@ def open_pipeline(
 
 def _settled(rank: _Rank, plan: MemoryPlan, tokenizer: Tokenizer | None) -> DecoderConfig:
     """What a decoder has to know; of trees that there are none."""
-    files = rank.given.files
-    options = rank.given.options
+    files = rank.run.files
+    options = rank.run.options
     traffic = Traffic.of(plan)
     trees = Trees(
         TreeSpec("none"), _no_profile, lambda _: traffic, context=plan.context, has_draft=False
     )
-    identities = Identities(files, rank.given.open_source)
+    identities = Identities(files, rank.run.open_source)
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context, identities)
     mode = Mode(torch.get_num_threads())
     threads = ThreadPolicy([mode.num_threads], StepModes(mode, mode))
@@ -353,17 +356,17 @@ def _no_profile(*_: object) -> tuple[None, str]:
 
 def _with_layers(rank: _Rank, tokenizer: Tokenizer | None) -> _Rank:
     """Measure, and share layers out so that the slowest stage is as quick as can be."""
-    files = rank.given.files
-    room = rank.given.room.roomy()
+    files = rank.run.files
+    room = rank.run.budget.roomy()
     # and measure at one time: links may be the same
     try_together(rank.transport, lambda: _try_least(rank, tokenizer))
     mine = None
-    shape = model_shape(files.target, rank.given.options.dtype)
+    shape = model_shape(files.target, rank.run.options.dtype)
     if rank.stage is not None:
         held = rank.plan(rank.stage, range(len(shape.layer_bytes)), room)
-        mine = capacity_of(rank.given, held, shares_kv=True)
-    everybody = all_gather_objects(rank.transport, mine)
-    capacities = [RankCapacity(*everybody[one]) for one in rank.roles.stages]
+        mine = capacity_of(rank.run, held, shares_kv=True)
+    told = all_gather_objects(rank.transport, mine)
+    capacities = [RankCapacity(*told[one]) for one in rank.roles.stages]
     layers = stage_layers(
         capacities, Load(shape.layer_bytes, room.plan(files, rank.num_uncommitted).kv_bytes)
     )
@@ -375,29 +378,29 @@ def _try_least(rank: _Rank, tokenizer: Tokenizer | None) -> None:
     """Raises `UserError` where a draft has other words, and where there is no room for one layer,
     or for the draft.
     """
-    files = rank.given.files
+    files = rank.run.files
     if rank.drafts and files.draft is not None:
         target, draft = (
             Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
         )
         check_vocabulary(tokenizer, files, target, draft)
     if rank.stage is not None:
-        rank.plan(rank.stage, range(1), rank.given.room)
+        rank.plan(rank.stage, range(1), rank.run.budget)
     elif rank.drafts:
         _require_room_for_draft(rank)
 
 
 def _require_room_for_draft(rank: _Rank) -> None:
-    given = rank.given
-    draft = rank.given.files.draft
-    assert draft is not None, "whoever drafts has one"
-    is_gpu = given.room.gpu is not None
-    shape = model_shape(draft, given.options.dtype)
+    run = rank.run
+    draft = rank.run.files.draft
+    assert draft is not None, "a rank that drafts has one"
+    is_gpu = run.budget.gpu is not None
+    shape = model_shape(draft, run.options.dtype)
     needed_bytes = (
         draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu) + RUNTIME_BYTES
     )
     needed_bytes += noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
-    has_bytes = parse_size(given.room.ram, "`ram`")
+    has_bytes = parse_size(run.budget.ram, "`ram`")
     if needed_bytes > has_bytes:
         needed = format_bytes(needed_bytes)
         has = format_bytes(has_bytes)
@@ -418,7 +421,7 @@ class _Services:
         self._errors = list[BaseException]()
 
     def start(self, resources: ExitStack) -> None:
-        """Serve beside whoever calls; on closing, all have ended."""
+        """Serve beside the calling thread; when `resources` close, all services have ended."""
         for thread in [
             Thread(target=self._guarded, args=(one,), name=_NAME, daemon=True) for one in self._work
         ]:
@@ -452,10 +455,10 @@ def _load(rank: _Rank, plan: MemoryPlan | None, resources: ExitStack) -> _Servic
         work.append(partial(serve_stage, rank.transport, Neighbours(before, after), stage))
     if rank.drafts:
         work.append(_load_draft(rank))
-    if not work:  # a draft's rank, where nobody guesses
+    if not work:  # a draft's rank, where no guesses are wanted
         work.append(partial(_wait_for_end, rank.transport))
     agree_on(rank.transport)
-    return _Services(stage, work, rank.given.device)
+    return _Services(stage, work, rank.run.device)
 
 
 def _wait_for_end(transport: Transport) -> None:
@@ -463,42 +466,40 @@ def _wait_for_end(transport: Transport) -> None:
 
 
 def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack) -> PipelineStage:
-    given = rank.given
-    target = rank.given.files.target
+    run = rank.run
+    target = rank.run.files.target
     section = rank.section(index, rank.layers[index])
-    place = torch.device("cpu") if given.device is None else given.device.place
+    place = torch.device("cpu") if run.device is None else run.device.place
     model = SectionModel(
-        target, section, given.options.dtype, place, has_host_table=given.device is not None
+        target, section, run.options.dtype, place, has_host_table=run.device is not None
     )
     resources.callback(model.close)
-    sight = WeightScan(target, given.hooks.on_note)
+    sight = WeightScan(target, run.hooks.on_note)
     sight.expect(model.layer_layouts, plan.tier_L)
-    limit = given.options.limit_bytes_per_s
-    store = given.open_source(
+    limit = run.options.limit_bytes_per_s
+    store = run.open_source(
         target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=sight
     )
     resources.callback(store.close)
-    for note in send_beside_layers(given.device, plan, resources, model):
-        given.hooks.on_note(note)
+    for note in send_beside_layers(run.device, plan, resources, model):
+        run.hooks.on_note(note)
     model.read_rest(store.fetch)
-    model.expand_with(choose_expansion(model, store.fetch, given.device).expansion)
-    torch.set_num_threads(
-        given.options.threads or pick_threads(model, None).start.sweep.num_threads
-    )
-    stream = open_layers(store, model.layer_layouts, plan, given.device, resources)
+    model.expand_with(choose_expansion(model, store.fetch, run.device).expansion)
+    torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)
+    stream = open_layers(store, model.layer_layouts, plan, run.device, resources)
     stream.load_resident()
-    return PipelineStage(model, stream, plan, slow_layer_s=given.options.slow_layer_s)
+    return PipelineStage(model, stream, plan, slow_layer_s=run.options.slow_layer_s)
 
 
 def _load_draft(rank: _Rank) -> Callable[[], None]:
-    files = rank.given.files
-    dtype = rank.given.options.dtype
+    files = rank.run.files
+    dtype = rank.run.options.dtype
     assert files.draft is not None, "there is one to load"
     if rank.stage is None:
-        torch.set_num_threads(rank.given.options.threads or torch.get_num_threads())
+        torch.set_num_threads(rank.run.options.threads or torch.get_num_threads())
     vocab_size = config_sizes(files.target)["vocab_size"]
     tree = DraftTree(
-        resident_model(files.draft, dtype, found=rank.given.hooks.on_note),
+        resident_model(files.draft, dtype, found=rank.run.hooks.on_note),
         vocab_size,
         rank.context,
         rank.num_uncommitted,
@@ -511,8 +512,8 @@ def _price(rank: _Rank, services: _Services) -> RowPrice:
     if not rank.pipeline.speculates:
         return RowPrice()
     seconds = [] if services.stage is None else _pass_times(services.stage)
-    everybody = [times for times in all_gather_objects(rank.transport, seconds) if times]
-    slowest_s = [max(times) for times in zip(*everybody, strict=False)]
+    of_stages = [times for times in all_gather_objects(rank.transport, seconds) if times]
+    slowest_s = [max(times) for times in zip(*of_stages, strict=False)]
     if len(slowest_s) == 1:  # so long that it is the link's doing, which does not mind rows
         return RowPrice(0.0, TIMED_ROWS[-1])
     return RowPrice(
@@ -521,7 +522,7 @@ def _price(rank: _Rank, services: _Services) -> RowPrice:
 
 
 def _pass_times(stage: PipelineStage) -> list[float]:
-    """Of a pass over one row, and over ever more where it does not take long."""
+    """Time a pass over one row, and over ever more where it does not take long."""
     seconds = [timed(partial(stage.try_out, 1))]
     for num_rows in TIMED_ROWS[1:] if seconds[0] < _LONG_S else ():
         seconds[0] = min(seconds[0], timed(partial(stage.try_out, 1)))

@@ -19,8 +19,9 @@ from offload.model.target import BatchEntry, Target
 from offload.planning.seen import ObservedPass
 from offload.sampling.sampler import Rows
 from offload.stats import Transfers
-from offload.threads import Mode, ThreadPolicy
+from offload.threads import Mode, StepModes, ThreadPolicy
 from offload.trees.topology import Shape
+from offload.trees.verification import Acceptance
 
 
 class BatchShare(NamedTuple):
@@ -32,9 +33,7 @@ class BatchShare(NamedTuple):
 
 
 def share_out(texts: Sequence[Text], num_rows: int) -> list[BatchShare]:
-    """Who has what part of a pass that takes in at most so many tokens; those who get none wait for
-    the next.
-    """
+    """Share out a pass that takes in at most `num_rows` tokens; texts that get none wait for the next."""
     shares = []
     for text in texts:
         missing = len(text.tokens) - 1 - text.caches.target.length
@@ -71,113 +70,131 @@ class SpeculationStep:
         self._learn = learn
 
     def step(self, texts: Sequence[Text]) -> list[list[int]]:
-        """One round of speculation: the newly accepted tokens of each text, none for one whose
-        prompt is under way.
+        """Run one round of speculation; return the newly accepted tokens of each text.
+
+        They are none for a text whose prompt is under way.
         """
         for text in texts:
             # of a step that was cut short they may hold more
             text.caches.clear(len(text.tokens) - 1)
-        shares = share_out(texts, self._max_prompt_rows)
-        started = time.perf_counter()
+        batch = share_out(texts, self._max_prompt_rows)
+        num_pending = sum(share.num_pending for share in batch)
+        growing = [share.text for share in batch if share.is_whole]
+        shapes = [text.shape_among(len(growing)) for text in growing]
         moved = self._target.moved
-        grown_texts = [share.text for share in shares if share.is_whole]
-        num_pending = sum(share.num_pending for share in shares)
-        shapes = [text.shape_among(len(grown_texts)) for text in grown_texts]
-        modes = self._threads.modes(
-            _rows_alike(num_pending + sum(shape.num_nodes for shape in shapes))
-        )
-        self._compute_in(modes.draft)
-        drafted = dict(zip(map(id, grown_texts), self._grow(grown_texts, shapes), strict=True))
-        grown = time.perf_counter()
-        num_rows = num_pending + sum(one.tree.num_nodes for one in drafted.values())
-        modes = modes._replace(sweep=self._threads.modes(_rows_alike(num_rows)).sweep)
-        self._compute_in(modes.sweep)
-        logits = self._score(shares, drafted)
-        self._target.wait()
-        scored = time.perf_counter()
-        times = _Times(
-            len(shares), grown - started, scored - grown, self._target.moved.since(moved)
-        )
-        counted = {
-            id(share.text): self._commit(share, drafted.get(id(share.text)), rows, times)
-            for share, rows in zip(shares, logits, strict=True)
-        }
-        if not num_pending:
-            self._threads.took(_rows_alike(num_rows), draft_s=times.draft_s, sweep_s=times.sweep_s)
-        if not num_pending and len(shares) > 1:
-            gained = [len(counted[id(share.text)]) for share in shares]
-            self._learn(
-                ObservedPass(
-                    shapes,
-                    gained,
-                    times.draft_s,
-                    times.sweep_s,
-                    times.moved.stall_s,
-                    times.moved.num_bytes,
-                )
-            )
-        for share in shares:
-            stats = share.text.stats
-            stats.threads, stats.peak_device_bytes = modes, self._target.peak_device_bytes
-        return [counted.get(id(text), []) for text in texts]
+        started = time.perf_counter()
 
-    def _grow(self, texts: Sequence[Text], shapes: Sequence[Shape]) -> list[Drafted]:
-        if len(texts) == 1:
-            (text,), (shape,) = texts, shapes
-            return [self._drafter.grow(shape, text.tokens, text.sampler, text.caches.draft)]
+        modes = self._modes(num_pending + sum(shape.num_nodes for shape in shapes))
+        self._compute_in(modes.draft)
+        drafted = self._grow(batch, shapes)
+        grown = time.perf_counter()
+
+        num_rows = num_pending + sum(one.tree.num_nodes for one in drafted if one)
+        modes = modes._replace(sweep=self._modes(num_rows).sweep)
+        self._compute_in(modes.sweep)
+        scored = self._score(batch, drafted)
+        ended = time.perf_counter()
+
+        times = _Times(len(batch), grown - started, ended - grown, self._target.moved.since(moved))
+        gained = list[list[int]]()
+        for share, one, rows in zip(batch, drafted, scored, strict=True):
+            share.text.stats.threads = modes
+            share.text.stats.peak_device_bytes = self._target.peak_device_bytes
+            if one is None:
+                share.text.caches.target.commit(range(share.num_pending))
+                gained.append([])
+                continue
+            began = time.perf_counter()
+            accepted = self._accept(share.text, one, rows)
+            gained.append(self._commit(share.text, one, accepted, rows))
+            self._note(share.text, one, accepted, times, began)
+        if not num_pending:
+            self._learn_from(shapes, gained, num_rows, times)
+        by_text = {id(share.text): own for share, own in zip(batch, gained, strict=True)}
+        return [by_text.get(id(text), []) for text in texts]
+
+    def _modes(self, num_rows: int) -> StepModes:
+        return self._threads.modes(_rows_alike(num_rows))
+
+    def _grow(self, batch: Sequence[BatchShare], shapes: Sequence[Shape]) -> list[Drafted | None]:
+        """Return a tree for each text that is taken in; `shapes` are theirs."""
+        growing = [share.text for share in batch if share.is_whole]
         asked = [
             DraftText(shape, text.tokens, text.sampler, text.caches.draft)
-            for text, shape in zip(texts, shapes, strict=True)
+            for text, shape in zip(growing, shapes, strict=True)
         ]
-        return self._drafter.grow_all(asked)
+        trees = iter(self._drafter.grow(asked))
+        return [next(trees) if share.is_whole else None for share in batch]
 
-    def _score(self, shares: Sequence[BatchShare], drafted: dict[int, Drafted]) -> Sequence[Rows]:
-        if len(shares) == 1 and shares[0].is_whole:
-            (text, *_), (one,) = shares[0], drafted.values()
-            return [self._target.score(one.tree, text.tokens, text.caches.target)]
-        trees = [drafted[id(share.text)].tree if share.is_whole else None for share in shares]
-        return self._target.score_all(
-            [
-                BatchEntry(share.text.tokens, share.text.caches.target, share.num_pending, tree)
-                for share, tree in zip(shares, trees, strict=True)
-            ]
-        )
+    def _score(
+        self, batch: Sequence[BatchShare], drafted: Sequence[Drafted | None]
+    ) -> Sequence[Rows]:
+        """Return each text's logits after the nodes of its tree, when the pass is over."""
+        entries = [
+            BatchEntry(
+                share.text.tokens, share.text.caches.target, share.num_pending, one and one.tree
+            )
+            for share, one in zip(batch, drafted, strict=True)
+        ]
+        scored = self._target.score(entries)
+        self._target.wait()
+        return scored
 
-    def _commit(
-        self, share: BatchShare, drafted: Drafted | None, rows: Rows, times: "_Times"
-    ) -> list[int]:
-        text = share.text
-        caches = share.text.caches
-        started = time.perf_counter()
-        if drafted is None:
-            caches.target.commit(range(share.num_pending))
-            return []
+    def _accept(self, text: Text, drafted: Drafted, rows: Rows) -> Acceptance:
+        """Return the path of the tree that the text's rule accepts."""
         tree = drafted.tree
-        sampler = text.sampler
-        tokens = text.tokens
-        accepted = text.rule.verify(
-            tree, sampler.adjusted_rows(tree, rows), sampler, len(tokens) - 1
-        )
-        num_top = text.num_logprobs
-        path = (accepted.nodes, accepted.tokens)
-        num_tokens = len(tokens)
-        logprobs = [] if num_top is None else path_logprobs(rows, *path, num_top)
+        adjusted = text.sampler.adjusted_rows(tree, rows)
+        return text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
+
+    def _commit(self, text: Text, drafted: Drafted, accepted: Acceptance, rows: Rows) -> list[int]:
+        """Keep the accepted path as far as the text goes on; return the tokens that it has gained."""
+        caches = text.caches
+        num_tokens = len(text.tokens)
+        logprobs = []
+        if text.num_logprobs is not None:
+            logprobs = path_logprobs(rows, accepted.nodes, accepted.tokens, text.num_logprobs)
         counted = text.accept(accepted.tokens, logprobs)
-        nodes = accepted.nodes[: len(counted)]  # a state cannot go back to where a text has ended
+        # a state cannot go back to where a text has ended
+        nodes = accepted.nodes[: len(counted)]
+        tokens = accepted.tokens[: len(counted)]
         self._target.commit(nodes, num_tokens, caches.target)
-        self._drafter.commit(drafted, nodes, accepted.tokens[: len(counted)], sampler, caches.draft)
+        self._drafter.commit(drafted, nodes, tokens, text.sampler, caches.draft)
         text.stats.first_guess.add(accepted.guesses[: len(counted)])
-        seconds = {
-            "draft_s": times.draft_s,
-            "sweep_s": times.sweep_s,
-            "verify_s": time.perf_counter() - started,
-        }
-        text.stats.add_step(times.moved, **seconds)
+        return counted
+
+    def _note(
+        self, text: Text, drafted: Drafted, accepted: Acceptance, times: "_Times", began: float
+    ) -> None:
+        """Count the step in the text's figures, and let its next chain follow from them.
+
+        `began` is when accepting and committing did.
+        """
+        stats = text.stats
+        tree = drafted.tree
+        verify_s = time.perf_counter() - began
+        stats.add_step(times.moved, draft_s=times.draft_s, sweep_s=times.sweep_s, verify_s=verify_s)
         text.last_pass = PassFigures(
             tree.topology.parent_N.tolist(), tree.tokens, accepted.nodes, *times
         )
         text.lengthen()
-        return counted
+
+    def _learn_from(
+        self,
+        shapes: Sequence[Shape],
+        gained: Sequence[Sequence[int]],
+        num_rows: int,
+        times: "_Times",
+    ) -> None:
+        """Let later passes of trees alone profit from what this one took and yielded."""
+        draft_s = times.draft_s
+        sweep_s = times.sweep_s
+        self._threads.took(_rows_alike(num_rows), draft_s=draft_s, sweep_s=sweep_s)
+        if len(gained) > 1:
+            tokens = list(map(len, gained))
+            stall_s = times.moved.stall_s
+            self._learn(
+                ObservedPass(shapes, tokens, draft_s, sweep_s, stall_s, times.moved.num_bytes)
+            )
 
 
 class _Times(NamedTuple):
@@ -190,5 +207,8 @@ class _Times(NamedTuple):
 
 
 def _rows_alike(num_rows: int) -> int:
-    """Of passes whose times can be compared: trees of guesses have another size in every step."""
+    """Round up the rows of a pass, so that passes of nearly one size are compared with each other.
+
+    Trees of guesses have another size in every step.
+    """
     return 1 << (num_rows - 1).bit_length()

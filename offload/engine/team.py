@@ -1,30 +1,11 @@
-"""The processes that run one target together, as loading asks them; here: one process by itself.
+"""The processes that run one target together, as loading asks them; here: one process by itself."""
 
-Who hears of how far loading and decoding have come. Nothing heavy is imported.
-"""
+from typing import Any
 
-from typing import Any, NamedTuple
-
-from offload.engine.hooks import Hooks
+from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
 from offload.model.target import Target
 from offload.planning.cost_model import NOTHING, Curve
-from offload.planning.options import LoadOptions
-from offload.planning.room import MemoryBudget
-from offload.streaming.device import Device
-from offload.streaming.disk import OpenSource
-
-
-class LoadContext(NamedTuple):
-    """What a rank was told to load, and with what."""
-
-    files: ModelFiles
-    options: LoadOptions
-    room: MemoryBudget
-    device: Device | None
-    open_source: OpenSource
-    hooks: Hooks
 
 
 class Team:
@@ -32,12 +13,11 @@ class Team:
 
     exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
     notes: tuple[str, ...] = ()  # for the user
-    profile: str | None = None  # to go by instead of the one that is asked for
     is_alone = True
 
-    def own(self, files: ModelFiles) -> ModelFiles:
-        """What of the checkpoints this process reads."""
-        return files
+    def own(self, run: ResolvedRun) -> ResolvedRun:
+        """Return the run of what this process reads of the checkpoints."""
+        return run
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to what this process computes."""

@@ -77,14 +77,14 @@ class TemplateProcess:
             self._end()
 
     def _ask(self, line: bytes, most_bytes: int) -> dict[str, str]:
-        """An answer of at most so many bytes; nobody else is being answered."""
+        """Return an answer of at most so many bytes; no other request is being answered."""
         if self._process is not None and self._process.poll() is not None:
             self._end()
         try:
             process = self._started()
             with _Clock(process) as clock:
                 answer = _exchange(process, line, most_bytes)
-        except BaseException:  # a signal's too: the answer that still comes is nobody's
+        except BaseException:  # a signal's too: the answer that still comes is for no request
             self._end()
             raise
         if clock.has_struck or "exceeded" in answer:

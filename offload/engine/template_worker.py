@@ -5,7 +5,7 @@ A request is JSON: what transformers' `render_jinja_template` takes, with `most_
 and `most_chars`. An answer is JSON with `text`, or what has `failed`, or which limit was
 `exceeded`. Invariant: nothing of the package is imported, and of transformers its sandbox alone, so
 that it is there in 0.3 s and 40 MB; and the kernel ends this process once a request has computed
-for longer than it may, whoever waits for it.
+for longer than it may, whatever waits for it.
 """
 
 import json
@@ -88,7 +88,7 @@ def _sandbox() -> Callable[..., Any]:
 
 def _in_memory_bytes() -> int | None:
     """Addresses in use, libraries included, which differ by gigabytes between machines; None where
-    nobody tells.
+    the system does not tell.
     """
     if not os.path.exists(_PAGES):
         return None

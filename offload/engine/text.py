@@ -275,8 +275,9 @@ class TextStream:
         return list(self._tokens)
 
     def _cut_at_stop(self, num_before: int) -> None:
-        """Of a burst that holds several stop strings the first one to be complete counts; none was
-        before the burst.
+        """Cut the text where the first stop string of a burst is complete.
+
+        None was complete before the burst, which began behind `num_before` tokens.
         """
         for count in range(num_before + 1, len(self._tokens)):
             text = self._text_of(self._tokens[:count])

@@ -1,5 +1,4 @@
-"""The streamed model: one sweep over its layers scores a whole token tree, or those of several
-texts.
+"""The streamed model: one sweep over its layers scores the token trees of a batch of texts.
 
 It holds weights and no text: the cache of the text's keys and values is lent to it for every call.
 """
@@ -26,12 +25,17 @@ from offload.trees.token_tree import TokenTree, ancestors
 
 
 class BatchEntry(NamedTuple):
-    """What one text has in a sweep that it shares."""
+    """What one text has in a sweep."""
 
     tokens: Sequence[int]  # committed ones
     cache: KVCache  # one of those that were made together
     num_pending: int  # of the tokens that the cache lacks, the root left out: so many are taken in
     tree: TokenTree | None = None  # below the last of the tokens, where nothing else is pending
+
+    @classmethod
+    def whole(cls, tokens: Sequence[int], cache: KVCache, tree: TokenTree) -> "BatchEntry":
+        """Return the entry of a text whose pending tokens are all taken in."""
+        return cls(tokens, cache, len(tokens) - 1 - cache.length, tree)
 
     @property
     def num_nodes(self) -> int:
@@ -108,60 +112,50 @@ class Target:
         return self._model.new_cache(self._cache_slots, self._gather)
 
     def share_sweeps(self, caches: Sequence[KVCache]) -> None:
-        """From now on sweeps may be of the texts of several of these new caches, see `score_all`.
+        """Let sweeps from now on be of the texts of several of these new caches.
 
         Raises `UserError` where the model cannot.
         """
         self._model.share_passes()
         KVCache.side_by_side(caches)
 
-    def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:
-        """Logits after every node, from one sweep; they are valid until the next.
+    def score(self, batch: Sequence[BatchEntry]) -> list[Logits]:
+        """Return for each text the logits after every node of its tree, from one sweep.
 
-        The root is the last of `tokens`, the committed ids; those that the cache lacks are taken in
-        as well.
+        They are valid until the next sweep; a text without a tree has none. What is said to be
+        pending is taken in as well, and first, in sweeps of its own, what one sweep cannot take.
         """
-        self._model.take_in(tokens, cache, self.stream.begin_prompt)
-        pending = torch.tensor(tokens[cache.length : -1], dtype=torch.long)
-        while len(pending) > self._max_rows:
-            cache.promise(self._max_rows)
-            self._sweep(
-                pending[: self._max_rows],
-                _causal(self._max_rows),
-                torch.arange(self._max_rows),
-                1,
-                cache,
-            )
-            cache.commit(range(self._max_rows))
-            pending = pending[self._max_rows :]
-        cache.promise(len(pending))
-        depth_N = torch.from_numpy(tree.topology.depth_N.copy())
-        offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
-        sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
-        return self._sweep(
-            torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes, cache
-        )
-
-    def score_all(self, planted: Sequence[BatchEntry]) -> list[Logits]:
-        """Logits after every node of every tree, from one sweep; they are valid until the next.
-
-        Nothing is taken in beyond what is said to be pending. Of a text without a tree they are
-        none.
-        """
-        for one in planted:
+        batch = [self._taken_in(one) for one in batch]
+        for one in batch:
             one.cache.promise(one.num_pending)
-        prompts = [self._chain(one) for one in planted if one.num_pending]
-        trees = [self._tree(one, one.tree) for one in planted if one.tree]
-        num_logits = max(1, sum(len(part.token_T) for part in trees))  # some rows have to be scored
-        self._begin_sweep(sum(len(part.token_T) for part in (*prompts, *trees)))
-        logits = self._model.score_parts(
-            [*prompts, *trees], num_logits=num_logits, max_rows=self._max_logits
-        )
-        firsts = accumulate((one.num_nodes for one in planted), initial=0)
+        parts = [self._part(one) for one in batch]
+        if len(batch) > 1:
+            # since the last rows are scored; a text alone is one part, as every family takes it
+            parts = _prompts_then_trees(parts, [one.num_pending for one in batch])
+        # some rows have to be scored
+        num_logits = max(1, sum(one.num_nodes for one in batch))
+        logits = self._sweep(parts, num_logits)
+        firsts = accumulate((one.num_nodes for one in batch), initial=0)
         return [
             logits.part(first, first + one.num_nodes)
-            for first, one in zip(firsts, planted, strict=False)
+            for first, one in zip(firsts, batch, strict=False)
         ]
+
+    def _taken_in(self, one: BatchEntry) -> BatchEntry:
+        """Let the cache have what an encoder makes of a prompt, and what is more than one sweep takes.
+
+        Returns the entry with what is still pending.
+        """
+        tokens = one.tokens
+        cache = one.cache
+        self._model.take_in(tokens, cache, self.stream.begin_prompt)
+        num_pending = min(one.num_pending, len(tokens) - 1 - cache.length)
+        while num_pending > self._max_rows:
+            num_pending -= self._max_rows
+            cache.promise(self._max_rows)
+            self._sweep([self._part(BatchEntry(tokens, cache, self._max_rows))], 1)
+            cache.commit(range(self._max_rows))
+        return one._replace(num_pending=num_pending)
 
     def score_rows(
         self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache
@@ -172,23 +166,22 @@ class Target:
         `offsets` are positions, counted from the committed length; a row sees those before it that
         `sees_TT` says.
         """
-        token_T = torch.tensor(tokens)
-        offset_T = torch.tensor(offsets)
-        return self._sweep(token_T, sees_TT, offset_T, len(token_T), cache)
+        position_T = self._positions(torch.tensor(offsets), cache)
+        rows = BatchPart(torch.tensor(tokens), position_T, sees_TT, cache)
+        return self._sweep([rows], len(tokens))
 
-    def _chain(self, planted: BatchEntry) -> BatchPart:
-        tokens, cache, num_rows, _ = planted
-        token_T = torch.tensor(tokens[cache.length : cache.length + num_rows])
-        return BatchPart(
-            token_T, self._positions(torch.arange(num_rows), cache), _causal(num_rows), cache
-        )
-
-    def _tree(self, planted: BatchEntry, tree: TokenTree) -> BatchPart:
-        _, cache, num_pending, __ = planted
-        depth_N = torch.from_numpy(tree.topology.depth_N.copy())
-        offset_U = torch.cat([torch.arange(num_pending), depth_N + num_pending])
-        sees_NU = _chain_then_tree(num_pending, ancestors(tree.topology))[num_pending:]
-        return BatchPart(tree.token_N, self._positions(offset_U, cache), sees_NU, cache)
+    def _part(self, one: BatchEntry) -> BatchPart:
+        """Return a chain of the pending tokens, and the nodes of the tree, which see all of it."""
+        tokens, cache, num_pending, tree = one
+        token_T = torch.tensor(tokens[cache.length : cache.length + num_pending], dtype=torch.long)
+        offset_T = torch.arange(num_pending)
+        sees_TT = _causal(num_pending + one.num_nodes)
+        if tree is not None:
+            depth_N = torch.from_numpy(tree.topology.depth_N.copy())
+            token_T = torch.cat([token_T, tree.token_N])
+            offset_T = torch.cat([offset_T, depth_N + num_pending])
+            sees_TT[num_pending:, num_pending:] = ancestors(tree.topology)
+        return BatchPart(token_T, self._positions(offset_T, cache), sees_TT, cache)
 
     def figures(self) -> list[RankFigures]:
         """Of each rank, where several run it; none of a process by itself. Raises `RankError`."""
@@ -211,19 +204,11 @@ class Target:
         num_pending = num_tokens - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 
-    def _sweep(
-        self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache
-    ) -> Logits:
-        self._begin_sweep(len(token_T))
-        position_T = self._positions(offset_T, cache)
-        return self._model.score(
-            token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits
-        )
-
-    def _begin_sweep(self, num_rows: int) -> None:
+    def _sweep(self, parts: Sequence[BatchPart], num_logits: int) -> Logits:
         self.stream.begin_sweep()
         if self.experts is not None:
-            self.experts.begin_pass(num_rows)
+            self.experts.begin_pass(sum(len(part.token_T) for part in parts))
+        return self._model.score(parts, num_logits=num_logits, max_rows=self._max_logits)
 
     def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:
         return (offset_T + cache.length).clamp(max=self._last_position)
@@ -238,11 +223,13 @@ def _causal(num_rows: int) -> Tensor:
     return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
 
 
-def _chain_then_tree(num_pending: int, ancestor_NN: Tensor) -> Tensor:
-    """Which rows a row sees when a chain of committed tokens is followed by a tree that sees all of
-    it.
-    """
-    num_nodes = len(ancestor_NN)
-    sees_TT = _causal(num_pending + num_nodes)
-    sees_TT[num_pending:, num_pending:] = ancestor_NN
-    return sees_TT
+def _prompts_then_trees(parts: Sequence[BatchPart], nums_pending: Sequence[int]) -> list[BatchPart]:
+    """Return all pending tokens as parts of their own, and behind them the trees."""
+    prompts = list[BatchPart]()
+    trees = list[BatchPart]()
+    for (token_T, position_T, sees_TT, cache), num in zip(parts, nums_pending, strict=True):
+        if num:
+            prompts.append(BatchPart(token_T[:num], position_T[:num], sees_TT[:num, :num], cache))
+        if num < len(token_T):
+            trees.append(BatchPart(token_T[num:], position_T, sees_TT[num:], cache))
+    return [*prompts, *trees]

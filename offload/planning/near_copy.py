@@ -5,7 +5,7 @@ that would save nothing is refused before a weight is read, and the refusal name
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from offload.checkpoint.held import Held
@@ -14,6 +14,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
+from offload.options import ModelOptions
 from offload.units import require
 
 BITS = {"int8": 8, "int4": 4}
@@ -68,6 +69,18 @@ def models_to_read(
 ) -> list[str | os.PathLike[str]]:
     """Return the models whose files are read, the target first."""
     return [model] if draft is None or copy_bits(draft) is not None else [model, draft]
+
+
+def read_models(
+    model: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None,
+    options: ModelOptions,
+    read: Callable[..., Checkpoint],
+) -> ModelFiles:
+    """Return the checkpoints of a run, each read by its name and config. Raises `UserError`."""
+    names = map(str, models_to_read(model, draft))
+    headers = list(map(read, names, [options.config, None]))
+    return files_of(headers, draft, options.draft_dtype)
 
 
 def files_of(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ExpertShape, model_shape
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles, default_gpu_bytes, default_ram_bytes, plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, Rates
 from offload.planning.cost_model import Traffic
-from offload.planning.hardware import Hardware
+from offload.planning.hardware import Hardware, rates_of
 from offload.planning.options import LoadOptions
 from offload.units import ByteSize
 
@@ -35,23 +35,33 @@ class MemoryBudget:
     rates: Rates | None = None  # of the machine, where they are known
 
     @classmethod
-    def of(cls, options: LoadOptions, place: str | None = None) -> "MemoryBudget":
-        """Return the budget on this machine; free memory stands in for one that is not given.
+    def of(
+        cls, options: LoadOptions, place: str | None = None, hardware: Hardware | None = None
+    ) -> "MemoryBudget":
+        """Return the budget on this machine, or on `hardware`.
 
-        `place` is the device that computes, None without one.
+        What is not given is the machine's: of this one, what is free. `place` is the device here
+        that computes, None without one. Raises `UserError` for a GPU's budget where there is none.
         """
-        ram = None if options.ram is None else ByteSize.parse(options.ram, "`ram`")
+        ram = options.ram
         gpu = options.gpu_memory
-        gpu = None if gpu is None else ByteSize.parse(gpu, "`gpu_memory`")
+        if hardware is not None:
+            is_there = bool(hardware.gpu_bytes) or not gpu
+            require(is_there, f"{hardware.name} has no GPU", gpu, "leave it out")
+            ram = ram or hardware.ram_bytes
+            gpu = gpu or hardware.gpu_bytes
+        own_bytes = default_gpu_bytes(place) if gpu is None and place is not None else None
+        has_gpu = gpu is not None or own_bytes is not None
+        rates = rates_of(hardware) if hardware else USUAL_GPU if has_gpu else None
         return cls(
-            ram=default_ram_bytes() if ram is None else ram,
-            gpu=default_gpu_bytes(place) if gpu is None and place is not None else gpu,
+            ram=default_ram_bytes() if ram is None else ByteSize.parse(ram, "`ram`"),
+            gpu=own_bytes if gpu is None else ByteSize.parse(gpu, "`gpu_memory`"),
             dtype=options.dtype,
             context=options.context,
             rule=options.rule,
             experts=options.experts if options.ranks is None else "layers",
             parallel=options.parallel,
-            rates=USUAL_GPU if place is not None and options.ranks is None else None,
+            rates=rates if options.ranks is None else None,
         )
 
     def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:

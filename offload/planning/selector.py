@@ -73,6 +73,14 @@ _SELDOM = 4  # ... and then after every so many
 _MAX_NODES = 128
 _MAX_DEPTH = 16
 
+
+class RunSettings(NamedTuple):
+    """What a tree is chosen for."""
+
+    sampling: Sampling
+    rule: str
+
+
 # takes settings and rule; returns the profile, or None and why there is none
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]
 # takes nodes of the largest tree; returns None where they do not fit
@@ -301,6 +309,7 @@ class Trees:
     # measured at start: disks drift, so a profile's own figure may be old
     link_bytes_per_s: float | None = None
     costs: Costs | None = None  # from the start, for runs without a profile of their own
+    has_own_times: bool = True  # whether the times of a profile are of the machine that decodes
     exchange_s: Curve = NOTHING  # of a sweep of many ranks, beside computing
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
@@ -410,12 +419,13 @@ class Trees:
     def _selector(
         self, spec: TreeSpec, profile: Profile | None, note: str, rule: str, num_texts: int
     ) -> TreeSelector:
-        costs = self._costs_of(profile)
+        costs = self.costs_of(profile)
         max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         # a chain may grow after other texts have joined
         if spec.kind == "auto_chain":
             max_nodes //= self.parallel
+            num_texts = 1
         return TreeSelector(
             rule,
             profile,
@@ -433,7 +443,7 @@ class Trees:
     def ahead_rows(self) -> int:
         """Return the least rows for which a sweep should prefetch all experts, see `Traffic`."""
         traffic = self._traffic_of(self.max_nodes)
-        return NEVER if traffic is None else traffic.ahead_rows(self._costs_of(None))
+        return NEVER if traffic is None else traffic.ahead_rows(self.costs_of(None))
 
     def _traffic_of(self, num_nodes: int) -> Traffic | None:
         traffic = self.traffic_of(num_nodes)
@@ -442,17 +452,18 @@ class Trees:
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Return the seconds of a step from its rows; constant where nothing was measured."""
         traffic = self._traffic_of(num_rows)
-        costs = self._costs_of(None)
+        costs = self.costs_of(None)
         if costs is None or traffic is None:
             return 1.0
         return step_of(costs, traffic, num_rows, draft_widths).total_s
 
-    def _costs_of(self, profile: Profile | None) -> Costs | None:
+    def costs_of(self, profile: Profile | None) -> Costs | None:
         """Return the profile's costs if it used as many threads as this run, else those from start.
 
         The link's rate is always today's.
         """
         is_usable = profile is not None and self.num_threads in (None, profile.num_threads)
+        is_usable = is_usable and self.has_own_times
         costs = profile.costs if profile is not None and is_usable else self.costs
         if costs is None or self.link_bytes_per_s is None:
             return costs

@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
+from offload.engine.resolve import ReadHeaders
 from offload.errors import UserError
 from offload.model.headers import describe
 from offload.planning.cost_model import Prediction
 from offload.planning.model_facts import name_of
 from offload.planning.near_copy import BITS, copy_bits
 from offload.planning.options import LoadOptions
-from offload.reports.estimate import Read, estimate
+from offload.reports.estimate import estimate
 
 
 class DraftCandidate(NamedTuple):
@@ -54,7 +55,7 @@ def compare_drafts(
     options: LoadOptions,
     hardware: str | None,
     disk_speed: str | int | None = None,
-    read: Read = describe,
+    read: ReadHeaders = describe,
 ) -> list[DraftCandidate]:
     """Return the candidates, the one predicted to be the fastest first, those that do not fit last.
 
@@ -87,7 +88,7 @@ def _planned(
     *,
     hardware: str,
     disk_speed: str | int | None,
-    read: Read,
+    read: ReadHeaders,
 ) -> DraftCandidate:
     try:
         found = estimate(

@@ -11,20 +11,16 @@ Invariant: no weights are fetched, and none are read but for the 0.3 s that meas
 few pieces whose exponents tell what packing would win.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from offload.calibration.link import link_bytes_per_s
-from offload.checkpoint.hub import is_here, require_one_vocabulary
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
+from offload.checkpoint.hub import require_one_vocabulary
 from offload.checkpoint.sizes import model_shape
+from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
 from offload.errors import UserError
-from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, ram_warning
+from offload.memory.planner import ModelFiles
 from offload.memory.prompt_rows import row_s
 from offload.model.headers import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
@@ -35,39 +31,20 @@ from offload.planning.cost_model import (
     Prediction,
     PromptPass,
     Traffic,
-    costs_on,
     link_alone,
     prompt_pass,
     step_time,
 )
-from offload.planning.expert_traffic import ExpertRouting
-from offload.planning.hardware import Hardware, find_hardware, rates_of
+from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.model_facts import ModelFacts
-from offload.planning.near_copy import check_held, copy_bits, files_of, models_to_read
 from offload.planning.options import LoadOptions
-from offload.planning.profile import (
-    Identity,
-    Machine,
-    Profile,
-    find_profile,
-    parse_profile,
-    read_profile,
-)
+from offload.planning.profile import Profile, parse_profile
 from offload.planning.room import MemoryBudget
 from offload.planning.search import SOURCE, range_for
-from offload.planning.selector import TreeChoice, TreeSelector, routing_in, with_experts
+from offload.planning.selector import TreeChoice, Trees
 from offload.trees.spec import TreeSpec, label_of
 from offload.trees.topology import Shape, chain
 from offload.units import Sampling, format_bytes, parse_rate, require
-
-# it brings torch along, which other machines are planned without
-if TYPE_CHECKING:
-    from offload.streaming.device import Device
-
-
-Read = Callable[..., Checkpoint]
-# share of the context whose keys and values a pass reads on average
-_FILLED_SHARE = 0.5
 
 
 class Packing(NamedTuple):
@@ -184,55 +161,6 @@ class Estimate(NamedTuple):
         }
 
 
-class _Case(NamedTuple):
-    """One question, with its files opened."""
-
-    files: ModelFiles
-    options: LoadOptions
-    tree: TreeSpec
-    # the machine that was named
-    hardware: Hardware | None
-    # the device of this machine that a run would take
-    device: "Device | None"
-    budget: MemoryBudget
-    # yield of the named tree, as given
-    tokens_per_sweep: float | None
-    # as given, instead of a measurement
-    disk_bytes_per_s: float | None
-    # how experts are routed, as a profile has counted it
-    routing: ExpertRouting | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether no link of this machine and no profile made on it says anything."""
-        return self.hardware is not None or (
-            self.options.gpu_memory is not None and self.device is None
-        )
-
-    @property
-    def is_open(self) -> bool:
-        """Whether both models lie here, with their weights."""
-        return self.files.draft is not None and all(map(is_here, filter(None, self.files)))
-
-    @property
-    def machine(self) -> Machine:
-        """The machine that a profile of this one would be for."""
-        name = self.device.name if self.device else "cpu"
-        return Machine.here(compute_dtype_name(self.files.target, self.options.dtype), name)
-
-    def plan(self, num_nodes: int) -> MemoryPlan:
-        """Return the memory plan for trees of `num_nodes`."""
-        return self.budget.plan(self.files, num_nodes)
-
-    def traffic(self, plan: MemoryPlan) -> Traffic:
-        """Return the bytes that a plan moves."""
-        return Traffic.of(plan, self.hardware).routed_by(self.routing)
-
-    def plan_without_draft(self) -> MemoryPlan:
-        """Return the memory plan for one token per pass."""
-        return self.budget.plan(ModelFiles(self.files.target), 1)
-
-
 def estimate(
     model: str,
     draft: str | None,
@@ -242,7 +170,7 @@ def estimate(
     disk_speed: str | int | None = None,
     tokens_per_sweep: float | None = None,
     has_packing: bool = True,
-    read: Read = describe,
+    read: ReadHeaders = describe,
 ) -> Estimate:
     """Plan and predict. Raises `UserError` for what does not fit or cannot be read.
 
@@ -258,86 +186,55 @@ def estimate(
     machine = find_hardware(hardware) if hardware else None
     if machine is not None and disk_bytes_per_s is not None:
         machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
-    check_held(draft, options.draft_dtype, None)
-    names = list(map(str, models_to_read(model, draft)))
-    files = files_of(list(map(read, names, [options.config, None])), draft, options.draft_dtype)
-    if files.draft is not None and copy_bits(draft) is None:
-        require_one_vocabulary(files.target, files.draft)
     tree = planned_tree(options, draft, tokens_per_sweep)
-    device = _find_device(options, machine)
-    budget = _budget(options, machine, device)
-    dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
-    options = replace(options, dtype=dtype)
-    budget = replace(budget, dtype=dtype)
-    if machine is None and device is None:
-        budget = _with_rates(budget, files, tree, disk_bytes_per_s)
-    budget = with_experts(budget, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
-    case = _Case(files, options, tree, machine, device, budget, tokens_per_sweep, disk_bytes_per_s)
-    _check(case)
-    # refuses before the link is measured
-    plan = case.plan(options.parallel * tree.num_nodes)
-    profile, basis = _profile(case)
-    link = _link(case)
-    case = case._replace(routing=routing_in(profile))
-    costs = _costs(case, profile, link)
-    models = tuple(
-        ModelFacts.of(*one)
-        for one in zip(filter(None, (model, draft)), filter(None, files), strict=True)
-    )
+    if tokens_per_sweep is not None and machine is None and disk_bytes_per_s is None:
+        raise UserError(
+            "`tokens_per_sweep` goes with `hardware` or `disk_speed`; on this machine offload tune measures it"
+        )
+    assumed = Assumptions(machine, disk_bytes_per_s, read)
+    run = replace(resolve(model, draft, options, assumed=assumed), tree=tree)
+    is_copy = run.files.draft is not None and run.files.draft.is_copy
+    if run.files.draft is not None and not is_copy:
+        require_one_vocabulary(run.files.target, run.files.draft)
+    settings = run.settings(_sampling(options))
+    trees = run.trees(settings.sampling)
+    profile, where = trees.find(*settings)
+    link = run.measure_link() if run.knows_link else None
+    costs = _settle_costs(run, trees, profile, link)
+    plan = run.plan_for(trees.nodes_to_plan(*settings))
     predictions: tuple[Prediction, ...] = ()
+    basis = "" if draft is None else _basis(options, profile, where)
     # passes of a self draft are no small matter, so the link says nothing
-    is_unknown = costs is None and _is_copy(files)
+    is_unknown = costs is None and is_copy
     if link is not None and not is_unknown and (costs or plan.is_streamed):
-        predictions, basis = _predictions(case, costs, link, profile, basis)
-        # `chain:auto` keeps room for longer chains than its first
-        if tree.kind != "auto_chain":
-            plan = case.plan(options.parallel * predictions[-1].shape.num_nodes)
-    is_measured = link is not None and machine is None and disk_bytes_per_s is None
-    notes = (*([_NO_COSTS] if is_unknown else []), *dtype_notes, *_notes(case, link, plan))
-    packing = packing_of(files, budget, plan.num_nodes, machine, link) if has_packing else None
+        known = costs or link_alone(link)
+        alone = run.budget.plan(ModelFiles(run.files.target), 1)
+        predictions = (_predict(run, trees, known, alone, chain(0), (1.0, 1.0)),)
+        if draft is not None and tree.kind != "none":
+            choice = trees.for_run(*settings, num_texts=options.parallel)
+            tokens, basis = tokens_of(run.files, run.options.dtype, choice, profile, basis)
+            if tokens_per_sweep is not None:
+                tokens = (tokens_per_sweep, tokens_per_sweep)
+                basis = "tokens per sweep as given"
+            predictions += (_predict(run, trees, known, plan, choice.shape, tokens),)
+    names = filter(None, (model, draft))
+    traffic = _traffic(run, trees, plan)
     return Estimate(
-        models,
-        plan,
-        machine,
-        link,
-        predictions,
-        costs is None,
-        basis,
-        notes,
-        is_measured,
-        packing,
-        case.traffic(plan),
-        _prompt(case, costs, plan),
+        models=tuple(map(ModelFacts.of, names, filter(None, run.files))),
+        plan=plan,
+        hardware=machine,
+        link_bytes_per_s=link,
+        predictions=predictions,
+        is_link_alone=costs is None,
+        basis=basis,
+        notes=(*([_NO_COSTS] if is_unknown else []), *run.notes, *_notes(run, link, plan)),
+        is_measured=link is not None and machine is None and disk_bytes_per_s is None,
+        packing=packing_of(run.files, run.budget, plan.num_nodes, machine, link)
+        if has_packing
+        else None,
+        traffic=traffic,
+        prompt=_prompt(run, costs, traffic, plan),
     )
-
-
-def _with_rates(
-    budget: MemoryBudget, files: ModelFiles, tree: TreeSpec, disk_bytes_per_s: float | None
-) -> MemoryBudget:
-    # imported here, because it times a product
-    from offload.calibration.link import with_rates
-
-    num_nodes = 1 if tree.is_chosen else tree.num_nodes
-    return with_rates(budget, files, num_nodes, disk_bytes_per_s=disk_bytes_per_s)
-
-
-def _prompt(case: _Case, costs: Costs | None, plan: MemoryPlan) -> PromptPass | None:
-    """Return the largest pass over a prompt, by the curves or by the rates that chose its rows."""
-    rates = case.budget.rates
-    most = plan.max_prompt_rows
-    if rates is not None and costs is None and case.device is None:
-        seconds = most * row_s(
-            model_shape(case.files.target, case.options.dtype), rates.flops_per_s
-        )
-        costs = replace(
-            link_alone(rates.link_bytes_per_s),
-            compute_s=Curve((1, most), (seconds / most, seconds)),
-        )
-    return prompt_pass(costs, case.traffic(plan), most) if costs and plan.is_streamed else None
-
-
-def _is_copy(files: ModelFiles) -> bool:
-    return files.draft is not None and files.draft.is_copy
 
 
 def planned_tree(
@@ -369,161 +266,56 @@ def planned_tree(
     return tree
 
 
-def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | None":
-    """Return the GPU of this machine that a run would take.
+def _sampling(options: LoadOptions) -> Sampling:
+    """Return the settings that the named profile is for; greedy ones where none is named."""
+    if options.profile is None or options.has_no_profile:
+        return Sampling()
+    own = parse_profile(Path(options.profile)).identity
+    return Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
 
-    None for other machines, and for a budget on a GPU elsewhere.
+
+def _settle_costs(
+    run: ResolvedRun, trees: Trees, profile: Profile | None, link: float | None
+) -> Costs | None:
+    """Tell `trees` what is known without measuring, and return the costs of a step.
+
+    They are None where nothing is known of computing. Then trees are no larger than memory has
+    room for, and weighed only where each row asks for bytes of its own.
     """
-    if hardware is not None:
-        if options.device != "auto":
-            raise UserError(
-                f"`device` {options.device} is of this machine, `hardware` names another: give one of them"
-            )
-        return None
-    is_cpu = options.device == "cpu" and options.gpu_memory is None
-    if is_cpu or (options.device == "auto" and not has_cuda_driver()):
-        return None
-    from torch import cuda
-
-    from offload.streaming.device import open_device
-
-    if options.device == "auto" and options.gpu_memory is not None and not cuda.is_available():
-        return None
-    return open_device(options.device, options.gpu_memory)
+    if run.hardware is None:
+        trees.link_bytes_per_s = link
+        trees.has_own_times = link is not None
+    costs = trees.costs_of(profile)
+    if costs is None:
+        trees.costs = link_alone(link) if link and run.plan_for(1).has_experts else None
+        trees.max_nodes = trees.most_nodes if run.tree.is_chosen else trees.max_nodes
+    return costs
 
 
-def _budget(
-    options: LoadOptions, hardware: Hardware | None, device: "Device | None"
-) -> MemoryBudget:
-    """Return the memory budget; what is not given is the named machine's, or what is free here."""
-    place = str(device.place) if device else None if options.gpu_memory is None else "cuda"
-    if hardware is not None:
-        ram = options.ram or hardware.ram_bytes
-        gpu = hardware.gpu_bytes
-        place = "cuda" if hardware.gpu_bytes else None
-        require(
-            bool(gpu) or not options.gpu_memory,
-            f"{hardware.name} has no GPU",
-            options.gpu_memory,
-            "leave it out",
+def _basis(options: LoadOptions, profile: Profile | None, where: str) -> str:
+    """Return in words what acceptance rests on."""
+    if profile is None:
+        return where
+    return f"profile {where}" if options.profile is None else f"acceptance of {where}"
+
+
+def _traffic(run: ResolvedRun, trees: Trees, plan: MemoryPlan) -> Traffic:
+    return Traffic.of(plan, run.hardware).routed_by(trees.routing)
+
+
+def _prompt(
+    run: ResolvedRun, costs: Costs | None, traffic: Traffic, plan: MemoryPlan
+) -> PromptPass | None:
+    """Return the largest pass over a prompt, by the curves or by the rates that chose its rows."""
+    rates = run.budget.rates
+    most = plan.max_prompt_rows
+    if rates is not None and costs is None and run.device is None:
+        seconds = most * row_s(model_shape(run.files.target, run.options.dtype), rates.flops_per_s)
+        costs = replace(
+            link_alone(rates.link_bytes_per_s),
+            compute_s=Curve((1, most), (seconds / most, seconds)),
         )
-        options = replace(options, ram=ram, gpu_memory=options.gpu_memory or gpu)
-    budget = MemoryBudget.of(options, place)
-    return budget if hardware is None else replace(budget, rates=rates_of(hardware))
-
-
-def _check(case: _Case) -> None:
-    if (
-        case.tokens_per_sweep is not None
-        and case.hardware is None
-        and case.disk_bytes_per_s is None
-    ):
-        raise UserError(
-            "`tokens_per_sweep` goes with `hardware` or `disk_speed`; on this machine offload tune measures it"
-        )
-
-
-def _profile(case: _Case) -> tuple[Profile | None, str]:
-    """Return what is known of acceptance, and in words where from."""
-    target, draft = case.files
-    rule = case.options.rule
-    named = case.options.profile
-    if (
-        draft is None
-        or case.options.has_no_profile
-        or (named is None and (case.is_elsewhere or not case.is_open))
-    ):
-        return None, ""
-    experts = case.budget.experts_of(case.files)
-    if named is None:
-        profile, where = find_profile(Identity.of(target, draft, Sampling(), rule, case.machine))
-        return profile and profile.of_experts(experts), f"profile {where}" if profile else where
-    known = parse_profile(Path(named))
-    # times of another machine do not matter where those of hardware are asked for
-    if case.is_open:
-        own = known.identity
-        sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
-        machine = own.machine if case.hardware else case.machine
-        read_profile(Path(named), Identity.of(target, draft, sampling, rule, machine))
-    return known.of_experts(experts, is_named=True), f"acceptance of {named}"
-
-
-def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | None:
-    """Return the costs of the named machine, or of this one where it was measured.
-
-    None where nothing is known of computing.
-    """
-    if case.hardware is not None and case.hardware.flops_per_s:
-        dtype = case.options.dtype
-        positions = int(_FILLED_SHARE * case.plan_without_draft().context)
-        draft = model_shape(case.files.draft, dtype) if case.files.draft else None
-        return costs_on(case.hardware, model_shape(case.files.target, dtype), draft, positions)
-    if case.hardware is not None or profile is None or link is None:
-        return None
-    return replace(profile.costs, link_bytes_per_s=link)
-
-
-def _link(case: _Case) -> float | None:
-    """Return bytes per second at which layers arrive; None where unknown.
-
-    They are those of the named machine, as given, or measured.
-    """
-    target = case.files.target
-    disk_bytes_per_s = case.disk_bytes_per_s
-    if case.hardware is not None:
-        return case.hardware.feed_bytes_per_s
-    if case.is_elsewhere or not (disk_bytes_per_s or is_here(target)):
-        return None
-    if case.device is not None:
-        from offload.calibration.link import device_link_bytes_per_s
-
-        plan = case.plan(case.tree.num_nodes)
-        return device_link_bytes_per_s(
-            case.device, plan, target.shards, disk_bytes_per_s=disk_bytes_per_s
-        )
-    return disk_bytes_per_s or link_bytes_per_s(target.shards)
-
-
-def _predictions(
-    case: _Case, costs: Costs | None, link: float, profile: Profile | None, basis: str
-) -> tuple[tuple[Prediction, ...], str]:
-    """Return predictions without a draft and with the wanted or best tree.
-
-    Also what its yield rests on, in words.
-    """
-    known = costs or link_alone(link)
-    found = [_predict(case, known, case.plan_without_draft(), chain(0), (1.0, 1.0))]
-    if case.files.draft is not None and case.tree.kind != "none":
-        max_depth = case.plan(1).context - 1
-        traffic_of = cache(partial(case.budget.traffic, case.files, hardware=case.hardware))
-        # rows ask for bytes there, which is what is known
-        weighed = known if case.plan(1).has_experts else costs
-        num_texts = case.options.parallel
-        known_of = (profile, basis, weighed, traffic_of)
-        usual = prior_for(case.files.draft)
-        selector = TreeSelector(
-            case.options.rule, *known_of, max_depth=max_depth, usual=usual, num_texts=num_texts
-        )
-        choice = selector.choose(case.tree)
-        tokens, basis = _tokens(case, choice, profile, basis)
-        found.append(
-            _predict(
-                case, known, case.plan(num_texts * choice.shape.num_nodes), choice.shape, tokens
-            )
-        )
-    return tuple(found), basis
-
-
-def _tokens(
-    case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
-) -> tuple[tuple[float, float], str]:
-    """Return the least and most tokens per pass, and what they rest on.
-
-    They are given, measured, or what like pairs have yielded.
-    """
-    if case.tokens_per_sweep:
-        return (case.tokens_per_sweep, case.tokens_per_sweep), "tokens per sweep as given"
-    return tokens_of(case.files, case.options.dtype, choice, profile, basis)
+    return prompt_pass(costs, traffic, most) if costs and plan.is_streamed else None
 
 
 def tokens_of(
@@ -547,29 +339,33 @@ def tokens_of(
 
 
 def _predict(
-    case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: tuple[float, float]
+    run: ResolvedRun,
+    trees: Trees,
+    costs: Costs,
+    plan: MemoryPlan,
+    shape: Shape,
+    tokens: tuple[float, float],
 ) -> Prediction:
-    label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
-    if case.tree.kind == "auto_chain":
+    kind = run.tree.kind
+    label = label_of(shape) if kind == "auto" or shape.num_nodes == 1 else run.tree.label
+    if kind == "auto_chain":
         label = f"chain:{shape.depth}"
-    num = case.options.parallel
-    step = step_time(costs, case.traffic(plan), shape, case.options.parallel)
+    num = run.options.parallel
+    step = step_time(costs, _traffic(run, trees, plan), shape, num)
     return Prediction(label, shape, step, (num * tokens[0], num * tokens[1]))
 
 
-def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:
+def _notes(run: ResolvedRun, link: float | None, plan: MemoryPlan) -> list[str]:
     """Return which GPU this is about, and what the figures leave out."""
-    notes: list[str | None] = []
-    if case.device is not None and plan.gpu_bytes is not None:
-        gpu = f"{case.device.place} is a {case.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
+    notes = []
+    if run.device is not None and plan.gpu_bytes is not None:
+        gpu = f"{run.device.place} is a {run.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
         notes.append(f"{gpu}; `device` cpu does without")
-    if case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target):
-        notes.append(ram_warning(case.budget.ram))
-    if case.files.draft is None and plan.is_streamed and case.tree.kind == "none":
+    if run.files.draft is None and plan.is_streamed:
         notes.append(_NO_DRAFT)
     if link is None and plan.is_streamed:
         notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)
-    return tuple(note for note in notes if note)
+    return notes
 
 
 _NO_COSTS = "what passes of a copy take is not known here: offload tune measures it, or name a machine by `hardware`"

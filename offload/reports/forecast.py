@@ -31,6 +31,7 @@ from offload.distributed.layout import (
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, require_no_states
 from offload.model.headers import describe
+from offload.planning.acceptance import prior_for
 from offload.planning.cluster import Cluster, Gathers, read_cluster
 from offload.planning.cost_model import (
     NOTHING,
@@ -42,14 +43,15 @@ from offload.planning.cost_model import (
     draft_widths,
 )
 from offload.planning.model_facts import ModelFacts
-from offload.planning.near_copy import check_held, files_of
+from offload.planning.near_copy import check_held, read_models
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile, parse_profile
-from offload.planning.selector import TreeSelector
+from offload.planning.selector import Trees
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
 from offload.reports.estimate import planned_tree, tokens_of
-from offload.trees.spec import AUTO_DEPTH, TreeSpec, label_of
+from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
+from offload.units import Sampling
 
 SOURCE = "counted for a pair of 16 and 1 million weights, greedy, an ideal draft"
 _RUNS = (1, 2, 4, 8)
@@ -248,7 +250,7 @@ def forecast(
     tree = planned_tree(options, draft, tokens_per_sweep)
     check_held(draft, options.draft_dtype, str(ranks))
     names = [model] if draft is None else [model, draft]
-    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
+    files = read_models(model, draft, options, describe)
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     require_no_states(files, options.dtype)
@@ -323,10 +325,12 @@ def _choice(
     lay_out: Callable[[int], ClusterLayout],
 ) -> tuple[Shape, tuple[float, float], str]:
     """Return the tree for this layout, what it yields, and what that rests on."""
-    max_nodes = next(
-        size for size in reversed(SIZES) if size == 1 or not tree.is_chosen or _fits(lay_out, size)
-    )
-    layout = lay_out(min(_TYPICAL_NODES, max_nodes) if tree.is_chosen else tree.num_nodes)
+    num_nodes = tree.num_nodes
+    max_nodes = MAX_TREE_NODES
+    if tree.is_chosen:
+        max_nodes = next(size for size in reversed(SIZES) if size == 1 or _fits(lay_out, size))
+        num_nodes = min(_TYPICAL_NODES, max_nodes)
+    layout = lay_out(num_nodes)
     costs = None
     if _knows_compute(request):
         seconds = tuple(_pass(request, layout, rows).seconds for rows in _CURVE_ROWS)
@@ -340,11 +344,17 @@ def _choice(
     note = (
         "no rates of computing are known" if costs is None else "for this pair nothing was measured"
     )
-    max_depth = layout.parts[0].plan.context - 1
-    selector = TreeSelector(
-        request.rule, profile, note, costs, lambda _: Traffic(0, 0), max_nodes, max_depth
+    trees = Trees(
+        tree,
+        lambda *_: (profile, note),
+        lambda _: Traffic(0, 0),
+        costs=costs,
+        has_own_times=False,
+        max_nodes=max_nodes,
+        context=layout.parts[0].plan.context,
+        usual=prior_for(request.files.draft),
     )
-    choice = selector.choose(tree)
+    choice = trees.for_run(Sampling(), request.rule)
     return choice.shape, *tokens_of(request.files, request.dtype, choice, profile, choice.why)
 
 

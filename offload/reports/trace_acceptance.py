@@ -16,10 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.drafting.static import draw_children
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import Sequence as Text
+from offload.model.target import BatchEntry
 from offload.planning.acceptance import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import Proposals, TokenTree
@@ -83,7 +85,7 @@ def dynamic_again(
     sampler = sequence.sampler
     state = sequence.caches.draft
     while at + bounds.depth < len(tokens):
-        drafted = decoder.drafter.grow(bounds, tokens[:at], sampler, state)
+        (drafted,) = decoder.drafter.grow([DraftText(bounds, tokens[:at], sampler, state)])
         nodes = [0]
         while (child := drafted.tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
             nodes.append(child)
@@ -161,5 +163,5 @@ def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]
     for lo in range(start, len(tokens), num_rows):
         token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
         path = TokenTree(chain(len(token_N) - 1), token_N)
-        yield from decoder.target.score(path, tokens[:lo], cache)
+        yield from decoder.target.score([BatchEntry.whole(tokens[:lo], cache, path)])[0]
         decoder.target.commit(range(path.num_nodes), lo, cache)

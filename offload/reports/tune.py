@@ -27,15 +27,14 @@ from numpy.typing import NDArray
 from offload.calibration.link import link_bytes_per_s
 from offload.calibration.startup import draft_curve
 from offload.checkpoint.files import read_given, read_object
-from offload.checkpoint.hub import fetch
-from offload.checkpoint.safetensors import compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted, Hooks
-from offload.engine.load import open_decoder
+from offload.engine.load import open_run
 from offload.engine.request import Request, encode
+from offload.engine.resolve import ResolvedRun, resolve
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
@@ -48,12 +47,10 @@ from offload.planning.cost_model import (
     fit_overlap_penalty,
     step_time,
 )
-from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
     ExpertUses,
     Identity,
-    Machine,
     Profile,
     profiles_folder,
     require_writable,
@@ -61,12 +58,10 @@ from offload.planning.profile import (
     unprofiled,
     write_atomically,
 )
-from offload.planning.room import MemoryBudget
 from offload.planning.search import best_smoothing
-from offload.planning.selector import TreeChoice, TreeSelector, with_experts
+from offload.planning.selector import TreeChoice
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.stats import Stats
-from offload.streaming.device import open_device
 from offload.trees.spec import TreeSpec
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
@@ -276,34 +271,21 @@ def tune(
     read = [read_text(path) for path in texts]
     options = options or LoadOptions()
     _require_profiled(options, sampling)
-    hooks.on_phase("reading texts and headers")
     spec = options.tree_spec(has_draft=True)
-    device = open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
-    budget = MemoryBudget.of(options, str(device.place) if device else None)
-    sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
-    as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-    refuse = lambda *headers: largest_that_fits(budget, as_files(headers), sizes)  # noqa: E731
-    files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase, options.config))
-    # settled as loading does
-    dtype, _ = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
-    budget, num_nodes = largest_that_fits(
-        with_experts(replace(budget, dtype=dtype), files), files, sizes
-    )
+    admit = partial(largest_that_fits, spec=spec)
+    # experts come as they will in runs that choose their tree
+    later = replace(options, tree="auto", profile="none")
+    run = resolve(model, draft, later, admit=admit, hooks=hooks)
+    files = run.files
+    timed = largest_that_fits(run, spec)
     tokenizer = load_tokenizer(files.target.tokenizer_path)
     vocab_size = model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
     windows = cut_windows(encoded, num_tokens, is_teacher_forced)
-    machine = Machine.here(
-        compute_dtype_name(files.target, dtype), device.name if device else "cpu"
-    )
     assert files.draft is not None, "two models were fetched"
-    identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
-    tree = f"{num_nodes}x{DEPTH}" if spec.is_chosen else options.tree
-    options = replace(
-        options, tree=tree, context=budget.context, profile="none", experts=budget.experts
-    )
-    with open_decoder(model, draft, options, Request(is_named=True), hooks=hooks) as decoder:
+    identity = Identity.of(files.target, files.draft, sampling, options.rule, run.machine)
+    with open_run(timed, Request(is_named=True)) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow
         # along.
         can_grow = decoder.rule.repeats_draws and not is_teacher_forced
@@ -328,7 +310,7 @@ def tune(
         )
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
-    return TuneResult(profile, path, choice_from(profile, files, budget))
+    return TuneResult(profile, path, choice_from(profile, sampling, run, timed))
 
 
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
@@ -345,40 +327,39 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
     )
 
 
-def choice_from(profile: Profile, files: ModelFiles, budget: MemoryBudget) -> TreeChoice:
-    """Return the tree that a run within this budget would choose by the profile."""
-    traffic_of = partial(budget.traffic, files)
-    max_depth = budget.plan(files, 1).context - 1
-    selector = TreeSelector(
-        budget.rule, profile, "", profile.costs, traffic_of, max_depth=max_depth
-    )
-    return selector.choose(TreeSpec("auto"))
+def choice_from(
+    profile: Profile, sampling: Sampling, run: ResolvedRun, timed: ResolvedRun
+) -> TreeChoice:
+    """Return the tree that a run like this one chooses by the profile.
 
-
-def largest_that_fits(
-    budget: MemoryBudget, files: ModelFiles, sizes: Sequence[int]
-) -> tuple[MemoryBudget, int]:
-    """Return the budget with a tune's context, and the first of `sizes`, in nodes, that it holds.
-
-    Raises `UserError`.
+    Where memory has no room for such a run's context, it is that of the run that was timed.
     """
-    kind = files.target.config.get("model_type")
-    is_alone = not has_encoder(files.target.config)
-    require(
-        is_alone,
-        "texts to tune by must go on, a model with an encoder writes anew",
-        kind,
-        "name a `tree` instead",
-    )
-    budget = replace(
-        budget,
-        context=min(_CONTEXT, config_sizes(files.target).get("max_position_embeddings", _CONTEXT)),
-    )
-    for size in sizes[:-1]:
-        if budget.traffic(files, size) is not None:
-            return budget, size
-    budget.plan(files, sizes[-1])
-    return budget, sizes[-1]
+    settings = run.settings(sampling)
+    one = timed if run.budget.traffic(run.files, 1) is None else run
+    trees = replace(one, tree=TreeSpec("auto")).trees(sampling)
+    trees.find = lambda *_: (profile, "")
+    trees.link_bytes_per_s = profile.costs.link_bytes_per_s
+    return trees.for_run(*settings)
+
+
+def largest_that_fits(run: ResolvedRun, spec: TreeSpec) -> ResolvedRun:
+    """Return the run with a tune's context and the largest tree to time that its memory holds.
+
+    The tree is the named one, or of the first of `SIZES` that fits. Raises `UserError`.
+    """
+    target = run.files.target
+    rule = "texts to tune by must go on, a model with an encoder writes anew"
+    is_alone = not has_encoder(target.config)
+    require(is_alone, rule, target.config.get("model_type"), "name a `tree` instead")
+    longest = config_sizes(target).get("max_position_embeddings", _CONTEXT)
+    budget = replace(run.budget, context=min(_CONTEXT, longest))
+    sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
+    size = next((size for size in sizes if budget.traffic(run.files, size)), sizes[-1])
+    budget.plan(run.files, size)
+    tree = TreeSpec("best", size, DEPTH) if spec.is_chosen else spec
+    # a draft alone fills a tree that is named
+    options = replace(run.options, tree=tree.label)
+    return replace(run, options=options, budget=budget, tree=tree)
 
 
 def read_text(path: Path) -> str:

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from offload.errors import UserError, reason, refusing
 from offload.sampling.grammar import Grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 REMEDY = "mend it, or ask for less"
 # seconds that a compilation may take; most take milliseconds
@@ -66,7 +69,9 @@ def _json_source(schema: str) -> str:
     text = "{}" if read is True else schema
     own = read.get("x-guidance") if isinstance(read, dict) else None
     says_so = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
-    defaults: Any = None if says_so or read is False else {"whitespace_pattern": _BLANKS}
+    defaults: JsonCompileOptions | None = None
+    if not says_so and read is not False:
+        defaults = {"whitespace_pattern": _BLANKS}
     source: str = LLMatcher.grammar_from_json_schema(text, defaults=defaults)
     return source
 

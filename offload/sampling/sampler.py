@@ -81,7 +81,7 @@ class Logits:
 
     def part(self, lo: int, hi: int) -> "Logits":
         """Return rows [lo, hi), such as one text's among several, over the same chunks."""
-        return _Part(self, lo, hi)
+        return self if (lo, hi) == (0, len(self)) else _Part(self, lo, hi)
 
     def whole(self) -> Tensor:
         """Return all rows (N, V), where there is memory for them."""

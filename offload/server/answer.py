@@ -127,7 +127,7 @@ class TokenNames:
         self.text = lru_cache(maxsize=1 << 14)(self._pieces.text)
 
     def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Of `TokenLogprob`s, as chat completions have them."""
+        """Return `TokenLogprob`s as chat completions have them."""
         return [
             {
                 **self._named(one.token, one.logprob),
@@ -138,7 +138,7 @@ class TokenNames:
         ]
 
     def of_completion(self, logprobs: Sequence[TokenLogprob], num_chars: int) -> dict[str, Any]:
-        """Of `TokenLogprob`s, as plain completions have them, behind so many characters of text."""
+        """Return `TokenLogprob`s as plain completions have them, behind so many characters."""
         logprobs = [one for one in logprobs if one.token not in self._end_ids]
         tokens = [self.text(one.token) for one in logprobs]
         offsets = list[int]()
@@ -279,7 +279,7 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
+    """An answer of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -337,7 +337,7 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """An answer of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"

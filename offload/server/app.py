@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ def _moved(recent: tuple[PassDone, ...]) -> int:
     return sum(one.moved.num_bytes for one in recent)
 
 
-def _family(name: str, kind: str, what: str, values: dict[str, float]) -> list[str]:
+def _family(name: str, kind: str, what: str, values: Mapping[str, float]) -> list[str]:
     samples = [f"offload_{name}{labels} {value:.10g}" for labels, value in values.items()]
     return [f"# HELP offload_{name} {what}", f"# TYPE offload_{name} {kind}", *samples]
 
@@ -205,7 +205,7 @@ def _hash_of(text: str, tag: str) -> str:
     return base64.b64encode(hashlib.sha256(bodies[0].encode()).digest()).decode()
 
 
-_CLIENT_GONE = 499  # nginx's; nobody reads it
+_CLIENT_GONE = 499  # nginx's; it is never read
 
 
 def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
@@ -226,7 +226,7 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
 
 
 def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-    """The same route, with every error as an answer."""
+    """Return the route with every error as an answer."""
 
     async def answered(request: HttpRequest) -> Response:
         try:

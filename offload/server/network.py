@@ -2,8 +2,8 @@
 
 The socket is bound by itself and first, so that a port that is taken is refused before a model is
 loaded. Invariant:
-nobody holds a connection for nothing: who sends no request, or does not read an answer, is cut off
-after a while.
+no connection is held for nothing: a client that sends no request, or does not read an answer, is
+cut off after a while.
 
 What stands before every route: whom a request is for, whose it is, and how much it may send.
 
@@ -94,7 +94,7 @@ class Listening:
     def _run(self) -> None:
         try:
             self._server.run([self.bound])
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # for the thread that waits
             self._error = error
         finally:
             self._ended.set()
@@ -194,7 +194,9 @@ class Guard:
             if scope["method"] in _WITH_BODY:
                 receive = _Replayed(await self._body(receive), receive)
         except Refusal as refusal:
-            refusal.headers.setdefault("Connection", "close")  # what it still sends is nobody's
+            refusal.headers.setdefault(
+                "Connection", "close"
+            )  # what it still sends belongs to no request
             await answer(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -296,5 +298,5 @@ def _too_large(limit: int) -> Refusal:
 
 
 def _digest(key: str) -> bytes:
-    """Of one length whatever the key's, so that comparing tells nothing of that either."""
+    """Return a digest of the key; its length is fixed, so comparing tells nothing of the key's."""
     return hashlib.sha256(key.encode()).digest()

@@ -236,7 +236,7 @@ class ToolBody(BaseModel):
 
 
 class ChatBody(Body):
-    """Of /v1/chat/completions."""
+    """A request to /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -293,7 +293,7 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """Of /v1/completions."""
+    """A request to /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -421,7 +421,7 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """Of one server."""
+    """The settings of one server."""
 
     model_id: str  # what clients call the model
     # where a request says nothing
@@ -435,7 +435,7 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody but this machine's own users can reach it."""
+        """Return whether only this machine's own users can reach it."""
         return is_loopback(self.host)
 
     @property

@@ -1,7 +1,7 @@
 """Pieces of several texts as they come, for a coroutine: from the engine's thread into the server's
 loop.
 
-Invariant: whoever is gone cancels what was asked for. A client that hangs up, a task that is
+Invariant: a client that is gone cancels what it has asked for. One that hangs up, a task that is
 cancelled and an error all leave by the same door, which cancels every ticket; for those that have
 ended that is nothing.
 
@@ -26,7 +26,7 @@ from offload.server.protocol import refusal_of
 
 
 class ClientGone(Exception):  # noqa: N818
-    """Nobody waits for the answer any more."""
+    """The client does not wait for the answer any more."""
 
 
 class Arrival(NamedTuple):

@@ -18,6 +18,7 @@ from offload.bench.gpu.steps import Step, all_steps
 from offload.bench.harness import setting
 from offload.bench.latency import exact, passes
 from offload.engine import load
+from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
 
 PLANNED = ("gate", "device", "plain", "large")  # what opens models of a size that is named
@@ -33,9 +34,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0))
     found = list[MemoryPlan]()
 
-    def open_pair(files: Any, options: Any, *_: Any, **__: Any) -> NoReturn:
-        room = load.MemoryBudget.of(options, "cuda")
-        found.append(room.plan(files, options.tree_spec(has_draft=True).num_nodes))
+    def open_pair(run: ResolvedRun, *_: Any, **__: Any) -> NoReturn:
+        found.append(run.plan_for(run.tree.num_nodes))
         raise _AdmittedError
 
     def reference_ids(*_: Any) -> tuple[list[int], list[int]]:

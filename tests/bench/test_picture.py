@@ -1,11 +1,12 @@
-"""The picture of a bench: it says what it is of, nothing sticks out, and one size alone is a table."""
+"""The picture of a bench says what it is of, nothing sticks out, and rows are bars beside their ceiling."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload.bench.harness.picture import figure_of
+from offload.bench.harness.picture import Bar, case_words, draw_decoding, figure_of
 from offload.machine import cpu_name
 
 pytest.importorskip("matplotlib")
@@ -13,15 +14,10 @@ pytest.importorskip("matplotlib")
 SETTINGS = {"target": "Llama-70B", "draft": "Llama-1B", "device": "cpu"}
 
 
-def row(tree: str, num_nodes: int, tokens: float, temperature: float = 0.0, rule: str = "match") -> dict[str, Any]:
-    named = {"tree": tree, "rule": rule, "temperature": temperature, "num_prompts": 3}
-    return {**named, "num_nodes": num_nodes, "tokens_per_sweep": tokens}
-
-
-def drawn(rows: list[dict[str, Any]], settings: dict[str, str] = SETTINGS) -> Any:
+def drawn(bars: list[Bar], settings: dict[str, str] = SETTINGS) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = figure_of(rows, settings)
+    figure = figure_of(bars, "How many tokens per second?", "tokens per second", "what the link allows", settings)
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -30,32 +26,49 @@ def lies_within(inner: Any, outer: Any) -> bool:
     return all(outer.contains(*corner) for corner in inner.get_window_extent().padded(-1).corners())
 
 
-def sizes() -> list[dict[str, Any]]:
-    trees = [("", 16, 3.0), ("", 64, 4.1), ("", 256, 5.0), ("dynamic:", 64, 5.2), ("dynamic:", 768, 8.0)]
-    cases = [(temperature, rule) for temperature in (0.0, 0.6) for rule in ("match", "sequoia", "specinfer")]
-    found = [row(f"{kind}{size}x16", size, tokens, *case) for case in cases for kind, size, tokens in trees]
-    return [row("none", 1, 1.0), *found]
+def overlap(one: Any, other: Any) -> bool:
+    return bool(one.get_window_extent().overlaps(other.get_window_extent()))
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
 @pytest.mark.parametrize("name", ["Llama-70B", "a-model-of-many-words-" * 9])
-def test_it_says_what_it_is_of_and_nothing_sticks_out(name: str) -> None:
-    figure = drawn(sizes(), {**SETTINGS, "target": name})
+def test_it_says_what_it_is_of_and_nothing_sticks_out(name: str, num_rows: int) -> None:
+    bars = [Bar(case_words(f"dynamic:{8 * i}x{i}", "match", 0.6), 0.9 * i, 1.0 * i) for i in range(1, num_rows + 1)]
+    figure = drawn(bars, {**SETTINGS, "target": name})
     (place,) = figure.axes
-    title = place.get_title()
-    for part in (name, "Llama-1B", cpu_name(), f"{datetime.now(UTC):%Y-%m}"):
+    title = figure.get_suptitle()
+    for part in ("How many tokens per second?", name, "Llama-1B", cpu_name(), f"{datetime.now(UTC):%Y-%m}"):
         assert part.replace(" ", "") in title.replace("\n", "").replace(" ", "")
-    labels = [place.title, place.xaxis.label, place.yaxis.label, *place.get_xticklabels(), *place.get_yticklabels()]
-    assert all(lies_within(label, figure.bbox) for label in labels if label.get_text())
-    assert lies_within(place.get_legend(), place.bbox)
-    low, high = place.get_ylim()
-    assert low == 0 and high > 8
-    assert not place.tables and len(place.lines) == len(place.get_legend().get_texts()) == 12
+    labels = [figure._suptitle, place.xaxis.label, *place.get_yticklabels(), *place.texts, *figure.legends]
+    assert all(lies_within(label, figure.bbox) for label in labels)
+    ticks = place.get_yticklabels()
+    assert len(ticks) == num_rows and not any(map(overlap, ticks, ticks[1:]))
 
 
-def test_one_size_is_a_table() -> None:
-    figure = drawn([row("none", 1, 1.0), row("64x16", 64, 4.123), row("64x16", 64, 3.5, 0.6)])
-    (place,) = figure.axes
-    (table,) = place.tables
-    cells = {at: cell.get_text().get_text() for at, cell in table.get_celld().items()}
-    assert not place.lines and cells[0, 4] == "tokens per sweep" and cells[2, 4] == "4.12" and cells[2, 0] == "64x16"
-    assert "Llama-70B" in place.get_title()
+def test_every_row_is_a_bar_before_its_ceiling() -> None:
+    bars = [Bar("no guesses", 0.93, 0.95), Bar("a tree", 6.5, 7.25)]
+    (place,) = drawn(bars).axes
+    most, value = ([patch.get_width() for patch in container] for container in place.containers)
+    assert most == [0.95, 7.25] and value == [0.93, 6.5]
+    assert [text.get_text() for text in place.texts] == ["0.93 of 0.95", "6.50 of 7.25"]
+    assert place.get_xlim()[0] == 0 and place.yaxis_inverted()
+    told = [text.get_text() for text in drawn(bars).legends[0].get_texts()]
+    assert told == ["ceiling: what the link allows", "measured"]
+
+
+def test_labels_are_words() -> None:
+    assert case_words("none", "match", 0) == "no guesses"
+    assert case_words("64x16", "match", 0) == "tree of 64 guesses, 16 deep, greedy"
+    assert case_words("grown:128x20", "match", 0.6) == "dynamic tree of 128 guesses, 20 deep, temperature 0.6"
+    assert case_words("sequences:3x5", "sequoia", 1) == "3 chains of 5 guesses, temperature 1, rule sequoia"
+
+
+@pytest.mark.parametrize("least_pass_s", [0.5, None])
+def test_rows_of_decode_are_drawn(tmp_path: Path, least_pass_s: float | None) -> None:
+    named = {"rule": "match", "temperature": 0.0}
+    rows = [
+        {"tree": "none", "tokens_per_sweep": 1.0, "decode_tokens_per_s": 1.9, **named},
+        {"tree": "64x16", "tokens_per_sweep": 4.1, "decode_tokens_per_s": 7.5, **named},
+    ]
+    draw_decoding(rows, SETTINGS, tmp_path / "bars.png", least_pass_s=least_pass_s)
+    assert (tmp_path / "bars.png").stat().st_size > 5000

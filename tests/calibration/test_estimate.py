@@ -16,6 +16,7 @@ from tiny import FAMILIES, save_pair
 from offload.bench.latency.prediction import paper_rows
 from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine import resolve as resolving
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.planning.acceptance import DynamicYield
@@ -23,7 +24,6 @@ from offload.planning.cost_model import Costs, Curve
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
-from offload.reports import estimate as estimate_module
 from offload.reports.estimate import Estimate, estimate
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, expected_tokens
 from offload.units import Sampling
@@ -164,9 +164,9 @@ class PaperCard(FakeDevice):
 def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """A GPU of this machine with 3 GiB free, and how it was asked for."""
     asked: list[tuple[str, object]] = []
-    monkeypatch.setattr(estimate_module, "has_cuda_driver", lambda: True)
+    monkeypatch.setattr(resolving, "has_cuda_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("offload.streaming.device.open_device", lambda *how: asked.append(how) or PaperCard())
+    monkeypatch.setattr("offload.streaming.device.open_device", lambda *how, **_: asked.append(how) or PaperCard())
     monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     return asked

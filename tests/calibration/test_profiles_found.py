@@ -3,13 +3,14 @@
 import pytest
 from tiny import FAMILIES, save_pair
 
-from offload.calibration.startup import _profile_finder
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions
 from offload.planning.room import MemoryBudget
 from offload.planning.selector import FindProfile
+from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
 UNKNOWN = [
@@ -28,7 +29,8 @@ def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     options = LoadOptions(ram="1GiB")
     room = MemoryBudget.of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
-    return _profile_finder(files, options, room, "cpu")
+    run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=None, budget=room)
+    return run._profile_finder()
 
 
 @pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)

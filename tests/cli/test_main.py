@@ -32,7 +32,7 @@ def test_a_full_device_is_one_line(looper: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
 
-    monkeypatch.setattr("offload.engine.load.open_device", full)
+    monkeypatch.setattr("offload.streaming.device.open_device", full)
     outcome = generate(looper)
     assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
     assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err

@@ -14,13 +14,13 @@ from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import meeting
 from offload.engine.hooks import Hooks
-from offload.engine.team import LoadContext
+from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, UserError
 from offload.memory.planner import ModelFiles
 from offload.planning import options
 from offload.planning.options import LoadOptions
+from offload.planning.room import MemoryBudget
 from offload.rank_roles import RankInfo
-from offload.streaming.disk import DiskReader
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,19 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     checkpoint = open_checkpoint(folder)
     with patch.object(options, "require_place", lambda: place):
         shards = LoadOptions(ranks="shards")
-    given = LoadContext(ModelFiles(checkpoint, None), shards, None, None, DiskReader, Hooks(phases.append))
+    run = ResolvedRun(
+        files=ModelFiles(checkpoint, None),
+        options=shards,
+        tree=shards.tree_spec(has_draft=False),
+        device=None,
+        budget=MemoryBudget.of(shards),
+        hooks=Hooks(phases.append),
+    )
     samples = identity._sampled if has_samples else lambda checkpoint: "0" * 32
     with patch.object(meeting, "require_place", lambda: place), patch.object(identity, "_sampled", samples):
         try:
             with ExitStack() as resources:
-                meeting.meet_ranks(given, resources, None)
+                meeting.meet_ranks(run, resources, None)
                 report(("met", len(phases)))
         except UserError as error:
             report((str(error), len(phases)))

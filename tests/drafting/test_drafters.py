@@ -8,6 +8,7 @@ from test_dynamic import path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.drafting.base import DraftText
 from offload.drafting.hybrid import DRAFTERS, DrafterInputs, DrafterKind
 from offload.drafting.lookup import Copying, GuessSources, LookupDrafter, PassSeconds
 from offload.engine.build import resident_model
@@ -28,7 +29,7 @@ def lookup(pass_s: PassSeconds = lambda _: 1.0) -> LookupDrafter:
 
 def grown(shape: Shape, tokens: list[int], pass_s: PassSeconds = lambda _: 1.0) -> TokenTree:
     drafter = lookup(pass_s)
-    return drafter.grow(shape, tokens, Sampler(Sampling(), 16), drafter.new_state()).tree
+    return drafter.grow([DraftText(shape, tokens, Sampler(Sampling(), 16), drafter.new_state())])[0].tree
 
 
 def test_a_text_that_repeats_is_foretold_and_where_nothing_is_known_is_the_root_alone() -> None:
@@ -59,12 +60,13 @@ def test_what_was_wrong_is_guessed_less() -> None:
     drafter, sampler, sizes = lookup(lambda rows: 1 + 0.2 * rows), Sampler(Sampling(), 16), []
     state = drafter.new_state()
     for _ in range(40):
-        drafted = drafter.grow(DynamicShape(64, 16), REPEATED, sampler, state)
+        drafted = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])[0]
         sizes.append(drafted.tree.num_nodes)
         drafter.commit(drafted, [0], [15], sampler, state)
     assert sizes[0] > 4 and sizes[-1] == 1
     warm = Sampler(Sampling(temperature=1.0), 16)
-    assert drafter.grow(DynamicShape(64, 16), REPEATED, warm, state).tree.num_nodes == sizes[0], "learned by itself"
+    (drafted,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, warm, state)])
+    assert drafted.tree.num_nodes == sizes[0], "learned by itself"
 
 
 def test_every_rule_sees_point_masses() -> None:
@@ -86,9 +88,9 @@ def test_a_drafter_keeps_a_text_in_its_state_alone(kind: DrafterKind, tmp_path: 
     one, other, fresh = (drafter.new_state() for _ in range(3))
 
     def proposed(text: list[int], state: Any) -> list[int]:
-        return drafter.grow(shape, text, sampler, state).tree.tokens
+        return drafter.grow([DraftText(shape, text, sampler, state)])[0].tree.tokens
 
-    first = drafter.grow(shape, PROMPT, sampler, one)
+    first = drafter.grow([DraftText(shape, PROMPT, sampler, one)])[0]
     proposed([5, 6, 7, 8], other)
     drafter.commit(first, [0], [9], sampler, one)
     again = proposed([*PROMPT, 9], one)

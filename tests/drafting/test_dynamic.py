@@ -11,9 +11,9 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.drafting.base import Drafted
+from offload.drafting.base import Drafted, DraftText
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftPassPolicy, grow_best
+from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftEntry, DraftPassPolicy, grow_forest
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
 from offload.engine.load import load
@@ -56,6 +56,17 @@ class BigramModel:
 
 def draft_of_bigrams(model: BigramModel) -> Draft:
     return Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
+
+
+def grow_best(
+    draft: Draft, bounds: DynamicShape, tokens: list[int], sampler: Sampler, ranking: CandidateRanking,
+    policy: DraftPassPolicy | None = None,
+) -> Drafted:  # fmt: skip
+    """One text's tree of the best paths."""
+    (drafted,) = grow_forest(
+        [DraftEntry(draft, bounds.depth, tokens, sampler, ranking)], bounds, policy or DraftPassPolicy()
+    )
+    return drafted
 
 
 def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
@@ -222,7 +233,7 @@ def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
     """Between what the draft says next after a dynamic tree's deepest path was kept, and what a fresh one says."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     cache = drafter.new_state()
-    drafted = drafter.grow(DynamicShape(48, 8), PROMPT, sampler, cache)
+    drafted = drafter.grow([DraftText(DynamicShape(48, 8), PROMPT, sampler, cache)])[0]
     tree, rows, _ = drafted
     nodes = [tree.num_nodes - 1]
     while nodes[0]:
@@ -244,8 +255,9 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None
     """Both kinds share one cache."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     used, tree = drafter.new_state(), k_ary(2, 31)
-    drafter.commit(drafter.grow(DynamicShape(32, 6), PROMPT, sampler, used), [0], [9], sampler, used)
-    again, fresh = (drafter.grow(tree, [*PROMPT, 9], sampler, cache) for cache in (used, drafter.new_state()))
+    drafter.commit(drafter.grow([DraftText(DynamicShape(32, 6), PROMPT, sampler, used)])[0], [0], [9], sampler, used)
+    text = DraftText(tree, [*PROMPT, 9], sampler, used)
+    (again,), (fresh,) = drafter.grow([text]), drafter.grow([text._replace(state=drafter.new_state())])
     assert again.tree.tokens == fresh.tree.tokens
 
 
@@ -303,7 +315,7 @@ def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
     with load(*models, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:
         text, run = decoder.begin(PROMPT, Sampling()), Draft.run
         monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
-        decoder.drafter.grow(bounds, text.tokens, text.sampler, text.caches.draft)
+        decoder.drafter.grow([DraftText(bounds, text.tokens, text.sampler, text.caches.draft)])[0]
     # A draft that is sure of nothing fills a tree by its rows alone; tests/drafting/test_pace.py has one that is.
     assert bounds.pace.num_parts <= len(widths) + 1 <= len(bounds.draft_widths) + 1
     assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.4)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from tables import SHAPES, TableSampler, count_pairs, distributions, grow, p_value, pair, pair_distribution
-from test_dynamic import path_of
+from test_dynamic import grow_best, path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.datastore.index import heaviest
-from offload.drafting.base import Drafted
+from offload.drafting.base import Drafted, DraftText
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import CandidateRanking, grow_best
+from offload.drafting.dynamic import CandidateRanking
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft
 from offload.drafting.lookup import (
     Copying,
@@ -69,17 +69,17 @@ def guessed_paths(depth: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_a_long_match_is_in_every_tree(model: StreamedModel, shape, sampling: Sampling) -> None:
     drafter, sampler = hybrid(model), Sampler(sampling, VOCAB_SIZE)
-    tree = drafter.grow(shape, PROMPT, sampler, drafter.new_state()).tree
+    tree = drafter.grow([DraftText(shape, PROMPT, sampler, drafter.new_state())])[0].tree
     assert guessed_paths(3) <= paths(tree) and tree.num_nodes <= shape.num_nodes and tree.topology.depth <= shape.depth
     alone = ModelDrafter(model, VOCAB_SIZE, 256)
-    assert not guessed_paths(3) <= paths(alone.grow(shape, PROMPT, sampler, alone.new_state()).tree)
+    assert not guessed_paths(3) <= paths(alone.grow([DraftText(shape, PROMPT, sampler, alone.new_state())])[0].tree)
 
 
 def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> None:
     drafter, alone, sampler = hybrid(model), ModelDrafter(model, VOCAB_SIZE, 256), Sampler(GREEDY, VOCAB_SIZE)
     for shape in (DynamicShape(24, 6), best_first([0.5, 0.2], 24, 6)):
-        got = drafter.grow(shape, [1, 2, 3, 4], sampler, drafter.new_state())
-        wanted = alone.grow(shape, [1, 2, 3, 4], sampler, alone.new_state())
+        got = drafter.grow([DraftText(shape, [1, 2, 3, 4], sampler, drafter.new_state())])[0]
+        wanted = alone.grow([DraftText(shape, [1, 2, 3, 4], sampler, alone.new_state())])[0]
         assert got.tree.topology == wanted.tree.topology and got.tree.tokens == wanted.tree.tokens
 
 
@@ -120,7 +120,7 @@ def test_a_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
     for shape in (DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6)):
         drafter, sampler = hybrid(model), Sampler(GREEDY, VOCAB_SIZE)
         state = drafter.new_state()
-        drafted = drafter.grow(shape, PROMPT, sampler, state)
+        drafted = drafter.grow([DraftText(shape, PROMPT, sampler, state)])[0]
         node_of = {path_of(drafted.tree, node): node for node in reversed(range(drafted.tree.num_nodes))}
         nodes = [node_of[tuple(GUESSED[:length])] for length in range(4)]
         drafter.commit(drafted, nodes, [*GUESSED[:3], 9], sampler, state)

@@ -140,8 +140,8 @@ def test_places_are_given_back_and_what_is_alike_is_kept(pair: tuple[Path, Path]
 
 
 def test_rows_of_another_text_are_caught(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, right = alone(pair, GREEDY, tree="none"), Target.score_all
-    monkeypatch.setattr(Target, "score_all", lambda self, planted: right(self, planted)[::-1])
+    wanted, right = alone(pair, GREEDY, tree="none"), Target.score
+    monkeypatch.setattr(Target, "score", lambda self, planted: right(self, planted)[::-1])
     with opened(pair, tree="none", parallel=3) as decoder:
         assert together(decoder, requests(GREEDY)) != wanted
 

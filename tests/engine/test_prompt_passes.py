@@ -1,6 +1,6 @@
 """A prompt's passes: as many as link and computing ask for, with the same bits in one as in several."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from offload.engine.request import Request
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
 from offload.memory.planner import plan_memory
+from offload.model.parts import BatchPart
+from offload.sampling.sampler import Logits
 from offload.units import Sampling
 
 _SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24,
@@ -49,8 +51,13 @@ def opened(
     ram = roomy.fixed_bytes + sum(roomy.layer_bytes) * 3 // 4
     with offload.load(model, ram=ram, **how) as decoder, monkeypatch.context() as patch:
         assert decoder.plan.is_streamed
-        begin, rows = decoder.target._begin_sweep, list[int]()
-        patch.setattr(decoder.target, "_begin_sweep", lambda num: (rows.append(num), begin(num))[1])
+        sweep, rows = decoder.target._sweep, list[int]()
+
+        def counted(parts: Sequence[BatchPart], num_logits: int) -> Logits:
+            rows.append(sum(len(part.token_T) for part in parts))
+            return sweep(parts, num_logits)
+
+        patch.setattr(decoder.target, "_sweep", counted)
         yield decoder, rows
 
 

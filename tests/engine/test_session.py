@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.session import check_session
 from offload.errors import UserError
+from offload.model.target import BatchEntry
 from offload.planning.options import LoadOptions
 from offload.units import Sampling
 
@@ -31,9 +32,9 @@ def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows of the text, the root not counted, each sweep of the target has taken in from now on."""
     taken, score = list[int](), decoder.target.score
 
-    def counting(tree: Any, tokens: list[int], cache: Any) -> Any:
-        taken.append(len(tokens) - 1 - cache.length)
-        return score(tree, tokens, cache)
+    def counting(batch: Sequence[BatchEntry]) -> Any:
+        taken.append(sum(one.num_pending for one in batch))
+        return score(batch)
 
     monkeypatch.setattr(decoder.target, "score", counting)
     return taken

@@ -22,6 +22,7 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget, plan_memory
 from offload.model.kv_cache import KVCache
+from offload.model.parts import BatchPart
 from offload.model.streamed import SectionModel, StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers, open_layers
@@ -184,7 +185,8 @@ def test_the_last_section_scores_few_rows_at_once(checkpoints: Callable[[str], C
     with opened(checkpoints("phi3"), Section(2, 4, False, True), is_streamed=False) as (model, _):
         hidden_TD = torch.randn(7, model.width, generator=torch.Generator().manual_seed(2))
         rows = (torch.arange(7), torch.ones(7, 7, dtype=torch.bool).tril())
-        logits = model.score(hidden_TD, *rows, model.new_cache(20), num_logits=5, max_rows=2)
+        part = BatchPart(hidden_TD, *rows, model.new_cache(20))
+        logits = model.score([part], num_logits=5, max_rows=2)
         wanted_TV = model.forward(hidden_TD, *rows, model.new_cache(20))
         torch.testing.assert_close(logits.whole(), wanted_TV[2:])
 

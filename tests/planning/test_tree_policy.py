@@ -1,6 +1,7 @@
 """One tree for whoever asks, on each machine: what decodes, plans, tunes and measures mean one shape and one yield."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,12 @@ from tiny import FAMILIES, save_pair
 import offload
 from offload.bench.latency import prediction
 from offload.bench.studies import choice as bench
-from offload.calibration.startup import RunSettings, trees_of
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.engine.resolve import ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
-from offload.planning import selector as tree_policy
 from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
@@ -27,9 +27,8 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
 from offload.planning.room import MemoryBudget
 from offload.planning.search import TreeSearch, range_for
-from offload.planning.selector import TreeChoice, TreeSelector
+from offload.planning.selector import TreeChoice, Trees, TreeSelector
 from offload.reports import estimate as estimating
-from offload.reports import tune as tuning
 from offload.reports.estimate import estimate
 from offload.reports.tune import choice_from
 from offload.trees.spec import label_of, parse_tree
@@ -96,8 +95,7 @@ def files(pair: tuple[Path, Path]) -> ModelFiles:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The link is as the profile says: callers measure it one after the other, and it drifts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in ("calibration.startup", "reports.estimate"):
-        monkeypatch.setattr(f"offload.{module}.link_bytes_per_s", lambda *_, **__: LINK_BYTES_PER_S)
+    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda *_, **__: LINK_BYTES_PER_S)
 
 
 def decoded(pair: tuple[Path, Path], tree: str) -> TreeChoice:
@@ -119,9 +117,9 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
 @pytest.mark.parametrize("known", SMOOTHED)
 def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: ModelFiles) -> None:
     profile = profile_of(files, *SMOOTHED[known])
-    path, room = save_profile(profile), MemoryBudget.of(LoadOptions(ram=RAM, context=CONTEXT))
+    path, run = save_profile(profile), resolve(*pair, LoadOptions(ram=RAM, context=CONTEXT))
     choice = decoded(pair, "auto")
-    assert choice == choice_from(profile, files, room) and choice.candidates and choice.is_dynamic
+    assert choice == choice_from(profile, Sampling(), run, run) and choice.candidates and choice.is_dynamic
     assert is_predicted(pair, "auto", choice) and choice.shape.num_nodes > 16, "the choice must not be trivial"
     with offload.load(*pair, RAM, "64x16", context=CONTEXT, threads=1) as decoder:
         for tree in NAMED:
@@ -236,8 +234,32 @@ def usual_profile(costs: Costs) -> Profile:
     return profile_with(identity, **found, costs=costs, dynamic_yields=(), traces=((0,) * 64,))
 
 
-def named(described: ModelFiles, headers: list[str], machine: Hardware, folder: Path) -> dict[str, str]:
-    """By caller the tree that it chooses."""
+class Capped(ResolvedRun):
+    """Planted: a way to trees that has a cap of its own, as each caller once had."""
+
+    def trees(self, sampling: Sampling) -> Trees:
+        found = super().trees(sampling)
+        found.max_nodes = 512
+        return found
+
+
+def capped(run: ResolvedRun) -> ResolvedRun:
+    return Capped(**{field.name: getattr(run, field.name) for field in fields(run)})
+
+
+def unchanged(run: ResolvedRun) -> ResolvedRun:
+    return run
+
+
+def named(
+    described: ModelFiles,
+    headers: list[str],
+    machine: Hardware,
+    folder: Path,
+    ways: dict[str, Callable[[ResolvedRun], ResolvedRun]] | None = None,
+) -> dict[str, str]:
+    """By caller the tree that it chooses; `ways` are what callers make of their runs."""
+    ways = {"plan": unchanged, "generate": unchanged, "tune": unchanged} | (ways or {})
     place = "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
     room = MemoryBudget.of(options, place)
@@ -248,11 +270,15 @@ def named(described: ModelFiles, headers: list[str], machine: Hardware, folder: 
     path.write_text(json.dumps(profile.as_dict()))
     told = {field.name: getattr(machine, field.name) for field in fields(machine)}
     said.write_text(json.dumps({name: value for name, value in told.items() if value is not None}))
-    plan = estimating.estimate(
-        *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimating, "resolve", lambda *one, **more: ways["plan"](resolve(*one, **more)))
+        plan = estimating.estimate(
+            *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
+        )
     bill = prediction.bill_of(headers, str(said), "auto", context=LONG, profile=path)
-    trees = trees_of(described, replace(options, profile="none"), room, RunSettings(Sampling(), "match"))
+    options = replace(options, profile="none")
+    run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=None, budget=room)
+    trees = ways["generate"](run).trees(Sampling())
     trees.find = lambda *_: (profile, "")
     settled = trees.nodes_to_plan(Sampling(), "match")
     decoded = trees.for_run(Sampling(), "match")
@@ -260,7 +286,7 @@ def named(described: ModelFiles, headers: list[str], machine: Hardware, folder: 
     return {
         "plan": label_of(plan.predictions[-1].shape),
         "generate": label_of(decoded.shape),
-        "tune": label_of(tuning.choice_from(profile, described, room).shape),
+        "tune": label_of(choice_from(profile, Sampling(), ways["tune"](run), run).shape),
         "bench": label_of(bill.predictions[-1].shape),
     }
 
@@ -279,18 +305,24 @@ def test_sizes_follow_what_rows_cost(headers: list[str], described: ModelFiles, 
     assert link == 2048 >= l40 > 512 > h200 > max(server, laptop), trees
 
 
-CAPS = {"plan": (estimating, 1024), "generate": (tree_policy, 512), "tune": (tuning, 512)}
-
-
-@pytest.mark.parametrize("caller", CAPS)
-def test_a_cap_of_one_caller_is_noticed(
-    caller: str, headers: list[str], described: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted: a selector with a cap of its own, as each caller once had."""
-    module, most = CAPS[caller]
-    monkeypatch.setattr(
-        module, "TreeSelector", lambda *one, **more: replace(TreeSelector(*one, **more), max_nodes=most)
-    )
-    found = named(described, headers, MACHINES["slow link"], tmp_path)
+@pytest.mark.parametrize("caller", ["plan", "generate", "tune"])
+def test_a_cap_of_one_caller_is_noticed(caller: str, headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
+    found = named(described, headers, MACHINES["slow link"], tmp_path, {caller: capped})
     assert found[caller] != found["tune" if caller != "tune" else "generate"], found
-    assert int(found[caller].split(":")[1].split("x")[0]) == most
+    assert int(found[caller].split(":")[1].split("x")[0]) == 512
+
+
+def test_there_is_one_way_from_options_to_a_run() -> None:
+    """What used to be assembled by each caller; a second way would soon mean another run."""
+    ways = {
+        "TreeSelector(": ["planning/selector.py"],
+        "MemoryBudget.of(": ["engine/resolve.py"],
+        "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
+        "with_experts(": ["engine/resolve.py", "planning/selector.py"],
+        "with_rates(": ["calibration/link.py", "engine/resolve.py"],
+        "find_profile(": ["engine/resolve.py", "planning/profile.py"],
+    }
+    package = Path(offload.__file__).parent
+    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
+    for way, files in ways.items():
+        assert sorted(name for name, source in sources.items() if way in source) == files, way

@@ -18,6 +18,7 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
+from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
@@ -40,7 +41,7 @@ from offload.reports.tune import (
     trace_windows,
     tune,
 )
-from offload.trees.spec import parse_tree
+from offload.trees.spec import TreeSpec, parse_tree
 from offload.trees.topology import DynamicShape
 from offload.units import Sampling
 
@@ -314,7 +315,7 @@ def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
 def test_a_tune_is_of_the_device_that_is_named(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "open_decoder", None)
+    monkeypatch.setattr(room, "open_run", None)
     with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
 
@@ -330,7 +331,12 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
         budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
-        assert room.largest_that_fits(budgets, files, room.SIZES) == (replace(budgets, context=512), wanted)
+        run = ResolvedRun(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=None, budget=budgets)
+        tree = TreeSpec("best", wanted, room.DEPTH)
+        budget = replace(budgets, context=512)
+        assert room.largest_that_fits(run, run.tree) == replace(
+            run, options=LoadOptions(tree=tree.label), budget=budget, tree=tree
+        )
 
 
 def test_a_tune_reads_the_config_that_was_named(
@@ -342,7 +348,7 @@ def test_a_tune_reads_the_config_that_was_named(
         named.append(config)
         raise UserError("seen")
 
-    monkeypatch.setattr(room, "fetch", fetched)
+    monkeypatch.setattr("offload.engine.resolve.fetch", fetched)
     with pytest.raises(UserError, match="seen"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(config=pair[0], **SETTINGS))
     assert named == [pair[0]]

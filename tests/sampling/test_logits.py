@@ -26,6 +26,7 @@ from offload.kernels.registry import REFERENCES
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MAX_LOGITS_ROWS
 from offload.model.kv_cache import KVCache
+from offload.model.parts import BatchPart
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import _block_columns, lacks_products
 from offload.planning import room
@@ -98,7 +99,8 @@ def passes(model: StreamedModel) -> tuple[Tensor, Logits, list[int]]:
     scored, what = count_scored_rows(model), (token_T, position_T, sees_TT)
     whole = model.forward(*what, KVCache(model.num_layers, 80), num_logits=NUM_NODES)
     scored.clear()
-    logits = model.score(*what, KVCache(model.num_layers, 80), num_logits=NUM_NODES, max_rows=MAX_ROWS)
+    part = BatchPart(*what, KVCache(model.num_layers, 80))
+    logits = model.score([part], num_logits=NUM_NODES, max_rows=MAX_ROWS)
     return whole, logits, scored
 
 
@@ -222,7 +224,7 @@ def test_the_peak_is_the_one_that_was_planned(
     sampler = Sampler(Sampling(**settings), WIDE.vocab_size, kernels=at_once)
     with Peak(WIDE.vocab_size) as peak:
         what = (tree.token_N, torch.arange(768), causal_TT, KVCache(model.num_layers, 768))
-        logits = model.score(*what, num_logits=768, max_rows=MAX_LOGITS_ROWS)
+        logits = model.score([BatchPart(*what)], num_logits=768, max_rows=MAX_LOGITS_ROWS)
         assert len(verify(tree, logits, sampler, 0).nodes) == 768
     planned_bytes = shape.logits_row_bytes * MAX_LOGITS_ROWS
     if lacks_products(getattr(torch, dtype)):  # the head's block in float32 is as wide; it has a scratch of its own

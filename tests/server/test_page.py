@@ -74,16 +74,35 @@ def test_settings_are_sent_only_where_given(page: Any, stub: Stub) -> None:
     page.get_by_label("System prompt").fill("Be short.")
     for name, value in {"Temperature": "0.7", "Top-p": "0.9", "Top-k": "40", "Min-p": "0.05", "Seed": "11"}.items():
         page.get_by_label(name).fill(value)
-    page.get_by_label("Most new tokens").fill("0")
-    press(page, "Keep")
+    page.get_by_label("Max tokens").fill("0")
+    press(page, "Save")
     assert page.locator("#settings").is_visible()  # 0 is refused, and the field says so
-    page.get_by_label("Most new tokens").fill("64")
-    press(page, "Keep")
+    page.get_by_label("Max tokens").fill("64")
+    press(page, "Save")
     page.reload()
     ask(page, "say more")
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 11, "max_tokens": 64}
     assert stub.asked[-1].items() >= given.items()
     assert stub.asked[-1]["messages"][0] == {"role": "system", "content": "Be short."}
+
+
+def test_reset_empties_every_field(page: Any, stub: Stub) -> None:
+    press(page, "Settings")
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_label("System prompt").fill("Be short.")
+    press(page, "Reset")
+    press(page, "Save")
+    ask(page, "say yes")
+    assert "temperature" not in stub.asked[-1] and len(stub.asked[-1]["messages"]) == 1
+
+
+def test_an_example_is_a_question(page: Any, stub: Stub) -> None:
+    examples = page.locator("#examples button")
+    told = examples.all_inner_texts()
+    examples.nth(1).click()
+    page.locator(".figures, #notice-text").first.wait_for()
+    assert len(told) == 4 and stub.asked[0]["messages"] == [{"role": "user", "content": told[1]}]
+    assert page.locator("#examples").count() == 0
 
 
 def test_regenerate_asks_the_same_with_another_seed(page: Any, stub: Stub) -> None:

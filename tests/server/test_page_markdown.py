@@ -43,6 +43,41 @@ def test_markdown_becomes_nodes(page: Any) -> None:
     assert body.locator("pre").last.inner_text() == "open"  # a fence without an end is one that is being written
 
 
+CODE = {
+    "python": '@decorated\ndef f(x):  # why\n    return \'it\\\'s\' + """a\nb""" + str(0x1f)\n',
+    "js": "const f = (x) => `a ${x}` + 'b'; // why\n/* more\nlines */ return null;\n",
+    "rust": "fn main() { let c: char = 'a'; let s: &'static str = \"b\"; } // why\n",
+    "sh": 'for f in *.py; do echo "$f" $#; done # why\n',
+    "sql": "SELECT a FROM t WHERE b = 'x' -- why\n",
+    "json": '{"a": [1, true, null]}',
+    "brainf": "++ 'a' # [-]",
+    "": "def f(): pass",
+}
+
+
+def test_code_is_coloured_and_stays_what_it_is(page: Any) -> None:
+    for language, code in CODE.items():
+        parts = page.evaluate("args => colouredOf(...args)", [code, language])
+        assert "".join(text for _, text in parts) == code
+        kinds = {kind for kind, _ in parts}
+        assert kinds == {""} if language in ("brainf", "") else kinds >= {"string", "word"} or language == "json"
+        assert language in ("json", "brainf", "") or any(k == "comment" and "why" in text for k, text in parts)
+    python = page.evaluate("args => colouredOf(...args)", [CODE["python"], "python"])
+    assert ["word", "def"] in python and ["call", "f"] in python and ["number", "0x1f"] in python
+    assert ["string", '"""a\nb"""'] in python and ["string", "'it\\'s'"] in python
+    ask(page, f"say ```python\n{CODE['python']}```")
+    assert page.locator(".block .word").first.inner_text() == "def"
+    assert page.locator(".block").get_by_role("button", name="Copy").count() == 1
+
+
+def test_colouring_takes_no_square_of_its_length(page: Any) -> None:
+    units = ("'", '"', '"""', "/*", "`", "a", "a ", "1.", "\\", "'\\", "#", "--", "a(", "/", " ")
+    draw = "args => { const begun = performance.now(); colouredOf(...args); return performance.now() - begun; }"
+    for unit in units:
+        for language in ("python", "js", "rust", "sh", "sql", "json"):
+            assert page.evaluate(draw, [unit * (39_999 // len(unit)), language]) < 500, (unit, language)
+
+
 def test_markdown_while_it_comes_keeps_what_is_whole(page: Any) -> None:
     """Every prefix parses, and a block that is followed by another keeps its nodes."""
     assert page.evaluate("""text => {

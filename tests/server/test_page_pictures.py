@@ -26,7 +26,7 @@ def test_the_figures_of_passes_are_shown(page: Any) -> None:
     bars = page.locator("#bars")
     bars.focus()
     page.keyboard.press("Home")
-    assert bars.get_attribute("aria-valuenow") == "1" and page.inner_text("#tree-note").startswith("47 guesses, ")
+    assert bars.get_attribute("aria-valuenow") == "1" and page.inner_text("#tree-note").startswith("47 guesses: ")
     page.keyboard.press("End")
     assert bars.get_attribute("aria-valuenow") == str(num_passes)
 
@@ -38,6 +38,37 @@ def test_a_nodes_text_is_told_under_the_pointer(page: Any) -> None:
     assert page.inner_text("#tip").startswith(point["text"].replace(" ", "␣").replace("\n", "↵"))
     page.mouse.move(5, 5)
     assert not page.locator("#tip").is_visible()
+
+
+def test_the_models_own_token_is_told_apart(page: Any) -> None:
+    """A pass that kept n guesses brought n + 1 tokens: the last is a ring, and the next pass begins with it."""
+    ask(page, "say one two three four five six seven eight nine ten")
+    page.locator("#bars").focus()
+    page.keyboard.press("Home")
+    first, second = page.evaluate("passesNow().slice(0, 2)")
+    assert page.inner_text("#tree-note").endswith(f": {len(first['accepted']) - 1} kept, 1 added")
+    added = page.evaluate("$('tree').points.at(-1)")
+    assert added["text"] == second["tokens"][0] and added["depth"] == len(first["accepted"])
+    page.locator("#tree").hover(position={"x": added["x"], "y": added["y"]})
+    assert page.inner_text("#tip").endswith("added by the model itself")
+    assert "kept guess" in page.inner_text("#tree-figure .legend")
+
+
+def test_branches_bend_where_no_label_is(page: Any) -> None:
+    """Of every depth the zone of labels ends before the next depth begins, and a label fits into its zone."""
+    ask(page, "large " + "word " * 30)
+    width = page.evaluate("$('tree').clientWidth")
+    for points in page.evaluate("passesNow().map((_, number) => { choose(number); return $('tree').points; })"):
+        starts = {point["depth"]: point["x"] for point in points}
+        for point in points:
+            following = starts.get(point["depth"] + 1)
+            assert following is None or point["x"] + point["zone"] < following
+        assert all(0 <= point["x"] <= width for point in points)
+
+
+def test_blanks_do_not_fill_the_labels(page: Any) -> None:
+    labels = page.evaluate("texts => texts.map(labelOf)", [" self", "        ", "\n    ", "", "a  b", "x"])
+    assert labels == ["self", "␣", "↵", "∅", "a␣b", "x"]
 
 
 def is_tidy(parents: list[int], depth: list[int], place: list[float]) -> bool:
@@ -92,6 +123,7 @@ def test_nothing_sticks_out_at_any_width(page: Any, width: int, scheme: str) -> 
     if width < 1120:
         page.locator("#show-passes").click()
     assert page.locator("#tree").is_visible() and page.locator("#send").is_visible()
+    assert page.inner_text("#model") == "tiny-llama" and page.locator("#model").is_visible()
     sticking = """() => [...document.querySelectorAll("main *, #passes *")].filter(node => node.checkVisibility()
         && !node.closest("pre, .wide, .unseen") && node.getBoundingClientRect().right > innerWidth + 1)
         .map(node => node.outerHTML.slice(0, 80))"""
@@ -105,6 +137,7 @@ def test_texts_stand_out_from_their_ground(page: Any, scheme: str) -> None:
     """Contrast as WCAG 2 has it: 4.5 for texts, 3 for what is drawn."""
     page.emulate_media(color_scheme=scheme)
     names = ["ground", "sheet", "ink", "soft", "own", "accent", "on-accent", "bad", "code"]
+    names += ["word", "string", "number", "call"]
     named = dict(zip(names, page.evaluate("names => names.map(colourOf)", names), strict=True))
     pairs = [
         ("ink", "ground"),
@@ -113,6 +146,7 @@ def test_texts_stand_out_from_their_ground(page: Any, scheme: str) -> None:
         ("soft", "sheet"),
         ("soft", "own"),
         ("soft", "code"),
+        *((name, "code") for name in ("word", "string", "number", "call")),
     ]
     for text, ground in [*pairs, ("on-accent", "accent"), ("bad", "ground")]:
         assert contrast(named[text], named[ground]) >= 4.5, (text, ground)

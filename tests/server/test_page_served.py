@@ -42,7 +42,7 @@ def be_greedy(page: Any) -> None:
     """Else the end of a text may be drawn at any place."""
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_role("button", name="Keep").click()
+    page.get_by_role("button", name="Save").click()
 
 
 def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:

@@ -20,8 +20,8 @@ import offload
 from offload.bench.harness.steps import record_steps
 from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine import load as loading
 from offload.engine.build import resident_model
+from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory.planner import LayerTier, MemoryPlan
 from offload.model.streamed import StreamedModel
@@ -51,7 +51,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """`load` finds a device; slots hold NaN unless something valid lies in them."""
     fake = FakeDevice(seed=3)
-    monkeypatch.setattr(loading, "open_device", lambda *_, **__: fake)
+    monkeypatch.setattr("offload.streaming.device.open_device", lambda *_, **__: fake)
     poison(monkeypatch)
     monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
     yield fake
@@ -148,8 +148,8 @@ def test_an_automatic_tree_goes_by_the_link_to_the_card(
     place_layers(monkeypatch, *TIERS[tiers])
     seen: list[float] = []
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    link = loading._link_to_device
-    monkeypatch.setattr(loading, "_link_to_device", lambda *args: seen.append(link(*args)) or seen[-1])
+    link = ResolvedRun.measure_link
+    monkeypatch.setattr(ResolvedRun, "measure_link", lambda run: seen.append(link(run)) or seen[-1])
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
     assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
 from offload.memory.planner import Budgets, make_plan
@@ -151,7 +152,7 @@ class BigramModel:
 
 def grow_bigrams(topology: Topology, tokens: list[int], sampler: Sampler, vocab_size: int = 6) -> TokenTree:
     drafter = ModelDrafter(BigramModel(), vocab_size, 64)  # type: ignore[arg-type]
-    return drafter.grow(topology, tokens, sampler, drafter.new_state()).tree
+    return drafter.grow([DraftText(topology, tokens, sampler, drafter.new_state())])[0].tree
 
 
 @pytest.mark.parametrize("drafting", [ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT])

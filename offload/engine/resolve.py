@@ -1,0 +1,315 @@
+"""From options to a run: files, data type, device, memory budget, tree, profile, link and costs.
+
+`resolve` is the one way from what a user asks for to what will be loaded. Loading, `plan`, `tune`
+and every rank go it, so what one of them says of a pair of models holds for the others. Plans of
+other machines give what stands in for this one. No torch, but to open a GPU or to time a product.
+
+Invariant: everything is decided from headers and rates; no weights are read but to measure a link.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from offload.calibration import link
+from offload.checkpoint.hub import fetch, is_here
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
+from offload.checkpoint.sizes import model_shape
+from offload.engine.hooks import Hooks
+from offload.errors import UserError
+from offload.machine import has_cuda_driver
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import ModelFiles, ram_warning, require_no_states
+from offload.model.headers import describe
+from offload.planning.acceptance import prior_for
+from offload.planning.cost_model import Costs, costs_on
+from offload.planning.hardware import Hardware
+from offload.planning.near_copy import check_held, files_of, models_to_read, read_models
+from offload.planning.options import LoadOptions
+from offload.planning.profile import (
+    Identity,
+    Machine,
+    Profile,
+    find_profile,
+    parse_profile,
+    require_same_run,
+    unprofiled,
+)
+from offload.planning.room import MemoryBudget
+from offload.planning.selector import RunSettings, Trees, routing_in, with_experts
+from offload.rank_roles import find_place
+from offload.streaming.disk import DiskReader, OpenSource
+from offload.trees.spec import TreeSpec
+from offload.units import Sampling, require
+
+# it brings torch along, which other machines are planned without
+if TYPE_CHECKING:
+    from offload.streaming.device import Device
+
+ReadHeaders = Callable[..., Checkpoint]
+
+NO_HOOKS = Hooks()
+# share of the context whose keys and values a pass reads on average
+_FILLED_SHARE = 0.5
+
+
+class Assumptions(NamedTuple):
+    """What stands in for this machine and its files where nothing will be loaded."""
+
+    # another machine; None is this one
+    hardware: Hardware | None = None
+    # instead of a measurement
+    disk_bytes_per_s: float | None = None
+    # returns headers by name and config
+    read: ReadHeaders = describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """What options come to with the headers of these models on this machine, or an assumed one."""
+
+    files: ModelFiles
+    # checked, with `dtype` settled
+    options: LoadOptions
+    tree: TreeSpec
+    # None is the CPU
+    device: "Device | None"
+    budget: MemoryBudget
+    # lines for the user
+    notes: tuple[str, ...] = ()
+    # None where it will be loaded
+    assumed: Assumptions | None = None
+    open_source: OpenSource = DiskReader
+    hooks: Hooks = NO_HOOKS
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """Return the machine that was named; None is this one."""
+        return self.assumed and self.assumed.hardware
+
+    @property
+    def disk_bytes_per_s(self) -> float | None:
+        """Return the rate of reads that was given; None is measured."""
+        return self.assumed and self.assumed.disk_bytes_per_s
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether no link of this machine and no profile made on it says anything."""
+        return self.hardware is not None or (self.budget.gpu is not None and self.device is None)
+
+    @property
+    def are_files_here(self) -> bool:
+        """Return whether all models lie here, with their weights."""
+        return all(map(is_here, filter(None, self.files)))
+
+    @property
+    def machine(self) -> Machine:
+        """Return the machine that a profile of this one would be for."""
+        name = self.device.name if self.device else "cpu"
+        return Machine.here(compute_dtype_name(self.files.target, self.options.dtype), name)
+
+    def plan_for(self, num_nodes: int) -> MemoryPlan:
+        """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""
+        return self.budget.plan(self.files, num_nodes)
+
+    def admit(self) -> None:
+        """Raise `UserError` where memory has no room for the tree, or for any if it is chosen.
+
+        What each of several ranks has room for is settled when they have met.
+        """
+        if self.options.ranks is None:
+            num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
+            self.plan_for(self.options.parallel * num_nodes)
+
+    def trees(self, sampling: Sampling) -> Trees:
+        """Return what chooses the trees, with all that is known before anything is measured.
+
+        Raises `UserError` for a named profile that does not hold for such runs.
+        """
+        find = self._profile_finder()
+        profile, _ = find(*self.settings(sampling))
+        is_on_cpu = self.budget.gpu is None
+        rates = self.budget.rates
+        return Trees(
+            self.tree,
+            find,
+            cache(partial(self.budget.traffic, self.files, hardware=self.hardware)),
+            costs=self._costs(),
+            has_own_times=self.hardware is None,
+            context=self.plan_for(1).context,
+            has_draft=self.files.draft is not None,
+            usual=prior_for(self.files.draft),
+            routing=routing_in(profile),
+            parallel=self.options.parallel,
+            link_bytes_per_s=rates.link_bytes_per_s if rates and is_on_cpu else None,
+        )
+
+    def settings(self, sampling: Sampling) -> RunSettings:
+        """Return what a tree is chosen for."""
+        return RunSettings(sampling, self.options.rule)
+
+    @property
+    def knows_link(self) -> bool:
+        """Return whether the rate at which layers arrive is said, or can be measured here."""
+        is_here_or_given = bool(self.disk_bytes_per_s) or is_here(self.files.target)
+        return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
+
+    def measure_link(self) -> float:
+        """Return bytes per second at which layers arrive, as said or as measured here and now."""
+        assert self.knows_link, "there is a link to measure"
+        given = self.disk_bytes_per_s
+        target = self.files.target
+        if self.hardware is not None:
+            return self.hardware.feed_bytes_per_s
+        limit = self.options.limit_bytes_per_s
+        if self.device is not None:
+            num_nodes = self.tree.num_nodes
+            plan = self.plan_for(num_nodes if self.budget.traffic(self.files, num_nodes) else 1)
+            return link.device_link_bytes_per_s(
+                self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
+            )
+        # just now, for the rows of a prompt's pass
+        if self.budget.rates is not None:
+            return self.budget.rates.link_bytes_per_s
+        return given or link.link_bytes_per_s(target.shards, limit_bytes_per_s=limit)
+
+    def _costs(self) -> Costs | None:
+        """Return the costs of the named machine; None where nothing is known of computing."""
+        if self.hardware is None or not self.hardware.flops_per_s:
+            return None
+        dtype = self.options.dtype
+        alone = self.budget.plan(ModelFiles(self.files.target), 1)
+        target, draft = self.files
+        draft_shape = None if draft is None else model_shape(draft, dtype)
+        positions = int(_FILLED_SHARE * alone.context)
+        return costs_on(self.hardware, model_shape(target, dtype), draft_shape, positions)
+
+    def _profile_finder(self) -> Callable[[Sampling, str], tuple[Profile | None, str]]:
+        """Return what finds the profile for settings and rule, or says why there is none."""
+        experts = self.budget.experts_of(self.files)
+        target, draft = self.files
+        named = self.options.profile
+
+        @lru_cache(maxsize=256)  # a server is asked for any settings
+        def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
+            if draft is None or self.options.has_no_profile:
+                return None, "no profile is wanted"
+            if what := unprofiled(sampling):
+                none = f"no profile holds for a run with {what}"
+                require(named is None, none, f"`profile` {named}", "leave one of them out")
+                return None, none
+            if named is None and (self.is_elsewhere or not self.are_files_here):
+                return None, "no profile was made there"
+            if named is None:
+                profile, where = find_profile(
+                    Identity.of(target, draft, sampling, rule, self.machine)
+                )
+                return profile and profile.of_experts(experts), where
+            profile = parse_profile(Path(named))
+            if self.are_files_here:
+                # times of another machine do not matter where those of hardware are asked for
+                machine = profile.identity.machine if self.hardware else self.machine
+                identity = Identity.of(target, draft, sampling, rule, machine)
+                require_same_run(profile, identity, Path(named))
+            return profile.of_experts(experts, is_named=True), str(named)
+
+        return lambda sampling, rule: find(replace(sampling, seed=0), rule)
+
+
+def resolve(
+    model: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None,
+    options: LoadOptions,
+    *,
+    device: "Device | None" = None,
+    assumed: Assumptions | None = None,
+    admit: Callable[[ResolvedRun], object] = ResolvedRun.admit,
+    open_source: OpenSource = DiskReader,
+    hooks: Hooks = NO_HOOKS,
+) -> ResolvedRun:
+    """Read headers, fetch what is missing, and decide all that does not need a loaded model.
+
+    Args:
+        device: one that is open; None opens the one of `options`.
+        assumed: stands in for this machine; then nothing is fetched.
+        admit: raises for models that there is no room for, before their weights are fetched.
+
+    Raises `UserError` for options, models or memory that cannot serve.
+    """
+    tree = options.tree_spec(has_draft=draft is not None)
+    check_held(draft, options.draft_dtype, options.ranks)
+    hardware, disk_bytes_per_s, read = assumed or Assumptions()
+    device = device or _own_device(options, assumed)
+    budget = MemoryBudget.of(options, str(device.place) if device else None, hardware)
+
+    def settled(files: ModelFiles) -> ResolvedRun:
+        is_on_cpu = budget.gpu is None
+        dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=is_on_cpu)
+        if hardware is None and disk_bytes_per_s is None and is_here(files.target):
+            notes += filter(None, [ram_warning(budget.ram)])
+        return ResolvedRun(
+            files=files,
+            options=replace(options, dtype=dtype),
+            tree=tree,
+            device=device,
+            budget=replace(budget, dtype=dtype),
+            notes=tuple(notes),
+            assumed=assumed,
+            open_source=open_source,
+            hooks=hooks,
+        )
+
+    hooks.on_phase("reading headers")
+    if assumed is None:
+        as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
+        check = lambda *headers: admit(settled(as_files(headers)))  # noqa: E731
+        names = models_to_read(model, draft)
+        run = settled(as_files(fetch(names, check, hooks.on_phase, options.config)))
+    else:
+        run = settled(read_models(model, draft, options, read))
+        admit(run)
+    if options.ranks is not None:
+        require_no_states(run.files, run.options.dtype)
+        return run
+    num_nodes = None if tree.is_chosen else tree.num_nodes
+    rated = run.budget
+    if hardware is None:
+        rated = link.with_rates(
+            rated,
+            run.files,
+            num_nodes or 1,
+            num_threads=options.threads,
+            limit_bytes_per_s=options.limit_bytes_per_s,
+            disk_bytes_per_s=disk_bytes_per_s,
+        )
+    return replace(run, budget=with_experts(rated, run.files, num_nodes=num_nodes))
+
+
+def _own_device(options: LoadOptions, assumed: Assumptions | None) -> "Device | None":
+    """Open the GPU of this machine that a run takes; None for the CPU.
+
+    Where nothing will be loaded, also None for a machine that is named, and for a budget on a GPU
+    elsewhere.
+    """
+    if assumed is not None:
+        if assumed.hardware is not None:
+            rule = f"`device` {options.device} is of this machine, `hardware` names another"
+            if options.device != "auto":
+                raise UserError(f"{rule}: give one of them")
+            return None
+        is_cpu = options.device == "cpu" and options.gpu_memory is None
+        if is_cpu or (options.device == "auto" and not has_cuda_driver()):
+            return None
+    from torch import cuda
+
+    from offload.streaming.device import open_device
+
+    is_budget = options.device == "auto" and options.gpu_memory is not None
+    if assumed is not None and is_budget and not cuda.is_available():
+        return None
+    place = find_place() if options.ranks is not None else None
+    rank_on_host = 0 if place is None else place.rank_on_host
+    return open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)
