@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 REMEDY = "mend it, or ask for less"
 # seconds that a compilation may take; most take milliseconds
 _TRIAL_S = 10.0
-# Between two parts of JSON: a space, or a line and its indent. A model that has little to say would
-# else write blanks until its last token, and every one of them costs its share of a pass.
-_BLANKS = r"[ ]|\n[ \t]{0,20}"
+# Between two parts of JSON: one space at most. A model that has little to say would else write blanks
+# until its last token, and every one of them costs its share of a pass.
+_BLANKS = "[ ]"
 
 
 @lru_cache(maxsize=16)

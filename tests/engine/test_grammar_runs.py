@@ -39,7 +39,7 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"},
 }
-BLANKS = {"whitespace_pattern": r"[ ]|\n[ \t]{0,20}"}  # ours, where a schema does not speak of them
+BLANKS = {"whitespace_pattern": "[ ]"}  # ours, where a schema does not speak of them
 TREES = ["none", "16x4", "dynamic:32x6", "chain:4"]
 DRAWN = {"greedy": Sampling(), "warm": Sampling(temperature=1.0, seed=3), "top-p": Sampling(temperature=1.3, top_p=0.7)}
 GRAMMARS = {

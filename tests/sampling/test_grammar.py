@@ -127,10 +127,9 @@ def test_the_line_says_what_is_wrong_and_draws_nothing(grammars: Grammars, kind:
     ("blanks", "said", "is_allowed"),
     [
         (" ", None, True),
-        ("\n" + " " * 20, None, True),
-        ("\n" + " " * 21, None, False),
+        ("", None, True),
         ("  ", None, False),
-        ("\n\n", None, False),
+        ("\n", None, False),
         ("\n\n", {"whitespace_flexible": True}, True),
         (" ", {"whitespace_flexible": False}, False),
         ("\t", {"whitespace_pattern": "\\t"}, True),
