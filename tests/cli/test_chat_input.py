@@ -1,8 +1,11 @@
 """What is typed, pasted and piped into a conversation, at a terminal of its own and without any model."""
 
 import io
+import os
+import pty
 import signal
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -11,6 +14,9 @@ from unittest.mock import patch
 
 import pytest
 from screen import Typist
+
+from offload.cli.chat_input import SilentTerminal
+from offload.errors import UserError
 
 READS = """
 import os, sys, time
@@ -197,3 +203,22 @@ def test_two_conversations_at_a_time_keep_both_their_lines(tmp_path: Path) -> No
         typist.leaves()
     found = next(path for path in tmp_path.rglob("chat-history"))
     assert found.read_text().split() == ["first", "second"]
+
+
+def test_a_terminal_is_silent_until_it_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before there is a prompt: what is typed while a model loads would stand in the live line."""
+    _, slave = pty.openpty()
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+
+        def echoes() -> bool:
+            return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+
+        with SilentTerminal() as silent:
+            assert not echoes()
+            silent.end()
+            assert echoes()
+        assert echoes()
+        with pytest.raises(UserError), SilentTerminal():
+            raise UserError("what fails while it loads")
+        assert echoes()
