@@ -16,30 +16,31 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from offload.errors import UserError
+from offload.errors import UserError, did_you_mean
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-COMMANDS = {  # name: file, what it answers
-    "passes": (
-        "latency.passes",
-        "seconds of a forward of target and draft against its rows, beside link and memory",
-    ),
+# name: file, what it measures
+MEASURES = {
     "decode": (
         "latency.decode",
-        "tokens per second and latencies: prompts x temperatures x trees x rules",
+        "tokens per second and latencies, for prompts, temperatures, trees and rules",
     ),
-    "many": ("latency.many", "tokens per second over many texts, at a time and one after another"),
-    "soak": (
-        "soak.soak",
-        "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    "many": (
+        "latency.many",
+        "tokens per second over many texts, written at a time and one after another",
+    ),
+    "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
+    "passes": (
+        "latency.passes",
+        "seconds that a forward of target and draft takes by its rows, beside link and memory",
+    ),
+    "memory": (
+        "latency.memory",
+        "peak memory of fresh processes beside --ram, post by post, and growth over texts",
     ),
     "lookup": (
         "latency.lookup",
-        "guesses without a model: copies, a datastore, counts; alone and beside a draft",
-    ),
-    "ranks": (
-        "latency.ranks",
-        "a pass on one, two and three ranks with a link each, and over networks between them",
+        "guesses without a model: copies, a datastore and counts, alone and beside a draft",
     ),
     "quantised": (
         "latency.quantised",
@@ -49,35 +50,41 @@ COMMANDS = {  # name: file, what it answers
         "latency.experts",
         "tokens per second with experts on demand beside whole layers, by room and tree",
     ),
-    "memory": (
-        "latency.memory",
-        "peak memory of fresh processes beside --ram, post by post, and growth over texts",
+    "ranks": (
+        "latency.ranks",
+        "a pass on one, two and three ranks with a link each, and over networks between them",
     ),
+    "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
+}
+STUDIES = {
     "gate": (
         "latency.exact",
         "whether every tree writes the ids of transformers, every layer streamed",
     ),
+    "soak": (
+        "soak.soak",
+        "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    ),
     "main-job": (
         "latency.main_job",
         "the promises of the main job: streaming, memory, speed, prompt and start",
-    ),
-    "prediction": (
-        "latency.prediction",
-        "what the plan promises beside what the paper measured on an L40",
     ),
     "device": (
         "gpu.promised",
         "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
     ),
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
-    "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
+    "prediction": (
+        "latency.prediction",
+        "what the plan promises beside what the paper measured on an L40",
+    ),
     "choice": (
         "studies.choice",
-        "whether the tree of --tree auto is the best one, really streamed",
+        "whether --tree auto chooses the best tree, really streamed",
     ),
     "expansion": (
         "studies.expansion",
-        "GB/s of expanded weights by kind of words: torch, numba; beside a copy",
+        "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
     ),
     "expert-cache": (
         "studies.expert_cache",
@@ -91,8 +98,8 @@ COMMANDS = {  # name: file, what it answers
         "moe_pair.make",
         "trains the mixture of experts and its draft that other commands measure with",
     ),
-    "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }
+COMMANDS = {**MEASURES, **STUDIES}
 
 
 class LazyCommands(TyperGroup):
@@ -107,6 +114,9 @@ class LazyCommands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
             refuse_unknown_flags(args[0], args[1:])
+        elif not args[0].startswith("-"):
+            meant = did_you_mean(args[0], COMMANDS)
+            raise UserError(f"No such command {args[0]!r:.80}{meant} (see offload bench --help)")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -119,8 +129,12 @@ class LazyCommands(TyperGroup):
         ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+        for title, commands in (
+            ("Commands", MEASURES),
+            ("Studies, by which this program is developed", STUDIES),
+        ):
+            with formatter.section(title):
+                formatter.write_dl([(name, told) for name, (_, told) in commands.items()])
 
 
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
@@ -133,22 +147,47 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
         for one in arguments
         if one.startswith("--") and one not in ("--", "--help")
     ]
+    trees = [_source(COMMANDS[name][0]), _source("harness.command")]
+    known = _words(trees)
     for flag in flags:
-        if flag not in _words(COMMANDS[name][0]) | _words("harness.command"):
-            raise UserError(f"No such option: {flag} (see offload bench {name} --help)")
+        if flag not in known:
+            meant = did_you_mean(flag, _likely(trees))
+            raise UserError(f"No such option: {flag}{meant} (see offload bench {name} --help)")
 
 
-def _words(module: str) -> set[str]:
-    """Return each string and parameter of a module's source as a flag: its flags are among them."""
+def _source(module: str) -> list[ast.AST]:
+    """Return what a module's source is made of."""
     spec = find_spec(f"offload.bench.{module}")
     assert spec is not None and spec.origin is not None, "it is one of ours"
-    nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
+    return list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
+
+
+def _words(sources: list[list[ast.AST]]) -> set[str]:
+    """Return each string and parameter of modules as a flag: their flags are among them."""
+    nodes = [node for source in sources for node in source]
     said = [
         node.value
         for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    words = said + [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return _as_flags(said + [node.arg for node in nodes if isinstance(node, ast.arg)])
+
+
+def _likely(sources: list[list[ast.AST]]) -> set[str]:
+    """Return of those what is written as flags are: parameters, keys of tables, and `--name`."""
+    nodes = [node for source in sources for node in source]
+    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
+    named = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and (node.value.startswith("--") or node in keys)
+    ]
+    return _as_flags(named + [node.arg for node in nodes if isinstance(node, ast.arg)])
+
+
+def _as_flags(words: list[str]) -> set[str]:
     return {"--" + word.removeprefix("--").replace("_", "-") for word in words}
 
 
@@ -172,7 +211,7 @@ def load_command(name: str) -> Any:
 
 app = typer.Typer(
     cls=LazyCommands,
-    help="Measure: every figure beside its ceiling, no speed for a wrong token.",
+    help="Measure speeds. Each stands beside its ceiling, and none is told for a wrong token.",
     epilog="Start here: offload bench decode --quick",
     rich_markup_mode=None,
     invoke_without_command=True,
@@ -181,7 +220,7 @@ app = typer.Typer(
 
 @app.callback()
 def bench(context: typer.Context) -> None:
-    """Measure: every figure beside its ceiling, no speed for a wrong token."""
+    """Measure speeds. Each stands beside its ceiling, and none is told for a wrong token."""
     if context.invoked_subcommand is None:
         print(context.get_help())
     before = signal.signal(signal.SIGTERM, _leave)

@@ -21,6 +21,8 @@ P = ParamSpec("P")
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 _KEY = "option"
+# of options, in the order of help; a record's own is its `GROUP`
+GROUPS = ("Model", "Text", "Sampling", "Memory", "Guessing", "Server", "Output", "Expert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Option:
 
     name: str = ""  # of the field, and of the argument in Python
     flags: tuple[str, ...]  # the first one stands in error lines
+    group: str = "Output"  # of `GROUPS`, under which help lists it
+    is_main: bool = False  # stands in a command's short help
     help: str
     default: Any = None
     kind: Any = str  # that the command line makes of its text
@@ -54,6 +58,7 @@ class Option:
     is_suggested: bool = False  # a model may suggest it in its generation_config.json
     doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
     called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
+    synonyms: tuple[str, ...] = ()  # other names, which doors of programs take for it
     http_within: tuple[float, float] | None = (
         None  # bounds of OpenAI's protocol, where they are narrower
     )
@@ -126,6 +131,16 @@ def options_at(door: str, *records: type) -> dict[str, Option]:
     return {one.at(door): one for one in declared if door in one.doors}
 
 
+def synonyms_at(door: str, *records: type) -> dict[str, str]:
+    """Return `{other name: name}` of the options that one door takes; a chat writes dashes."""
+    return {
+        other.replace("_", "-") if door == "chat" else other: name
+        for name, one in options_at(door, *records).items()
+        for other in one.synonyms
+        if other != name
+    }
+
+
 def build(record: type[Record], given: Mapping[str, Any]) -> Record:
     """A record of those of its options that are given."""
     values: dict[str, Any] = {}
@@ -149,8 +164,8 @@ def check_numbers(record: Any) -> None:
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:
-    """`a, b and c`."""
-    return f"{', '.join(names[:-1])} {last} {names[-1]}"
+    """Return `a, b and c`; one name is itself."""
+    return f" {last} ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
 def called_with(
@@ -238,7 +253,9 @@ def _all_options(record: type) -> Iterator[tuple[str, Option]]:
                 yield name, one if one.keeps_default else replace(one, default=None)
         elif (declared := own.metadata.get(_KEY)) is not None:
             kind = declared.get("kind") or _kind(own.type)
-            yield own.name, Option(**{**declared, "name": own.name, "kind": kind})
+            group = declared.get("group", getattr(record, "GROUP", "Output"))
+            assert group in GROUPS, f"{own.name} is of no group"
+            yield own.name, Option(**{**declared, "name": own.name, "kind": kind, "group": group})
 
 
 def _kind(annotation: Any) -> Any:

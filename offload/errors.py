@@ -1,13 +1,16 @@
 """The errors that a user can mend: one line with the rule, the value that broke it, the remedy."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 TOLD = "every rank has been told"  # a note on an error that only rank 0 reports to the user
 # the machine lacks descriptors, memory or processes
 _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 _MAX_CHARS = 560  # of a message
+# of words that may be meant by each other, as difflib measures it
+_ALIKE = 0.7
 _KEPT_CHARS = 260  # at either end of a message that is too long
 
 
@@ -95,6 +98,13 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise UserError(f"{what} ({reason(error)}): {remedy}") from None
         raise
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `. Did you mean that?` where a known word is nearly `word`, else nothing."""
+    named = {one.lstrip("-"): one for one in known}
+    alike = get_close_matches(word.lstrip("-"), named, n=1, cutoff=_ALIKE)
+    return f". Did you mean {named[alike[0]]}?" if alike else ""
 
 
 def one_line(message: str) -> str:

@@ -7,8 +7,8 @@ file is a link to one named by its checksum; in a folder of its own each file ha
 
 Files are read whole at the speed of their disk, in parts: checksums, and the largest number of
 every tensor. Invariant: memory holds a few parts, however large the files are, and each byte is
-read once. A manifest is only written for files without damage; it replaces one only where the hub's
-checksum confirms the files, and never one that was only named. A file in a folder of its own is not
+read once. A manifest is only written where that is asked for, for files without damage; it replaces
+one only where the hub's checksum confirms the files. A file in a folder of its own is not
 compared with the hub once it was written to; in the cache all files are.
 """
 
@@ -298,16 +298,17 @@ def verify(
     """Read all of a model once, and report what is wrong.
 
     Args:
-        manifest: to compare with; default: `default_manifest`, which is also written.
-        may_write: whether a manifest that is named is written as well.
+        manifest: to compare with, which must be there unless it is written; default:
+            `default_manifest`, which need not.
+        may_write: whether the manifest is written where nothing speaks against the model.
 
     Raises:
         UserError: the manifest is unusable, or files change meanwhile.
     """
     started_s = time.monotonic()
-    may_write = may_write or manifest is None
+    is_needed = manifest is not None and not may_write
     manifest = manifest or default_manifest(whole.path)
-    known = _comparable(_known(manifest, may_write=may_write), whole)
+    known = _comparable(_known(manifest, is_needed=is_needed), whole)
     # small files first, before hours of reading
     small = _small(whole)
     seen = _read_all(whole, known, progress)
@@ -338,8 +339,8 @@ def _counts(sound: Sequence[_ReadFile], decoded: Set[Path]) -> tuple[int, int, i
     )
 
 
-def _known(manifest: Path, *, may_write: bool) -> dict[str, FileSums]:
-    if not may_write and not os.path.lexists(manifest):
+def _known(manifest: Path, *, is_needed: bool) -> dict[str, FileSums]:
+    if is_needed and not os.path.lexists(manifest):
         raise UserError(
             f"no manifest at {manifest}: check the path, or give `write` as well to have it written there"
         )

@@ -5,10 +5,11 @@ lists them all, and is made of what stands here. Nothing is imported that takes 
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from offload.declaration import option, unset
 from offload.units import DTYPES, EXPERTS, RULES, Sampling
@@ -27,18 +28,22 @@ _ALL = (*_LOAD, "demo", "pack", "unpack", "verify", "build", "append", "info")
 class ModelChoice:
     """Which models."""
 
+    GROUP: ClassVar[str] = "Model"
     model: PathLike = option(
         "--model", "-m", default="", kind=str, is_required=True, metavar="MODEL", commands=_LOAD,
-        help="folder, GGUF file or hub id of the target",
+        is_main=True,
+        help="folder, GGUF file or hub id of the target model",
         doc="the target: folder or hub id, [quantised](quantised.md) or not, or a [GGUF "
         "file](gguf.md)",
     )
     draft: PathLike | None = option(
         "--draft", "-d", kind=str, metavar="MODEL", commands=_LOAD,
-        help="small model with the same vocabulary; self:int4, self:int8: a copy",
-        differs={"tune": {"is_required": True, "help": "small model, or self:int4, self:int8"}},
+        is_main=True,
+        help="small model with the same vocabulary, which guesses ahead; self:int4, self:int8: a copy "
+        "of the target in fewer bits",
+        differs={"tune": {"is_required": True, "help": "small model that guesses ahead, or self:int4, self:int8"}},
         doc="a small model with the same vocabulary; `self:int4`, `self:int8`: the target "
-        "itself, [rounded while it is read](drafts.md), as its own draft; of one process",
+        "itself, [rounded while it is read](drafts.md), as its own draft; in one process alone",
     )
 
     @property
@@ -51,9 +56,11 @@ class ModelChoice:
 class ModelOptions:
     """How models are loaded, and how the target's tokens are guessed."""
 
+    GROUP: ClassVar[str] = "Memory"
     ram: str | int | None = option(
         "--ram", metavar="SIZE", is_per_rank=True, commands=(*_LOAD, "demo"),
-        help="memory budget, such as 8GiB, or one per rank; default: 3/4 of what is free",
+        is_main=True,
+        help="memory budget, such as 8GiB, or one for each rank; default: 3/4 of what is free",
         differs={"demo": {
             "help": "memory budget; default: a quarter of the size, if that works",
             "is_per_rank": False,
@@ -64,8 +71,9 @@ class ModelOptions:
     )
     tree: str = option(
         "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"),
-        help="auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L, chain:auto (L as guesses "
-        "fare), sequences:KxL",
+        group="Guessing",
+        help="tree of guesses: auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L, chain:auto (as "
+        "long as guesses come true), sequences:KxL",
         differs={
             "tune": {
                 "default": None, "metavar": "NxD",
@@ -81,120 +89,140 @@ class ModelOptions:
     )
     rule: str = option(
         "--rule", default="match", metavar="RULE", commands=(*_LOAD, "demo"),
-        help=f"of acceptance: {', '.join(RULES)}",
+        group="Guessing",
+        help=f"rule by which guesses are accepted: {', '.join(RULES)}",
         doc=f"what is accepted: {', '.join(f'`{rule}`' for rule in RULES)}; see "
         "[trees and rules](trees-and-rules.md)",
     )
     _: KW_ONLY
     config: PathLike | None = option(
         "--config", kind=str, metavar="MODEL", commands=_LOAD,
-        help="folder or hub id of what a GGUF target was made from; docs/gguf.md",
+        group="Model",
+        help="folder or hub id of the model that a GGUF file was made from; see docs/gguf.md",
         doc="folder or hub id of what a GGUF target was made from: [its config and "
         "tokenizer](gguf.md#config-and-tokenizer)",
     )
     device: str = option(
         "--device", default="auto", metavar="DEVICE", commands=_LOAD,
-        help="auto, cpu, cuda or cuda:N",
+        help="device that computes: auto, cpu, cuda or cuda:N",
         doc="`auto` takes a CUDA device where there is one; `cpu`, `cuda`, `cuda:N`",
     )
     gpu_memory: str | int | None = option(
-        "--gpu-mem", metavar="SIZE", commands=_LOAD, help="device memory budget, such as 24GiB",
+        "--gpu-mem", metavar="SIZE", commands=_LOAD, differs={"plan": {"is_main": True}},
+        help="memory budget on the GPU, such as 24GiB",
     )
     context: int | None = option(
         "--context", metavar="N", commands=(*_RUN, "plan"),
-        help="positions for prompt and new tokens; default: at most 4096",
+        is_main=True,
+        help="make room for N tokens, prompt and new ones; default: the model's limit, at most 4096",
         doc="positions to make room for, prompt and new tokens; a smaller one leaves more memory"
         " to layers",
     )
     dtype: str = option(
         "--dtype", default="auto", metavar="TYPE", commands=_LOAD,
-        help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}",
+        group="Model",
+        help=f"type to compute in: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}",
         doc="to compute in; `auto` is the checkpoint's own",
     )
     draft_dtype: str | None = option(
         "--draft-dtype", metavar="TYPE", commands=_LOAD,
-        help="int8 or int4: hold the draft in fewer bits; default: as stored",
+        group="Guessing",
+        help="hold the draft in fewer bits: int8 or int4; default: as it is stored",
         doc="`int8` or `int4`: hold the draft in [fewer bits](drafts.md) than it is stored in: "
         "memory for layers, same text",
     )
     experts: str = option(
         "--experts", default=EXPERTS[0], metavar="HOW", commands=_LOAD,
-        help="experts of a mixture: demand (those that a pass needs), layers (all of them), auto",
+        help="how the experts of a mixture are read: demand (those that a pass needs), layers (all of "
+        "them), auto",
         doc="of a mixture of experts [how they come](experts.md): `demand`: those that a pass "
         "needs, `layers`: all with their layers; `auto` takes what headers say is quicker",
     )
     lenience: float = option(
         "--lenience", default=1.0, metavar="L", commands=_RUN,
-        help="below 1 NOT EXACT: more guesses pass, no token at over 1/L times its chance",
-        doc="below 1 [NOT exact](trees-and-rules.md#lenience-faster-and-not-exact): more guesses"
-        " are accepted, no token with more than 1/L times its chance",
+        group="Guessing",
+        help="NOT EXACT below 1: more guesses pass, and a token is drawn with up to 1/L times its chance",
+        doc="below 1 the text is [NOT exact](trees-and-rules.md#lenience-faster-and-not-exact): more guesses"
+        " are accepted, and a token is drawn with up to 1/L times its chance",
     )
     lookup: bool | None = option(
         "--lookup/--no-lookup", commands=_RUN,
-        help="guess that text goes on as it did before; default: without a draft, and with "
+        group="Guessing",
+        help="guess that the text goes on as it did before; default: on without a draft, and with "
         "--tree auto --rule match",
         doc="[guess](lookup.md) that text goes on as it did before; default: without a draft, "
         "and with `--tree auto --rule match`",
     )
     lookup_length: str = option(
         "--lookup-length", default="1:16", metavar="MIN:MAX", commands=_RUN,
-        help="tokens that must agree for a guess by --lookup or --datastore",
+        group="Guessing",
+        help="how many tokens must agree before --lookup or --datastore guesses",
     )
     ngram: PathLike | None = option(
         "--ngram", kind=Path, metavar="FILE|STORE", commands=_RUN,
-        help="guess by what follows on a token in a text or a store",
+        group="Guessing",
+        help="guess what follows on a token most often in a text or a store",
     )
     datastore: PathLike | None = option(
         "--datastore", kind=Path, metavar="STORE", commands=_RUN,
-        help="guess by what follows in a store of offload datastore build",
+        group="Guessing",
+        help="guess what follows in a store that offload datastore build has made",
         doc="[guess](lookup.md) by what follows in a store of [`offload datastore "
         "build`](datastore.md)",
     )
     threads: int | None = option(
         "--threads", metavar="N", is_per_rank=True, counts="cores", commands=(*_RUN, "tune"),
-        help="compute threads; default: the fastest, by what steps take",
+        group="Expert",
+        help="number of compute threads; default: the fastest, as measured",
     )
     profile: PathLike | None = option(
         "--profile", kind=str, metavar="FILE", commands=(*_RUN, "plan"),
-        help="of offload tune, or none; default: the one that fits this run",
+        group="Expert",
+        help="file that offload tune has written, or none; default: the one that fits this run",
         doc="file written by `offload tune`, or `none`; without it the one in the cache that "
         "holds for this run",
     )
     invariant: bool | None = option(
         "--invariant/--no-invariant", commands=_RUN,
-        help="the same bits with every tree; default: where layers are streamed",
+        group="Expert",
+        help="compute the same bits with every tree; default: on where layers are streamed",
         doc="[the same bits](trees-and-rules.md#the-same-bits) with every tree, or the quickest "
         "way; default: the same bits where layers are streamed; a promise of one process, "
         "refused with `--ranks`",
     )
     link_limit: str | int | None = option(
         "--link-limit", metavar="SIZE", is_per_rank=True, is_hidden=True,
+        group="Expert",
         commands=("generate", "serve", "tune", "demo"),
         help="slow the stream down to this per second",
     )
     # values per rank are read by it
     ranks: str | None = option(
         "--ranks", metavar="ROLES", is_eager=True, commands=_WRITE,
-        help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md",
+        group="Expert",
+        help="roles of the ranks that offload launch starts: shards, or stages:0-2,draft:3; see "
+        "docs/ranks.md",
         doc="among [many ranks](ranks.md) that `offload launch` has started: `shards`, or "
         "`stages:0-2,draft:3`",
     )
     pipeline: str | None = option(
         "--pipeline", metavar="MODE", commands=_WRITE,
-        help="of stages: async, sync or plain, with settings; see docs/ranks.md",
+        group="Expert",
+        help="how stages run: async, sync or plain, with settings; see docs/ranks.md",
         doc="of stages, how [runs follow each other](ranks.md#runs-in-flight---pipeline): "
         "`async` (default with a draft), `sync` or `plain` (default without one, and with "
         "`--tree none`), with settings",
     )
     slow_layer_s: float = option(
         "--slow-layer", default=0.0, metavar="SECONDS", least=0, is_hidden=True, commands=_WRITE,
+        group="Expert",
         help="every layer takes longer",
     )
     parallel: int = option(
         "--parallel", default=1, metavar="B", least=1, commands=("generate", "serve", "plan"),
-        help="texts that are written at a time, for one pass over the weights",
+        help="write B texts at a time, which share every pass over the weights",
         differs={"serve": {
-            "default": 4, "help": "texts that are written at a time; memory is planned for so many",
+            "default": 4, "is_main": True, "help": "write B texts at a time; memory is planned for so many",
         }},
         doc="[texts that are written at a time](many.md), for one pass over the weights; `plan` "
         "counts their memory",
@@ -205,84 +233,102 @@ class ModelOptions:
 class TextOptions:
     """What a text is asked for."""
 
+    GROUP: ClassVar[str] = "Text"
     prompt: str | None = option(
         "--prompt", "-p", metavar="TEXT", is_setting=False, commands=("generate", "demo"),
-        help="the prompt; '-' reads standard input",
+        is_main=True,
+        help="the prompt; '-' reads it from standard input",
         differs={"demo": {"help": "Python code to go on with"}},
     )
     file: Path | None = option(
         "--file", "-f", metavar="FILE", is_setting=False, commands=("generate",),
-        help="read the prompt from a UTF-8 file; many of them from a .jsonl",
+        is_main=True,
+        help="read the prompt from a UTF-8 file, or many prompts from a .jsonl file",
         doc="read the prompt from a UTF-8 file; [many of them](many.md) from a .jsonl",
     )
     system: str | None = option(
-        "--system", metavar="TEXT", commands=_WRITE,
-        help="what the model is told before the prompt or the first question",
+        "--system", metavar="TEXT", commands=_WRITE, differs={"chat": {"is_main": True}},
+        help="instructions that the model reads before the prompt or the first question",
         doc="what the model is told before the prompt or the first question, where it has a chat"
         " template",
     )
     max_new_tokens: int | None = option(
-        "-n", "--max-tokens", default=128, metavar="N", least=0,
-        commands=("generate", "chat", "demo"), help="at most so many new tokens",
+        "-n", "--max-tokens", default=128, metavar="N", least=-1,
+        is_main=True,
+        commands=("generate", "chat", "demo"),
+        help="write at most N new tokens; -1: as many as the context has room for",
         differs={
-            "chat": {"default": None, "least": 1, "help": "of one answer; default: what has room"},
-            "demo": {"default": 96},
+            "chat": {
+                "default": None, "least": 1,
+                "help": "write at most N tokens in an answer; default: as many as have room",
+            },
+            "demo": {"default": 96, "least": 0, "help": "write at most N new tokens"},
         },
         doors=("python", "batch", "chat"), called={"batch": "max_tokens", "chat": "max-tokens"},
     )
     stop: str | Sequence[str] | None = option(
         "--stop", metavar="TEXT", is_several=True, commands=_WRITE,
-        help="end before this string; may be given several times",
+        help="end the text before this string; may be given several times",
         doors=("python", "batch", "chat"),
     )
     json_schema: Mapping[str, Any] | str | None = option(
         "--json-schema", kind=Path, metavar="FILE", commands=("generate",),
-        help="write JSON that this schema allows; docs/grammar.md", doors=("python", "batch"),
+        help="write JSON that this schema allows; see docs/grammar.md", doors=("python", "batch"),
         doc="write JSON that this schema allows: the new text keeps [a grammar](grammar.md), one"
         " of them at most",
     )
     regex: str | None = option(
         "--regex", metavar="TEXT", commands=("generate",), doors=("python", "batch"),
-        help="write what this regular expression matches as a whole",
+        help="write a text that this regular expression matches as a whole",
     )
     grammar: str | None = option(
         "--grammar", kind=Path, metavar="FILE", commands=("generate",), doors=("python", "batch"),
-        help="write what these rules in Lark's notation allow",
+        help="write a text that these rules in Lark's notation allow",
     )
     session: Path | None = option(
-        "--session", metavar="FILE", commands=_WRITE,
-        help="keep tokens, keys and values there, and go on from there; see docs/flags.md",
+        "--session", metavar="FILE", commands=_WRITE, differs={"chat": {"is_main": True}},
+        help="keep the text and its cache in FILE, and go on from there; see docs/flags.md",
         doc="keep the text and what was computed for it, and [go on from there](#sessions)",
     )
     raw: bool = option(
-        "--raw", default=False, commands=("generate",), doors=("python",), help="no chat template",
+        "--raw", default=False, commands=("generate",), doors=("python",), help="leave the chat template out",
     )
     num_logprobs: int | None = option(
         "--logprobs", metavar="K", commands=("generate",), doors=("python", "batch"),
+        group="Output",
         called={"batch": "logprobs"},
-        help="with --json: of each new token, and of K of the likeliest",
-        doc="with `--json`: under `logprobs` of each new token its log-probability and the K "
-        "likeliest tokens with theirs, by the target's own logits, before penalties, biases "
-        "and sampling",
+        help="with --json: tell how likely each new token is, and the K likeliest tokens beside it",
+        doc="with `--json`: `logprobs` holds for each new token its text and log-probability, and the K "
+        "likeliest tokens with theirs (`top`, `top_texts`), by the target's own logits, before "
+        "penalties, biases and sampling",
     )
     samples: int = option(
         "--samples", default=1, metavar="K", least=1, commands=("generate",),
-        help="so many texts of a prompt, by seeds that follow --seed",
+        group="Sampling",
+        help="write K texts of a prompt, with --seed and the seeds behind it",
     )
     out: Path | None = option(
         "--out", metavar="FILE", commands=("generate",),
-        help="of many prompts: go on with the results in this file; default: stdout",
+        group="Output",
+        help="write the results of many prompts to FILE, and go on where it ends; default: stdout",
     )
+
+
+    @property
+    def num_wanted(self) -> int:
+        """New tokens of a text, more than any context has room for where -1 asks for all."""
+        return sys.maxsize if self.max_new_tokens == -1 else self.max_new_tokens or 0
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the tokens of a text are drawn, as far as it is said."""
 
+    GROUP: ClassVar[str] = "Sampling"
     given: Mapping[str, Any] = unset(Sampling)  # an option that is not given is left to the model
     greedy: bool = option(
         "--greedy", default=False, commands=_WRITE,
-        help="the likeliest token always, whatever else is said",
+        help="always take the likeliest token, whatever other flags say",
     )
 
 
@@ -290,17 +336,18 @@ class SamplingOptions:
 class OutputOptions:
     """What is shown."""
 
+    GROUP: ClassVar[str] = "Output"
     as_json: bool = option(
-        "--json", default=False, help="one JSON object on stdout and nothing else",
+        "--json", default=False, help="print one JSON object on stdout, and nothing else",
         commands=tuple(name for name in _ALL if name not in ("chat", "serve")),
     )
     quiet: bool = option(
-        "--quiet", "-q", default=False, help="nothing on stderr but errors",
+        "--quiet", "-q", default=False, help="print nothing on stderr but errors",
         commands=tuple(name for name in _ALL if name not in ("plan", "info")),
     )
     verbose: bool = option(
-        "--verbose", "-v", default=False, help="say more: threads, slots, why this tree",
-        commands=(*_RUN, "plan", "demo"),
+        "--verbose", "-v", default=False, help="tell more: threads, slots, why this tree",
+        commands=(*_RUN, "plan", "demo"), differs={"plan": {"is_main": True}},
     )
 
 
@@ -308,23 +355,28 @@ class OutputOptions:
 class PlanOptions:
     """Which machine `offload plan` is asked about."""
 
+    GROUP: ClassVar[str] = "Memory"
     hardware: str | None = option(
         "--hardware", metavar="NAME", commands=("plan",),
-        help="another machine: l40, rtx4090, ..., h200 or FILE.json",
+        is_main=True,
+        help="plan for another machine: l40, rtx4090, ..., h200 or FILE.json",
         doc="another machine by name or file; see [memory](memory.md)",
     )
     disk_speed: str | None = option(
         "--disk-speed", metavar="SIZE", commands=("plan",),
-        help="of the disk per second, such as 3GB; default: measured",
+        is_main=True,
+        help="bytes that the disk reads in a second, such as 3GB; default: measured",
     )
     tokens_per_sweep: float | None = option(
         "--tokens-per-sweep", metavar="G", commands=("plan",),
-        help="what the named tree yields; default: from the profile",
+        group="Guessing",
+        help="tokens that a sweep with the named tree yields; default: as the profile says",
     )
     # elsewhere `--ranks` are roles
     cluster: Path | None = option(
         "--ranks", metavar="FILE", commands=("plan",), is_shared=False,
-        help="several machines, as a JSON file describes them; docs/ranks.md",
+        group="Expert",
+        help="plan for several machines, which a JSON file describes; see docs/ranks.md",
         doc="[several machines](ranks.md#planning-a-cluster), as a JSON file describes them; "
         "`-v`: and what takes their memory",
     )
@@ -334,17 +386,20 @@ class PlanOptions:
 class TuneOptions:
     """What `offload tune` measures with."""
 
+    GROUP: ClassVar[str] = "Text"
     text: Sequence[Path] = option(
         "--text", default=(), kind=Path, is_required=True, is_several=True, metavar="FILE",
-        commands=("tune",), help="UTF-8, of the kind to be decoded; several times",
+        is_main=True,
+        commands=("tune",), help="UTF-8 text of the kind that will be decoded; may be given several times",
     )
     tokens: int = option(
         "--tokens", default=2048, metavar="N", least=1, commands=("tune",),
-        help="positions to trace",
+        is_main=True,
+        help="trace N positions",
     )
     teacher_forced: bool = option(
         "--teacher-forced", default=False, commands=("tune",),
-        help="trace the text itself, quicker",
+        help="trace the text itself and not what the target writes: quicker",
     )
 
 
@@ -352,29 +407,39 @@ class TuneOptions:
 class ServerOptions:
     """Whom a server serves, and how much it takes from them."""
 
+    GROUP: ClassVar[str] = "Server"
     host: str = option(
         "--host", default="127.0.0.1", metavar="ADDRESS", commands=("serve",),
-        help="to listen on; any but loopback needs a key",
+        is_main=True,
+        help="address to listen on; any but loopback needs --api-key-file",
     )
     port: int = option(
         "--port", default=8080, metavar="N", commands=("serve",),
-        help="to listen on; 0 takes a free one",
+        is_main=True,
+        help="port to listen on; 0 takes a free one",
+    )
+    alias: Sequence[str] = option(
+        "--alias", default=(), kind=str, is_several=True, metavar="NAME", commands=("serve",),
+        help="another name that clients may ask for, '*' for any; may be given several times",
+        doc="another name that clients may ask for, `'*'` for any: many programs ask for `gpt-4` "
+        "whatever they are told",
     )
     api_key_file: Path | None = option(
         "--api-key-file", metavar="FILE", commands=("serve",),
-        help="keys that let in, one a line; default: none is asked for",
+        is_main=True,
+        help="file of keys, one a line, of which clients must send one; default: none is asked for",
     )
     queue: int = option(
         "--queue", default=64, metavar="Q", least=1, commands=("serve",),
-        help="requests that may wait; more are refused with 429",
+        help="let Q requests wait; more are refused with 429",
     )
     grace: float = option(
         "--grace", default=30.0, metavar="SECONDS", least=0, most=86_400, commands=("serve",),
-        help="for texts under way when the server is ended",
+        help="how long texts under way may still take when the server is ended",
     )
     max_body: str = option(
         "--max-body", default="4MiB", metavar="SIZE", commands=("serve",),
-        help="largest body of a request",
+        help="largest body that a request may have",
     )
 
 
@@ -382,6 +447,7 @@ class ServerOptions:
 class DemoOptions:
     """What `offload demo` makes."""
 
+    GROUP: ClassVar[str] = "Model"
     size: str = option(
         "--size", default="1GB", metavar="SIZE", commands=("demo",),
         help="how large to make the target",
@@ -392,10 +458,11 @@ class DemoOptions:
 class PackOptions:
     """What `offload pack` does."""
 
+    GROUP: ClassVar[str] = "Output"
     out: Path | None = option("--out", metavar="DIR", commands=("pack",), help="folder to make")
     verify: bool = option(
         "--verify", default=False, commands=("pack",),
-        help="instead decode all of a packed model and compare its checksums",
+        help="make nothing: decode all of a packed model, and compare its checksums",
     )
 
 
@@ -403,13 +470,14 @@ class PackOptions:
 class VerifyOptions:
     """What `offload verify` compares with."""
 
+    GROUP: ClassVar[str] = "Output"
     manifest: Path | None = option(
         "--manifest", metavar="FILE", commands=("verify",),
-        help="checksums to compare with; default: beside it, and written there",
+        help="checksums to compare with; default: those beside the model, if there are any",
     )
     write: bool = option(
         "--write", default=False, commands=("verify",),
-        help="write FILE of --manifest, too, once nothing speaks against the model",
+        help="write the checksums, beside the model or to --manifest, if the model is sound",
     )
 
 

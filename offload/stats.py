@@ -225,7 +225,7 @@ class Stats:
         tree = {
             "num_nodes": self.tree_num_nodes,
             "depth": self.tree_depth,
-            "is_grown": self.is_tree_dynamic,
+            "is_dynamic": self.is_tree_dynamic,
         }
         experts = ("expert_hits", "expert_misses")
         return {

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from offload.declaration import check_numbers, number, option, options_of, whole_number
 from offload.errors import UserError, require
@@ -54,12 +54,16 @@ class Sampling:
     Penalties and biases are applied to logits first, and hold for greedy text as well.
     """
 
+    GROUP: ClassVar[str] = "Sampling"
+
     # A table, as in `offload.options`.
     # fmt: off
     temperature: float = option(
-        "--temp", "--temperature", default=0.0, metavar="T", within="0 or more",
-        remedy="0 is greedy", help="0 is greedy", commands=(*_WRITE, "tune", "demo"),
-        differs={name: {"help": "0 is greedy; default: as the model suggests"} for name in _WRITE},
+        "--temp", "--temperature", is_main=True, default=0.0, metavar="T", within="0 or more",
+        remedy="0 is greedy", help="how freely tokens are drawn; 0 is greedy", commands=(*_WRITE, "tune", "demo"),
+        differs={name: {
+            "help": "how freely tokens are drawn; 0 is greedy; default: as the model suggests",
+        } for name in _WRITE},
         is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
         doc="0 is greedy; `generate` and `chat` [ask the model](#sampling) where neither this "
         "nor `--top-p`, `--top-k` or `--min-p` is given, other commands are greedy",
@@ -67,52 +71,53 @@ class Sampling:
     )
     top_p: float = option(
         "--top-p", default=1.0, metavar="P", within="(0, 1]", remedy="1 keeps every token",
-        help="keep the likeliest tokens that sum to this", commands=(*_WRITE, "tune"),
+        help="keep the likeliest tokens, whose chances sum to P", commands=(*_WRITE, "tune"),
         is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
         page=("0.0001", "1"),
     )
     top_k: int = option(
         "--top-k", default=0, metavar="K", within="0 or more", remedy="0 keeps every token",
-        help="keep so many of the likeliest tokens; 0 keeps all", commands=(*_WRITE, "tune"),
+        help="keep the K likeliest tokens; 0 keeps all", commands=(*_WRITE, "tune"),
         is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
         page=("0", "1000000"),
     )
     min_p: float = option(
         "--min-p", default=0.0, metavar="P", within="[0, 1]", remedy="0 keeps every token",
-        help="keep tokens at least P times as likely as the likeliest", commands=_WRITE,
+        help="keep tokens that are at least P times as likely as the likeliest one", commands=_WRITE,
         is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
-        doc="keep tokens at least P times as likely as the likeliest; after `--top-p`",
+        doc="keep tokens that are at least P times as likely as the likeliest one; after `--top-p`",
         page=("0", "1"),
     )
     seed: int = option(
         "--seed", default=0, metavar="N", within="[0, 2^63)", remedy="0 is as good as any",
-        keeps_default=True, help="same seed, same text; with the rules match and topk for any tree",
+        keeps_default=True, help="the same seed gives the same text; with the rules match and topk for any tree",
         commands=(*_WRITE, "tune", "demo"), doors=("http", "batch", "chat", "page"),
         page=("0", "9007199254740991"),
     )
     repeat_penalty: float = option(
-        "--repeat-penalty", default=1.0, metavar="R",
+        "--repeat-penalty", "--repetition-penalty", default=1.0, metavar="R",
         within=f"{1 / MOST_PENALTY:g} to {MOST_PENALTY}", remedy="1 is none",
-        help="above 1: against tokens that are in the prompt or the answer", commands=_WRITE,
+        help="above 1: make tokens of the prompt and the answer less likely", commands=_WRITE,
         is_suggested=True, doors=_ALL, called={"harness": "repetition_penalty"},
+        synonyms=("repetition_penalty",),
         doc="above 1: [divides logits](#penalties-and-biases) of tokens in the prompt or the "
         "answer",
     )
     presence_penalty: float = option(
         "--presence-penalty", default=0.0, metavar="A", within=f"-{MOST_PENALTY} to {MOST_PENALTY}",
-        remedy="0 is none", help="off the logits of tokens that are in the answer, once",
+        remedy="0 is none", help="subtract A from the logits of tokens that are in the answer",
         commands=_WRITE, doors=_ALL, http_within=(-2, 2),
     )
     frequency_penalty: float = option(
         "--frequency-penalty", default=0.0, metavar="A",
         within=f"-{MOST_PENALTY} to {MOST_PENALTY}", remedy="0 is none",
-        help="off the logits of tokens that are in the answer, as many times as they are there",
+        help="subtract A from the logits of tokens in the answer, as many times as they are there",
         commands=_WRITE, doors=_ALL, http_within=(-2, 2),
     )
     # kept as pairs
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option(
         "--logit-bias", default=(), metavar="ID:NUMBER", kind=str, is_several=True,
-        help="added to a token's logit; may be given several times", commands=_WRITE,
+        help="add NUMBER to the logit of the token ID; may be given several times", commands=_WRITE,
         doors=("http", "batch"), http_within=(-100, 100),
     )
     # fmt: on

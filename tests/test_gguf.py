@@ -175,7 +175,7 @@ def test_commands_take_files(talking: Path) -> None:
 
 
 def test_without_the_package_one_line_says_what_to_do(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.engine.text.find_spec", lambda name: None)
+    monkeypatch.setattr("offload.checkpoint.gguf.find_spec", lambda name: None)
     outcome = shell("generate", "-m", talking / "m.gguf", "-p", "a one", *ENOUGH)
     assert outcome.code == 2 and "pip install gguf, or give --config" in outcome.err and outcome.err.count("\n") == 1
     named = shell("generate", "-m", talking / "m.gguf", "--config", talking / "original", "-p", "a one", *ENOUGH)

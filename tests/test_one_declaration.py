@@ -11,6 +11,8 @@ import pytest
 
 import offload
 from offload.cli import option_docs
+from offload.declaration import options_of
+from offload.units import Sampling
 
 PACKAGE = Path(offload.__file__).parent
 MADE_UP = """\
@@ -107,6 +109,19 @@ def test_an_option_is_found_at_every_door(door: str, words: tuple[str, ...], doo
 
 def test_its_value_reaches_a_text(doors: dict[str, str]) -> None:
     assert doors["Python"] == doors["ranks"] == 0.25
+
+
+def test_other_names_of_an_option_are_taken_at_the_doors_of_programs() -> None:
+    """`repetition_penalty`, as Hugging Face and vLLM have it."""
+    from offload.cli import batch_file, chat_commands
+    from offload.server.protocol import ChatBody, parse
+
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for name in ("repeat_penalty", "repetition_penalty"):
+        assert parse(ChatBody, json.dumps({**body, name: 1.5}).encode()).repeat_penalty == 1.5
+        assert batch_file._object(json.dumps({name: 1.5})) == {"repeat_penalty": 1.5}
+    assert chat_commands._SHORT["repetition-penalty"] == "repeat-penalty"
+    assert "--repetition-penalty" in options_of(Sampling)["repeat_penalty"].flags
 
 
 def test_documents_are_current() -> None:

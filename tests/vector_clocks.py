@@ -21,9 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.streaming import bounces
-from offload.streaming import carriers as device_carrier
-from offload.streaming import carriers as device_expert_carrier
+from offload.streaming import carriers, sender
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, RefusedError
 
@@ -337,12 +335,12 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
     patch.setattr(ThreadPoolExecutor, "submit", submitted)
     patch.setattr(ThreadPoolExecutor, "shutdown", shut)
     for kind, names in (
-        (device_carrier.DeviceCarrier, ("_sending",)),
-        (device_expert_carrier.DeviceExpertCarrier, ("_sending", "_lock")),
+        (sender.Sender, ("_sending",)),
+        (carriers.DeviceExpertCarrier, ("_lock",)),
     ):
         patch.setattr(kind, "__init__", _with_locks(kind.__init__, names, clocks))
-    patch.setattr(bounces.Bounces, "__init__", _with_buffers(bounces.Bounces.__init__, clocks))
-    patch.setattr(bounces.Bounces, "send", _with_writes(bounces.Bounces.send, clocks))
+    patch.setattr(sender.Bounces, "__init__", _with_buffers(sender.Bounces.__init__, clocks))
+    patch.setattr(sender.Bounces, "send", _with_writes(sender.Bounces.send, clocks))
 
 
 def _with_locks(make: Callable[..., None], names: tuple[str, ...], clocks: Clocks) -> Callable[..., None]:

@@ -25,8 +25,8 @@ def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[in
     The status is negative after a signal, and None where not even SIGKILL has ended it, as in a
     stuck driver.
 
-    Raises:~    KeyboardInterrupt: the wait was interrupted; the child has been ended as at its
-    limit.
+    Raises:
+        KeyboardInterrupt: the wait was interrupted; the child has been ended as at its limit.
     """
     with _group(command, log) as child:
         try:

@@ -8,6 +8,7 @@ with `--rows` a row is on disk when it is known.
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -20,10 +21,11 @@ from offload.bench.harness.compare import changes, require_same, tell
 from offload.bench.harness.gate import Proof, Written
 from offload.bench.harness.plain_reader import Reading, plain_rate
 from offload.bench.harness.prompts import Prompt, prompts
-from offload.bench.harness.record import Guard, Row, new_result, read, store, writable
+from offload.bench.harness.record import STDOUT, Guard, Row, new_result, read, store, writable
 from offload.bench.harness.row_log import add_row
 from offload.bench.harness.setting import (
     CEILING_BYTES,
+    Need,
     Setting,
     find_setting,
     place_of,
@@ -78,7 +80,12 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         "--rows",
         **_TO_WRITE,
     ),
-    "json_file": _flag(Path | None, "store the result", "--json", **_TO_WRITE),
+    "json_file": _flag(
+        Path | None,
+        "store the result; '-': print it, as is done where no terminal is",
+        "--json",
+        **_TO_WRITE,
+    ),
     "compare": _flag(
         Path | None, "flag what is slower than there beyond noise; exits with 1", metavar="OLD.json"
     ),
@@ -86,6 +93,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
 MODELS = "model draft size layers"
 PLACE = "device gpu_mem ram"
 ENDS = "rows_file json_file"
+_USUAL = Need()
 # takes how many are done, how many in all, and what
 Tell = Callable[[int, int, str], None]
 
@@ -107,8 +115,11 @@ class Bench:
     def given(self, name: str) -> Any:
         return self._given[name]
 
-    def setting(self, *, needs_draft: bool = False) -> Setting:
-        """Return the models and the place that the flags name. Raises `UserError`."""
+    def setting(self, *, needs_draft: bool = False, need: Need = _USUAL) -> Setting:
+        """Return the models and the place that the flags name. Raises `UserError`.
+
+        A budget that is not given has room for what is needed.
+        """
         ask = self._given.get
         device = self._given.get("device", "cpu")
         place = place_of(device, ask("gpu_mem"))
@@ -123,7 +134,7 @@ class Bench:
                 )
             else:
                 setting = find_setting(
-                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen
+                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen, need
                 )
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
@@ -154,7 +165,10 @@ class Bench:
         guards: Mapping[str, Guard] | None = None,
         proof: Proof | None = None,
     ) -> None:
-        """Store, compare, and end with one JSON line; exit with 1 if slower beyond noise."""
+        """Store, compare, and end with one JSON line where no person reads it.
+
+        Exits with 1 if slower beyond noise.
+        """
         if proof is not None:
             print(proof_line(proof))
             settings = {**settings, "proof": proof._asdict()}
@@ -167,20 +181,27 @@ class Bench:
         result = new_result(
             self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {}
         )
-        if self.json_file is not None:
-            store(result.as_dict(), self.json_file)
+        self._store(result.as_dict())
         found = [] if self._old is None else changes(self._old, result)
         if self._old is not None:
             tell(self._old, result, found)
-        print(json.dumps(result.as_dict()))
+        self._print(result.as_dict())
         if any(one.is_worse for one in found):
             raise typer.Exit(1)
 
     def end(self, found: Row) -> None:
         """Print the last line of a command with an object of its own, stored with `--json`."""
-        if self.json_file is not None:
+        self._store(found)
+        self._print(found)
+
+    def _store(self, found: Row) -> None:
+        if self.json_file is not None and self.json_file != STDOUT:
             store(found, self.json_file)
-        print(json.dumps(found), flush=True)
+
+    def _print(self, found: Row) -> None:
+        """Print kilobytes of JSON, unless a person looks on who has not asked for them."""
+        if self.json_file == STDOUT or not sys.stdout.isatty():
+            print(json.dumps(found), flush=True)
 
     def prove(self, setting: Setting, written: Sequence[Written]) -> Proof:
         """Prove all tokens, with a line on the screen."""

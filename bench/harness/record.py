@@ -104,6 +104,9 @@ def checkout_commit() -> str | None:
     return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
+STDOUT = Path("-")
+
+
 def store(found: Row, path: Path) -> None:
     """Write what JSON can hold. Raises `UserError` where that cannot be."""
     try:
@@ -118,7 +121,7 @@ def writable(path: Path | None) -> Path | None:
 
     It is called before anything is measured.
     """
-    if path is not None:
+    if path is not None and path != STDOUT:
         folder = next(
             parent for parent in (path.parent, *path.absolute().parents) if parent.exists()
         )

@@ -48,6 +48,7 @@ CEILING_BYTES = 400_000_000
 _COPY_BYTES = 64 << 20
 # share of free memory for a model that is made there
 _FREE_SHARE = 0.9
+_ROOMY_BYTES = 1 << 50
 
 
 class Setting(NamedTuple):
@@ -154,26 +155,62 @@ class Setting(NamedTuple):
         return {**names, **place, **({} if self.ranks is None else {"ranks": self.ranks})}
 
 
+class Need(NamedTuple):
+    """The most that a bench opens at once, which a budget that nobody named must have room for."""
+
+    tree: str = "64x16"
+    context: int = 1024
+    rule: str = "match"
+    parallel: int = 1
+
+    def budget_bytes(self, files: ModelFiles) -> int:
+        """Return a quarter of the target, or the least that works."""
+        spec = parse_tree(self.tree)
+        plan = partial(
+            plan_memory,
+            files,
+            dtype="auto",
+            context=self.context,
+            num_nodes=1 if spec.is_chosen else spec.num_nodes,
+            rule=self.rule,
+            parallel=self.parallel,
+        )
+        quarter_bytes = files.target.num_bytes // 4
+        try:
+            plan(ram=_ROOMY_BYTES)
+        except UserError:  # what no memory holds is refused when it is opened
+            return quarter_bytes
+        return max(quarter_bytes, least_budget(lambda size: plan(ram=size)))
+
+
+_USUAL = Need()
+
+
 def find_setting(
-    model: str | None, draft: str | None, size: str, ram: str | None, screen: Console
+    model: str | None,
+    draft: str | None,
+    size: str,
+    ram: str | None,
+    screen: Console,
+    need: Need = _USUAL,
 ) -> Setting:
     """Return the named models, or the packaged pair with a target of `size`.
 
-    Raises `UserError`, before it fetches.
+    Without `ram` the budget is that of `need`. Raises `UserError`, before it fetches.
     """
     if model is not None:
         names = [model] if draft is None else [model, draft]
         target, *small = fetch(names, partial(_require_room, ram), screen.wait)
-        budget_bytes = parse_size(
-            ram or sum(path.stat().st_size for path in target.shards) // 4, "--ram"
-        )
-        return Setting(
-            target.directory, small[0].directory if small else None, target.directory, budget_bytes
-        )
-    size_bytes = parse_size(size, "--size")
-    made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-    named = PAIR / "draft" if draft is None else open_headers(draft).directory
-    return Setting(made, named, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
+        files = ModelFiles(target, *small)
+        own = target.directory
+        guesser = small[0].directory if small else None
+    else:
+        size_bytes = parse_size(size, "--size")
+        own = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+        guesser = PAIR / "draft" if draft is None else open_headers(draft).directory
+        files = ModelFiles(open_headers(own), open_headers(guesser))
+    budget_bytes = need.budget_bytes(files) if ram is None else parse_size(ram, "--ram")
+    return Setting(own, guesser, PAIR / "target" if model is None else own, budget_bytes)
 
 
 def resident_pair(ram: str | None) -> Setting:
@@ -223,6 +260,5 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
 
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
     """Refuse, from headers alone, a budget too small for the least of runs. Raises `UserError`."""
-    plan_memory(
-        (target, draft), ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1
-    )
+    if ram is not None:
+        plan_memory((target, draft), ram=ram, dtype="auto", context=1, num_nodes=1)

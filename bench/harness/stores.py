@@ -34,7 +34,7 @@ def library_store(screen: Console) -> Path:
         build(
             path,
             map(read_source, files),
-            load_coder(str(PAIR / "target"))[0],
+            load_coder(str(PAIR / "target"), PAIR / "target")[0],
             _RAM_BYTES,
             screen.wait,
         )
@@ -46,7 +46,7 @@ def permuted_store(path: Path, screen: Console) -> str:
 
     Returns how it was made. Raises `UserError`.
     """
-    coder = load_coder(str(PAIR / "target"))[0]
+    coder = load_coder(str(PAIR / "target"), PAIR / "target")[0]
     files = _files()
     rng = np.random.default_rng(0)
     ids = [np.array(one) for one in coder.encode([read_source(path) for path in files]) if len(one)]

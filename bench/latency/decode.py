@@ -38,7 +38,7 @@ from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
 from offload.bench.harness.picture import draw_sizes, require_pictures
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row, writable
-from offload.bench.harness.setting import PROMPT_TOKENS, Setting, resident_pair
+from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting, resident_pair
 from offload.bench.harness.steps import record_steps
 from offload.bench.harness.timeline import Event, write_trace
 from offload.calibration.trial import rows_of as rows_of_kernels
@@ -196,10 +196,14 @@ def measure(
 
 
 def open_for(setting: Setting, effort: Effort, **options: Any) -> Decoder:
+    need = need_of(effort)
+    return setting.open(need.tree, context=need.context, rule=need.rule, **options)
+
+
+def need_of(effort: Effort) -> Need:
+    """Return the largest of what is opened."""
     context = _MOST_PROMPT_TOKENS + effort.num_tokens
-    return setting.open(
-        _largest(effort.cases()), context=context, rule=_hungriest(effort.rules), **options
-    )
+    return Need(_largest(effort.cases()), context, _hungriest(effort.rules))
 
 
 def timed_run(
@@ -397,7 +401,7 @@ def main(
     setting = (
         resident_pair(None)
         if preset in RESIDENT
-        else bench.setting(needs_draft=effort.trees != ("none",))
+        else bench.setting(needs_draft=effort.trees != ("none",), need=need_of(effort))
     )
     found, names = bench.prompts(effort.num_prompts)
     settings = {

@@ -19,7 +19,7 @@ from offload.bench.harness.command import Bench, command, say_link, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import PROMPT_TOKENS, Setting
+from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.lookup import NO_GUESSES
 from offload.drafting.model import ModelDrafter
@@ -160,7 +160,10 @@ TreeOf = Annotated[
 )
 def main(bench: Bench, parallel: Parallel = 8, tree: TreeOf = "auto") -> None:
     """Tokens per second over many texts, written at a time and one after another."""
-    setting = bench.setting(needs_draft=True)
+    largest = COMPARED if tree == "auto" else tree
+    setting = bench.setting(
+        needs_draft=True, need=Need(largest, context=CONTEXT, parallel=parallel)
+    )
     effort = QUICK if bench.quick else FULL
     ceiling, (prompts, names) = say_link(setting), bench.prompts(parallel)
     rows = list[Row]()

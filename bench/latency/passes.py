@@ -26,7 +26,7 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.plain_reader import plain_read_s
 from offload.bench.harness.prompts import Prompt, encoded, prompts
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import PRETEND, PROMPT_TOKENS, Setting
+from offload.bench.harness.setting import PRETEND, PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
@@ -198,7 +198,7 @@ def _cells(row: Row) -> list[str]:
 )
 def main(bench: Bench) -> None:
     """How long does a forward of target and draft take for many rows, and is the link busy?"""
-    setting = bench.setting()
+    setting = bench.setting(need=Need(f"{max(FULL.sizes)}x24", context=_CONTEXT))
     on = {"cpu": QUICK if bench.quick else FULL, PRETEND: REHEARSAL}
     effort = on.get(setting.device, ON_DEVICE)
     sizes = effort.sizes if setting.draft is not None or setting.device != "cpu" else (1,)

@@ -103,7 +103,8 @@ def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Pa
 
     The interpreter that writes it has the `gguf` package.
 
-    Raises:~    subprocess.CalledProcessError: the writer failed.
+    Raises:
+        subprocess.CalledProcessError: the writer failed.
     """
     shards = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)

@@ -37,8 +37,9 @@ class ComparisonOutcome(NamedTuple):
 def compare(comparison: KernelComparison, device: "Device | None" = None) -> ComparisonOutcome:
     """Return whether both sides agree; after a failure, wait for the device.
 
-    Raises:~    RuntimeError: the kernel has left the device unusable, and every error from here on
-    would be blamed on others.
+    Raises:
+        RuntimeError: the kernel has left the device unusable, and every error from here on would be
+            blamed on others.
     """
     kernel = comparison.kernel
     shape = comparison.shape

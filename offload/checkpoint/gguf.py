@@ -11,6 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,15 @@ _PARTS = {**_PROJECTIONS, "attn_norm": "input_layernorm", "ffn_norm": "post_atte
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
                 "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
+
+
+def require_reader(file: Path) -> None:
+    """Raise `UserError` where the package that reads a tokenizer in a GGUF file is missing."""
+    if find_spec("gguf") is None:
+        raise UserError(
+            f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
+            "pip install gguf, or give `config`, the folder or hub id of the original model"
+        )
 
 
 class _Architecture(NamedTuple):

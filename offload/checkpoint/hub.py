@@ -82,6 +82,18 @@ def open_headers(
     return open_checkpoint(model)
 
 
+def headers_here(
+    model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
+) -> Checkpoint | None:
+    """Read headers as `open_headers` does; None for a hub id that is not in the cache.
+
+    Raises `UserError`.
+    """
+    if os.path.exists(os.path.expanduser(model)) or not is_hub_id(str(model)):
+        return open_headers(model, config)
+    return _in_cache(str(model)) if config is None else None
+
+
 def fetch(
     models: Sequence[str | os.PathLike[str]],
     check: Callable[..., object],
@@ -216,10 +228,9 @@ def _on_the_hub(repo: str) -> Checkpoint:
         hub.NotASafetensorsRepoError,
         hub.SafetensorsParsingError,
     )
-    try:
-        return open_checkpoint(in_cache(repo))
-    except (OSError, hub.HFValidationError, UserError):
-        pass  # not in the cache, or only in part
+    cached = _in_cache(repo)
+    if cached is not None:
+        return cached
     try:
         # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
         config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
@@ -242,6 +253,16 @@ def _on_the_hub(repo: str) -> Checkpoint:
     shards = tuple(Path(f"{repo}/{file}") for file in files)
     weights, left_out = weights_of(repo, settings, tensors)
     return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out)
+
+
+def _in_cache(repo: str) -> Checkpoint | None:
+    """Return the hub's copy in the cache; None where it is not there, or only in part."""
+    from huggingface_hub import errors as hub
+
+    try:
+        return open_checkpoint(in_cache(repo))
+    except (OSError, hub.HFValidationError, UserError):
+        return None
 
 
 def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from offload.checkpoint.families import require_family
 from offload.checkpoint.held import FEW_ROWS, held_sizes
 from offload.checkpoint.layout import ON_DEMAND, group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
@@ -378,6 +379,7 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
     Of a list with one per layer it is the largest.
     """
+    require_family(checkpoint)
     where = checkpoint.directory.name
     config = text_config(checkpoint)
     given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}

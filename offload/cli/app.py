@@ -14,7 +14,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench", short_help="Measure, every figure beside its ceiling.")
+app.add_typer(bench, name="bench", short_help="Measure speeds, each beside its ceiling.")
 
 
 def _say_version(is_asked: bool) -> None:
@@ -27,7 +27,9 @@ def _say_version(is_asked: bool) -> None:
 def _program(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="say it and exit"),
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass

@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.checkpoint.files import read_given
 from offload.cli.prompt_input import decode, with_system
-from offload.declaration import listed, options_at
+from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.request import Prompt, Request, samples_of
 from offload.errors import UserError, require
 from offload.options import TextOptions
@@ -25,11 +25,14 @@ _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
 _FIELDS = ("id", "prompt", "messages", *_TEXT, *_DRAWING)
 # but for what the first three hold
-_NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept", "is_named")
+_NOT_OF_THE_TEXT = (
+    "prompt", "stop", "sampling", "session", "is_kept", "is_named", "is_clipped",
+)  # fmt: skip
 _UNSET = [(one.name, one.default) for one in fields(Sampling)]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
 ]
+_SYNONYMS = synonyms_at("batch", TextOptions, Sampling)
 _DIGEST_CHARS = 16
 _MAX_BYTES = 1 << 30  # millions of prompts
 
@@ -112,11 +115,17 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     is_text = stop is None or isinstance(stop, str | list | tuple)
     require(is_text, "stop must be text or a list of texts", f"{stop!r:.80}", "mend it")
     own = {one.name: told[key] for key, one in _TEXT.items() if key in told}
+    is_clipped = common.is_clipped and "max_new_tokens" not in own
     kept = find_grammar(**{key: own.pop(key) for key in GRAMMARS if key in own})
     prompt = _prompt(told, system, raw=common.raw)
     sampling = _sampling(told, common.sampling)
     request = replace(
-        common, prompt=prompt, sampling=sampling, grammar=kept or common.grammar, **own
+        common,
+        prompt=prompt,
+        sampling=sampling,
+        grammar=kept or common.grammar,
+        is_clipped=is_clipped,
+        **own,
     )
     request.check()
     return name, request
@@ -138,7 +147,7 @@ def _object(line: str) -> dict[str, Any]:
         f"{line:.80}",
         'such as {"prompt": "Hello"}',
     )
-    return {key: value for key, value in told.items() if value is not None}
+    return {_SYNONYMS.get(key, key): value for key, value in told.items() if value is not None}
 
 
 def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:

@@ -141,7 +141,9 @@ def _finished(
 
 def _closing_line(progress: BatchProgress) -> str:
     texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
-    speed = f"{progress.tokens_per_s:.2f} tokens/s over all, {progress.tokens_per_pass:.2f} a pass"
+    speed = (
+        f"{progress.tokens_per_s:.2f} tokens/s over all, {progress.tokens_per_pass:.2f} tokens/pass"
+    )
     return f"{texts}, {plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}: {speed}"
 
 
@@ -157,10 +159,6 @@ def _result(outcome: Generation | UserError) -> dict[str, object]:
         "seed": sampling.pop("seed"),
         "sampling": sampling,
         "tokens": {"prompt": outcome.stats.num_prompt_tokens, "new": len(outcome.token_ids)},
-        **(
-            {}
-            if outcome.logprobs is None
-            else {"logprobs": [one._asdict() for one in outcome.logprobs]}
-        ),
+        **({} if outcome.logprobs is None else {"logprobs": outcome.logprobs_told()}),
         **({} if outcome.is_exact else {"lenience": outcome.lenience}),
     }

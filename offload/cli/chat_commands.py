@@ -7,42 +7,59 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from offload.cli.console import Console, turn_line
+from offload.cli.console import Console, memory_line, turn_line
+from offload.cli.progress import plural
+from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
-from offload.declaration import listed, options_at
+from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.chat import Chat
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.units import Sampling, format_bytes
+from offload.units import Sampling
 
 LEAVE = ("/bye", "/exit", "/quit")
 _SAMPLING = options_at("chat", Sampling)
 _TEXT = options_at("chat", TextOptions)
 _NAMES = [*_SAMPLING, *_TEXT]
-_SHORT = {"temp": "temperature", "n": "max-tokens"}
-_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: what is set", 70)
+_SHORT = {"temp": "temperature", "n": "max-tokens", **synonyms_at("chat", Sampling)}
+_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: show what is set", 70)
 _HELP = f"""\
-/help            this list
-/clear           begin anew, with the system prompt alone
-/system TEXT     tell the model this before the first question; without TEXT: what it is told
-/save FILE       keep the conversation, with all that was computed for it
+/help            show this list
+/clear           forget the conversation, but for the system prompt
+/system TEXT     give the model instructions before the first question; without TEXT: show them
+/save FILE       keep the conversation and its cache; without FILE: in that of --session
 /load FILE       go on with a conversation that was kept
-/retry           another answer to the last question
+/read FILE       ask what is in a file of UTF-8 text
+/retry           write another answer to the last question
 /undo            forget the last question and its answer
 /set NAME VALUE  {f"{chr(10)}{' ' * 17}".join(_SET_LINES)}
-/stats           figures of the last answer
-/bye             leave, as do /exit, /quit and Ctrl-D
+/stats           show the figures of the last answer
+/bye             leave; so do /exit, /quit and Ctrl-D
 \"""             begins and ends a question of several lines; a pasted one needs no quotes"""
 
 
 class ChatCommands:
-    """What can be done to a conversation but to ask."""
+    """What can be done to a conversation but to ask.
 
-    def __init__(self, chat: Chat, plan: MemoryPlan, console: Console) -> None:
+    Args:
+        own_bytes: of the program itself, before it loaded.
+        session: the file that /save and /load mean where they name none.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        plan: MemoryPlan,
+        console: Console,
+        own_bytes: int = 0,
+        session: Path | None = None,
+    ) -> None:
         self._chat = chat
         self._plan = plan
+        self._own_bytes = own_bytes
+        self._session = session
         self._console = console
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
@@ -50,6 +67,7 @@ class ChatCommands:
             "/system": self._system,
             "/save": self._save,
             "/load": self._load,
+            "/read": self._read,
             "/retry": lambda _: self._retry(),
             "/undo": lambda _: self._say(f"forgotten: {chat.undo()}"),
             "/set": self._set,
@@ -73,23 +91,38 @@ class ChatCommands:
 
     def _clear(self) -> None:
         self._chat.clear()
-        self._say("begun anew" + (", with the system prompt" if self._chat.system else ""))
+        self._say(
+            "the conversation is forgotten"
+            + (", but for the system prompt" if self._chat.system else "")
+        )
 
     def _save(self, name: str) -> None:
-        path = _file(name)
+        path = self._file(name)
         with saving(self._console):
             self._chat.save(path)
         self._say(f"kept in {path}")
 
     def _load(self, name: str) -> None:
-        path = _file(name)
+        path = self._file(name)
         self._console.wait("reading the session")
         try:
             self._chat.load(path)
         finally:
             self._console.clear()
         num_asked = sum(message["role"] == "user" for message in self._chat.messages)
-        self._say(f"going on with {path}: questions {num_asked}")
+        self._say(f"going on with {path}: {plural(num_asked, 'question')}")
+
+    def _file(self, name: str) -> Path:
+        if not name and self._session is not None:
+            return self._session
+        if not name:
+            raise UserError("a file is needed, got none: name one, such as talk.session")
+        return Path(name).expanduser()
+
+    def _read(self, name: str) -> Generator[str, None, None]:
+        if not name:
+            raise UserError("a file is needed, got none: name one, such as notes.txt")
+        return self._chat.ask(read_prompt(None, Path(name).expanduser()))
 
     def _retry(self) -> Generator[str, None, None]:
         before = self._chat.turn
@@ -138,19 +171,13 @@ class ChatCommands:
         if self._chat.turn is None:
             raise UserError("nothing was answered yet: ask something first")
         result = self._chat.turn.result()
-        num_used = result.stats.num_prompt_tokens + result.stats.num_new_tokens
-        sizes = result.stats.peak_rss_bytes, self._plan.ram_bytes
-        peak, budget = (format_bytes(size, is_decimal=self._console.is_decimal) for size in sizes)
+        stats = result.stats
+        num_used = stats.num_prompt_tokens + stats.num_new_tokens
         used = f"{num_used} of {self._plan.context} positions used"
-        self._say(
-            f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}"
+        memory = memory_line(
+            stats, self._plan, self._own_bytes, is_decimal=self._console.is_decimal
         )
-
-
-def _file(name: str) -> Path:
-    if not name:
-        raise UserError("a file is needed, got none: name one, such as talk.session")
-    return Path(name).expanduser()
+        self._say(f"{turn_line(stats, result.finish_reason)}\n{used}; {memory}")
 
 
 def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) -> Any:

@@ -9,8 +9,7 @@ import os
 import select
 import sys
 import termios
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +23,30 @@ _QUOTES = '"""'
 _TAKE_BLOCKS = ("", "/system")
 _PASTE_PAUSE_S = 0.05  # between two lines of a paste; too fast for typing
 _NUM_REMEMBERED = 1000
+
+
+class SilentTerminal:
+    """Meanwhile what is typed is not shown; it is kept for the next question."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> "SilentTerminal":
+        if sys.stdin.isatty():
+            self._before = termios.tcgetattr(sys.stdin)
+            quiet = [*self._before]
+            quiet[3] &= ~termios.ECHO
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Show again what is typed."""
+        if self._before is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
+            self._before = None
 
 
 class Entry(NamedTuple):
@@ -80,21 +103,6 @@ class ChatInput:
             return Entry("", line)
         command, _, rest = line.strip().partition(" ")
         return Entry(command, rest.strip())
-
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Meanwhile what is typed is not shown; it is kept for the next question."""
-        if not self._is_typed:
-            yield
-            return
-        before = termios.tcgetattr(sys.stdin)
-        quiet = [*before]
-        quiet[3] &= ~termios.ECHO
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
     def _keep_history(self) -> None:
         """Behind what is in the file by now, because another conversation may have ended meanwhile."""

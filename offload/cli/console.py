@@ -97,6 +97,11 @@ class Console:
         """Show that something is under way of which it is not known how much is left."""
         self._show(Phase(label))
 
+    def announce(self, label: str) -> None:
+        """The same; a log, which has no live line, is told at once."""
+        self._shown = Phase(label)
+        self._line.show(self._shown, is_at_once=True)
+
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
         """Progress of something that is measured in bytes; without a label of what is under way
         anyhow.
@@ -305,7 +310,7 @@ def closing_lines(
     if stats.num_new_tokens == 0:
         return "no tokens generated"
     first = f"{plural(stats.num_new_tokens, 'token')}, the first after {stats.ttft_s:.2f} s"
-    memory = _memory_line(stats, plan, own_bytes, is_decimal)
+    memory = memory_line(stats, plan, own_bytes, is_decimal=is_decimal)
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
     if stats.runs:
@@ -343,20 +348,46 @@ def alpha_line(stats: Stats) -> str:
     return f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {positions}"
 
 
-def _memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, is_decimal: bool) -> str:
+def memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: bool = False) -> str:
+    """Return the most memory that was held, beside all that may be: the budget, and the program."""
     sizes = (stats.peak_rss_bytes, plan.ram_bytes, own_bytes, stats.peak_device_bytes)
     peak, budget, own, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
-    line = f"peak memory {peak} of {budget} allowed and {own} for Python and its libraries"
+    allowed = format_bytes(plan.ram_bytes + own_bytes, is_decimal=is_decimal)
+    line = f"peak memory {peak}; allowed {allowed} = {budget} (--ram) + {own} for Python"
     return f"{line}; {on_gpu} on the GPU" if stats.peak_device_bytes else line
+
+
+def clipped_line(asked: int, num_new: int, num_prompt: int, plan: MemoryPlan) -> str:
+    """Return what becomes of more new tokens than there is room for; nothing where they fit."""
+    if num_new >= asked:
+        return ""
+    room = f"the context of {plan.context} has no more room"
+    behind = f"behind a prompt of {plural(num_prompt, 'token')}"
+    return f"at most {num_new} new tokens and not {asked}: {room} {behind}{_longer(plan)}"
+
+
+def cut_line(stats: Stats, finish_reason: str, plan: MemoryPlan) -> str:
+    """Return that a text is cut off, and by what; nothing where it has come to its end."""
+    if finish_reason != "length":
+        return ""
+    if stats.num_prompt_tokens + stats.num_new_tokens >= plan.context:
+        return f"the text is cut off where the context of {plan.context} ends{_longer(plan)}"
+    num = plural(stats.num_new_tokens, "token")
+    return f"the text is cut off after {num}: -n -1 writes as many as the context has room for"
+
+
+def _longer(plan: MemoryPlan) -> str:
+    longest = ", the longest that this model was made for"
+    return longest if plan.has_longest_context else ": --context N makes it longer"
 
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
     """One answer of a conversation: how long it took, and how much of what was said before had to
     be read again.
     """
-    how = {"interrupted": ", stopped", "length": ", cut off"}.get(finish_reason, "")
+    how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = (
-        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} a sweep"
+        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens/sweep"
         if stats.tpot_s
         else ""
     )

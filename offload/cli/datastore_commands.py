@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _RAM_BYTES = 2 << 30
 
 datastore = typer.Typer(
-    help="Make a store of text or code, which drafts are looked up in; see docs/datastore.md.",
+    help="Make a store of text or code, in which --datastore looks up guesses; see docs/datastore.md.",
     epilog="Start here: offload datastore build --help",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
 app.add_typer(
-    datastore, name="datastore", short_help="Make a store of text that drafts are looked up in."
+    datastore, name="datastore", short_help="Make a store of text, in which guesses are looked up."
 )
 
 Files = Annotated[
@@ -44,7 +44,8 @@ Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datast
 Ram = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free"
+        metavar="SIZE",
+        help="memory to build with; default: 2GiB, or 3/4 of what is free if that is less",
     ),
 ]
 SkipBad = Annotated[
@@ -70,7 +71,8 @@ def _group(context: typer.Context) -> None:
 def build(
     files: Files,
     tokenizer: Annotated[
-        str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")
+        str,
+        typer.Option(metavar="MODEL", help="folder or hub id of the model that the store is for"),
     ],
     out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
     output: OutputOptions,
@@ -82,6 +84,7 @@ def build(
     """
     from offload.datastore import build as building
 
+    building.require_new(out.expanduser())
     with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
         _write(
             console,
@@ -109,13 +112,15 @@ def append(
     output: OutputOptions,
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was"),
+        typer.Option(
+            metavar="MODEL", help="folder or hub id of the tokenizer; default: where it lay"
+        ),
     ] = None,
     ram: Ram = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Add text to a store, in chunks of its own; a process that has the store open goes on
-    with what it was.
+    """Add text to a store, in chunks of its own. A program that has the store open goes on with
+    what it has opened.
     """
     from offload.datastore import build as building
     from offload.datastore.store import read_store
@@ -189,13 +194,16 @@ def _write(
 ) -> None:
     """Build or append, and say what came of it."""
     from offload.datastore.build import Corpus
+    from offload.planning.precheck import tokenizer_place
 
     ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
     corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")
+    console.wait(f"looking for the tokenizer of {model}")
+    place = tokenizer_place(model)
     with libraries(console):
         from offload.cli.datastore_run import write_store
 
-        outcome = write_store(write, corpus, model, ram_bytes, console)
+        outcome = write_store(write, corpus, model, place, ram_bytes, console)
     console.say(outcome.lines(is_decimal=console.is_decimal))
     if as_json:
         print(json.dumps(outcome.as_dict()))

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.gguf import gguf_file
-from offload.checkpoint.hub import open_headers
-from offload.checkpoint.safetensors import tokenizer_folder
 from offload.cli.console import Console
 from offload.cli.progress import plural
 from offload.datastore.build import Coder, Corpus, Messages, OnPhase, joined
@@ -78,11 +75,14 @@ def info_lines(store: Store) -> str:
 
 
 def write_store(
-    write: Write, corpus: Corpus, model: str, ram_bytes: int, console: Console
+    write: Write, corpus: Corpus, model: str, place: Path, ram_bytes: int, console: Console
 ) -> StoreResult:
-    """Write what a corpus holds by `write`, one of the two functions of `offload.datastore.build`."""
+    """Write what a corpus holds by `write`, one of the two functions of `offload.datastore.build`.
+
+    The tokenizer of `model` lies in `place`.
+    """
     console.wait(f"reading the tokenizer of {model}")
-    coder, render = load_coder(model)
+    coder, render = load_coder(model, place)
     progress = _Progress(corpus, console)
     started_s = time.monotonic()
     num_new_tokens = 0
@@ -124,13 +124,10 @@ class _Progress:
         self._console.wait(label)
 
 
-def load_coder(model: str) -> tuple[Coder, Callable[[Messages], str]]:
-    """A model's tokenizer, and what makes one text of a conversation. Raises `UserError` where
-    there is none.
+def load_coder(model: str, folder: Path) -> tuple[Coder, Callable[[Messages], str]]:
+    """Return a model's tokenizer, which lies in a folder or GGUF file, and what makes one text of a
+    conversation. Raises `UserError`.
     """
-    folder = (
-        tokenizer_folder(model) if gguf_file(model) is None else open_headers(model).tokenizer_path
-    )
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name the model that the store is for")

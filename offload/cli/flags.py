@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,11 +20,14 @@ import typer
 
 from offload import machine as cores
 from offload.checkpoint.files import read_small
+from offload.cli.help import HelpAll, grouped, is_long
 from offload.declaration import Option, build, options_of
-from offload.errors import UserError, reason, require
+from offload.errors import UserError, did_you_mean, reason, require
 from offload.options import RECORDS, ModelOptions
 from offload.rank_roles import RankInfo, find_place, own_value
 
+_PREFIX = "OFFLOAD_"
+_NUM_NAMED = 3  # flags that an error names, the nearest ones
 _DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
 
 
@@ -39,13 +43,17 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
             name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
         }
         records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+        declared = {
+            one.name: one.of(main.__name__)
+            for record in records.values()
+            for one in options_of(record).values()
+            if main.__name__ in one.commands
+        }
         params = [one for name, one in taken.items() if name not in records]
-        for record in records.values():
-            params += [
-                _parameter(one.of(main.__name__))
-                for one in options_of(record).values()
-                if main.__name__ in one.commands
-            ]
+        params += map(_parameter, declared.values())
+        if is_long(declared):
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            params.append(inspect.Parameter("help_all", keyword, default=False, annotation=HelpAll))
 
         def run(**given: Any) -> None:
             main(
@@ -59,7 +67,7 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
         run.__name__, run.__doc__ = main.__name__, main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in params}
-        app.command(**how)(run)
+        app.command(cls=grouped(declared), **how)(run)
         return main
 
     return wrap
@@ -100,12 +108,18 @@ GpuMem = annotation(
 
 
 def as_flags(message: str) -> str:
-    """A line of the library, which names arguments in backticks, with the flags that they are given by."""
-    return re.sub(
-        r"`(\w+)`",
-        lambda match: _DECLARED[match[1]].flag if match[1] in _DECLARED else match[0],
-        message,
-    )
+    """Return a line of the library, which names arguments in backticks, with the flags for them.
+
+    `` `tree` `` becomes `--tree`, `` `tree="64x16"` `` becomes `--tree 64x16`.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if name not in _DECLARED:
+            return match[0]
+        return _DECLARED[name].flag + (f" {value}" if value else "")
+
+    return re.sub(r'`(\w+)(?:="([^`"]*)")?`', flag, message)
 
 
 def _place(context: typer.Context) -> RankInfo | None:
@@ -143,6 +157,7 @@ class Defaults(NamedTuple):
     commands: Mapping[str, Any]  # {name: what the option parser runs}
     by_command: dict[str, dict[str, Any]]  # as a context takes it: {command: {parameter: value}}
     sources: dict[tuple[str, str], str]  # {(command, parameter): the variable or file that sets it}
+    notes: list[str]  # of variables that are nearly a flag's
 
     def blame(self, message: str, given: list[str]) -> str:
         """An error's line, with where its flag was set if not in `given`, the arguments of the command line."""
@@ -165,9 +180,10 @@ class Defaults(NamedTuple):
         Raises `UserError` for a key that is no flag of theirs.
         """
         if isinstance(value, dict) or not any(key in known for known in scope.values()):
-            known = ", ".join(sorted({flag for flags in scope.values() for flag in flags}))
+            known = {flag for flags in scope.values() for flag in flags}
+            near = ", ".join(get_close_matches(key, known, _NUM_NAMED, cutoff=0))
             raise UserError(
-                f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}"
+                f"{source} sets {key!r}, which is no flag: take it out, or name one of {near}"
             )
         for name, param in ((name, flags[key]) for name, flags in scope.items() if key in flags):
             self.by_command[name].pop(param.name, None)
@@ -187,7 +203,7 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
         if "model" in known
     }
     path = config_file()
-    found = Defaults(commands, {name: {} for name in flags}, {})
+    found = Defaults(commands, {name: {} for name in flags}, {}, [])
     told = _read(path) if path else {}
     tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
     for key, value in told.items():
@@ -195,10 +211,18 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
     for name, table in tables.items():
         for key, value in table.items():
             found.set({name: flags[name]}, key, value, str(path))
-    for key in {key for known in shared.values() for key in known}:
-        variable = f"OFFLOAD_{key.upper().replace('-', '_')}"
-        if variable in os.environ:
-            found.set(shared, key, os.environ[variable], variable)
+    variables = {
+        f"{_PREFIX}{key.upper().replace('-', '_')}": key
+        for known in shared.values()
+        for key in known
+    }
+    for variable in variables.keys() & os.environ.keys():
+        found.set(shared, variables[variable], os.environ[variable], variable)
+    unknown = [name for name in os.environ if name.startswith(_PREFIX) and name not in variables]
+    for name in unknown:
+        # of another program's variables nothing is said
+        if meant := did_you_mean(name, variables):
+            found.notes.append(f"{name} sets no flag{meant}")
     return found
 
 
@@ -216,7 +240,7 @@ def _settings(command: Any) -> dict[str, Any]:
     return {
         key: one
         for one in command.params
-        if (key := _key(one)) not in ("", "help") and _may(one, "is_setting")
+        if (key := _key(one)) not in ("", "help", "help-all") and _may(one, "is_setting")
     }
 
 

@@ -23,17 +23,23 @@ from offload.cli.live_line import fitted
 def launch(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="COMMAND", help="generate, chat or bench decode, with flags"),
+        typer.Argument(metavar="COMMAND", help="generate, chat or bench decode, with their flags"),
     ],
     num_ranks: Annotated[
         int,
         typer.Option(
-            "-n", metavar="N", min=1, help="ranks on all hosts together; see docs/ranks.md"
+            "-n",
+            metavar="N",
+            min=1,
+            help="number of ranks on all hosts together; see docs/ranks.md",
         ),
     ],
     hosts: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="start the same on each; rank 0 is on the first"),
+        typer.Option(
+            metavar="A,B",
+            help="hosts, on each of which the same command is started; rank 0 is on the first",
+        ),
     ] = None,
     host_index: Annotated[
         int | None,
@@ -44,7 +50,10 @@ def launch(
     port: Annotated[
         int | None,
         typer.Option(
-            metavar="PORT", min=1, max=65535, help="where hosts meet; default: 29500, alone any"
+            metavar="PORT",
+            min=1,
+            max=65535,
+            help="port at which hosts meet; default: 29500, or any on one host",
         ),
     ] = None,
 ) -> None:

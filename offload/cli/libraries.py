@@ -25,6 +25,7 @@ from offload.machine import has_cuda_driver
 # Used where they are installed: by losses, by candidates of assisted generation, by pictures and by
 # quantisers.
 _UNUSED = ("scipy", "sklearn", "torchvision", "torchao")
+_PHASE = "importing torch and transformers"
 _COMPILER = "torch._dynamo"
 # What every model class and every tokenizer of transformers imports, and any pass over a model
 # without weights: its sympy counts as the program's own then, not as a run's.
@@ -35,14 +36,20 @@ _PARTS = (
 
 
 @contextmanager
-def libraries(console: Console) -> Iterator[None]:
+def libraries(
+    console: Console, before_leaving: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Import what computes, while a line says so; meanwhile and afterwards their warnings are lines
     of the console.
+
+    `before_leaving` is called where Ctrl-C ends the program meanwhile.
     """
-    console.wait("importing torch and transformers")
     with _heard(console.say):
-        if "torch" not in sys.modules:
-            _import()
+        if "torch" in sys.modules:
+            console.wait(_PHASE)
+        else:
+            console.announce(_PHASE)
+            _import(before_leaving)
             _hear("transformers", console.say)
         yield
 
@@ -65,13 +72,13 @@ class _NoCompiler(ModuleType):
         return getattr(importlib.import_module(_COMPILER), name)
 
 
-def _import() -> None:
+def _import(before_leaving: Callable[[], None]) -> None:
     """Import quickly; Ctrl-C ends the program at once: there is nothing to keep, and much that
     could swallow it.
     """
     before = signal.getsignal(signal.SIGINT)
     if before not in (signal.SIG_IGN, None):
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, lambda *_: _leave(before_leaving))
     # all that is made now stays: looking for waste takes a fifth of the time, and a second at the
     # end
     gc.disable()
@@ -109,8 +116,9 @@ def _import_parts() -> None:
             sys.modules.pop(name, None)
 
 
-def _leave(*_: object) -> None:
+def _leave(before_leaving: Callable[[], None]) -> None:
     """Without a way back through code that would take the interruption for an error of its own."""
+    before_leaving()
     os.write(2, b"\r\x1b[Koffload: interrupted\n" if os.isatty(2) else b"offload: interrupted\n")
     os._exit(128 + signal.SIGINT)
 

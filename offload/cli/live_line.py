@@ -51,13 +51,13 @@ class LiveLine:
         self._has_wrapped = False
         self.num_written = 0
 
-    def show(self, progress: Progress) -> None:
-        """From now on the line tells of this."""
+    def show(self, progress: Progress, *, is_at_once: bool = False) -> None:
+        """From now on the line tells of this; `is_at_once` also in a file or a pipe."""
         if self._is_off:
             return
         with self._lock:
             self._progress = progress
-            if self._redraws or self._begins_at_once:
+            if self._redraws or self._begins_at_once or is_at_once:
                 self._draw()
         self._begins_at_once = False
         if self._thread is None:

@@ -16,12 +16,13 @@ import typer
 # In the order of --help: each registers its commands.
 from offload.cli import write_commands, measure_commands, demo_command, pack_commands  # noqa: F401  # isort: skip
 from offload.cli import verify_command, serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
+from offload.bench.suite import COMMANDS
 from offload.cli import flags, output, rank_process
 from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
-from offload.errors import RankError, RunError, UserError
+from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
 _TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours
@@ -33,7 +34,7 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given = sys.argv[1:] or ["--help"]
-    own = flags.Defaults({}, {}, {})
+    own = flags.Defaults({}, {}, {}, [])
     place = None
     try:
         command: Any = typer.main.get_command(app)
@@ -41,13 +42,16 @@ def main() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
-        if not {"-h", "--help", "--version"} & {*given}:
+        if not {"-h", "--help", "--help-all", "--version"} & {*given}:
             own = flags.find_defaults(
                 {name: one for name, one in command.commands.items() if name != "bench"}
             )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
+            if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
+                print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
-        with command.make_context("offload", given, default_map=own.by_command) as context:
+        # A copy, since the option parser takes words away from what it is given.
+        with command.make_context("offload", [*given], default_map=own.by_command) as context:
             command.invoke(context)
         sys.stdout.flush()
         sys.exit(0)
@@ -76,14 +80,35 @@ def main() -> None:
         # what the option parser raises carries its line in this method
         if not hasattr(error, "format_message"):
             raise
-        misread = getattr(error, "ctx", None)  # of the command whose options were not understood
-        command_path = misread.command_path if misread else "offload"
+        # of the command whose options were not understood
+        misread = getattr(error, "ctx", None)
+        command_path = misread.command_path if misread else _named_command(command, given)
         _fail(
-            own.blame(f"{error.format_message()} (see {command_path} --help)", given),
+            own.blame(f"{_said_of(error)} (see {command_path} --help)", given),
             EXIT_USER_ERROR,
             place,
             error,
         )
+
+
+def _named_command(command: Any, given: list[str]) -> str:
+    """Return the words that name a command, where the option parser does not tell whose error it is."""
+    words = ["offload"]
+    for word in given:
+        # of a bench the parser is not asked, which may take seconds to import
+        known = COMMANDS if words[-1] == "bench" else getattr(command, "commands", {})
+        if word not in known:
+            break
+        command = None if words[-1] == "bench" else known[word]
+        words.append(word)
+    return " ".join(words)
+
+
+def _said_of(error: Any) -> str:
+    """Return the option parser's line, with a question where the words were nearly right."""
+    if known := getattr(error, "possibilities", None):
+        return f"{error.message}{did_you_mean(error.option_name, known)}"
+    return str(error.format_message())
 
 
 def _fail(

@@ -2,6 +2,7 @@
 before it loads.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,10 @@ def write_many(
             write_samples(Loading(model, draft, options, note), console, requests, as_json=as_json)
         return
     written_by = f"{options.dtype} {options.rule} {options.lenience:g}"
+    ends_with_context = text.max_new_tokens == -1
+    written_by += f" {options.context or 'usual'}" if ends_with_context else ""
+    # otherwise a prompt that has no room for what it asks for is told of in its line
+    common = replace(common, is_clipped=ends_with_context)
     console.wait("reading prompts")
     tasks = read_tasks(prompts, common, text.samples, written_by, text.system)
     with open_results(text.out, tasks, prompts, console.text) as results, libraries(console):

@@ -114,12 +114,13 @@ def tune(
     output: OutputOptions,
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     assert draft is not None, "its flag is required here"
     options = LoadOptions.of(replace(load, tree=load.tree or "auto"))
-    check_models(model, draft, options)
+    check_run(model, draft, options)
     with (
         Console(is_quiet=output.quiet or output.as_json, sizes_like=load.ram) as console,
         libraries(console),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from offload.declaration import Option, options_at, options_of
+from offload.declaration import GROUPS, Option, options_at, options_of
 from offload.options import RECORDS, TextOptions
 from offload.units import Sampling
 
@@ -53,8 +53,7 @@ def with_table(text: str) -> str:
     """The page with the table as it is to be."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    table = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n" + "".join(_rows())
-    return f"{head}{_BEGIN}\n{table}\n{_END}{tail}"
+    return f"{head}{_BEGIN}\n{''.join(map(_table, GROUPS))}{_END}{tail}"
 
 
 def text_arguments() -> str:
@@ -68,12 +67,20 @@ def text_arguments() -> str:
     return _HEAD + "\n".join(lines) + "\n"
 
 
-def _rows() -> Iterator[str]:
+def _table(group: str) -> str:
+    """The options of a group, as `--help-all` lists them."""
+    head = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n"
+    return f"**{group}**\n\n{head}{''.join(_rows(group))}\n"
+
+
+def _rows(group: str) -> Iterator[str]:
     """A row for each option; where a record leaves those of another open, they stand with that one."""
     seen = set[tuple[tuple[str, ...], ...]]()
     for record in RECORDS:
         for one in options_of(record).values():
-            if not one.is_hidden and (one.flags, one.commands) not in seen:
+            if one.group != group or one.is_hidden:
+                continue
+            if (one.flags, one.commands) not in seen:
                 seen.add((one.flags, one.commands))
                 yield _row(one)
 

@@ -47,12 +47,12 @@ def pack(
     done: PackOptions,
     output: OutputOptions,
 ) -> None:
-    """Code a bf16 model without loss in three quarters of its bytes; runs as it is, and streams in
-    3/4 of the time.
+    """Make a bf16 model a quarter smaller, without loss. It runs as it is, and streams in three
+    quarters of the time.
 
-    Also an fp16 model whose weights stem from bf16, as a sample of them shows; others are refused.
+    An fp16 model is packed, too, if its weights stem from bf16, as a sample of them shows.
 
-    Where it was interrupted, the same command goes on.
+    The same command goes on where it was interrupted.
     """
     _require_named(model)
     out, verify = done.out, done.verify
@@ -63,6 +63,12 @@ def pack(
         given,
         "--out names a folder to make",
     )
+    from offload.packing.folders import check_pack, read_manifest
+
+    if out is None:
+        read_manifest(Path(model).expanduser())
+    else:
+        check_pack(model, out)
     with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
         from offload.kernels.compiled import HAS_NUMBA
         from offload.packing import pack as packing
@@ -97,10 +103,13 @@ def unpack(
     out: Annotated[Path, typer.Option(metavar="DIR", help="folder to make")],
     output: OutputOptions,
 ) -> None:
-    """Write the files that a model was packed from, byte for byte. An interrupted command goes on
-    where it stopped.
+    """Write the files that a model was packed from, byte for byte. The same command goes on where it
+    was interrupted.
     """
     _require_named(model)
+    from offload.packing.folders import check_unpack
+
+    check_unpack(Path(model), out)
     with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
         from offload.packing.pack import unpack as restore
 
@@ -124,7 +133,7 @@ def _outcome_line(found: "PackResult", *, is_decimal: bool, is_verified: bool) -
     if is_verified:
         return f"{what}; decoded, every checksum is right"
     if found.was_there:
-        return f"{what}; was there already: --verify looks at it"
+        return f"{what}; was there already: --verify reads it"
     kept = f", {found.num_kept} of them finished before" if found.num_kept else ""
     return f"{what}{kept}; {'the others ' if kept else ''}read back and decoded, the same bits"
 

@@ -65,13 +65,15 @@ def answer_lines(
 def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
     """All ways to draft, the best one first, each by itself; what does not go is left to `--json`."""
     told = [
-        f"{one.label} {seconds_words(one.prediction.s_per_token)} s per token"
+        f"{one.label}: {seconds_words(one.prediction.s_per_token)} s per token"
         + (f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}" if one.draft_bytes else "")
         for one in drafts
         if one.prediction is not None
     ]
     if drafts and not told:
         return [("drafts", "nothing is known of computing here")]
+    if len(told) == 1:  # which is what the headline says
+        return []
     return [
         ("" if index else "drafts", f"{index + 1}. {words}") for index, words in enumerate(told)
     ]
@@ -120,11 +122,16 @@ def seconds_words(seconds: float) -> str:
 def model_words(model: "ModelFacts") -> str:
     """A model and its size, in words."""
     how = "in memory" if model.is_held else "as stored"
-    words = f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} {how}"
+    words = f"{model.name}: {_count(model.num_parameters)} parameters, {_gb(model.num_bytes)} {how}"
     left_out = " and ".join(
         f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items()
     )
     return f"{words}; left out: {left_out}" if left_out else words
+
+
+def _count(number: int) -> str:
+    """Return `70.6 billion`, `15.7 million`."""
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
 def _machine_words(found: "Estimate", is_decimal: bool) -> str:
@@ -144,7 +151,13 @@ def _machine_words(found: "Estimate", is_decimal: bool) -> str:
     )
     if disk:
         parts.append(f"a disk of {_gb(disk)}/s{', measured just now' if found.is_measured else ''}")
-    return (f"{hardware.name}: " if hardware else "") + ", ".join(parts)
+    if hardware is None:
+        return ", ".join(parts)
+    from offload.planning.hardware import KNOWN  # which brings numpy along
+
+    usual = KNOWN.get(hardware.name)
+    assumed = " (assumed: --ram and --disk-speed say otherwise)" if usual is hardware else ""
+    return f"{hardware.name}: {', '.join(parts)}{assumed}"
 
 
 def _layers_words(plan: MemoryPlan) -> str:

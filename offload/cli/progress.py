@@ -72,8 +72,8 @@ class TextProgress:
     started_s: float = field(default_factory=time.monotonic)
 
     def parts(self) -> list[str]:
-        """Such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`, `4.1 a
-        sweep`.
+        """Such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`, `4.1
+        tokens/sweep`.
         """
         elapsed_s = time.monotonic() - self.started_s
         stats = self.stats
@@ -94,7 +94,7 @@ class TextProgress:
             return [written, *layer]
         rate = num_later / stats.decode_s
         speed = [f"{rate:.2f} tokens/s", *self._left(num_done, rate, elapsed_s)]
-        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} a sweep"]
+        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens/sweep"]
 
     def _prompt_parts(self, elapsed_s: float) -> list[str]:
         total = self.layers_per_sweep * self.num_prompt_sweeps
@@ -170,7 +170,11 @@ class BatchProgress:
             elapsed_s * (self.num_texts - self.num_done) / self.num_done if self.num_done else 0
         )
         left = [f"{duration(left_s)} left"] if left_s else []
-        speed = [f"{self.tokens_per_s:.2f} tokens/s", *left, f"{self.tokens_per_pass:.1f} a pass"]
+        speed = [
+            f"{self.tokens_per_s:.2f} tokens/s",
+            *left,
+            f"{self.tokens_per_pass:.1f} tokens/pass",
+        ]
         return [texts, under_way, *speed, layer]
 
 

@@ -12,13 +12,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
-from offload.cli.chat_input import ChatInput
+from offload.cli.chat_input import ChatInput, SilentTerminal
 from offload.cli.console import Console, ModelNames, error_line, turn_line
+from offload.cli.live_line import fitted
+from offload.cli.progress import plural
 from offload.cli.session_file import saving
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
 from offload.planning.options import LoadOptions
@@ -62,14 +65,16 @@ class InterruptFlag:
 
 def converse(
     model: str, draft: str | None, options: LoadOptions, console: Console, text: TextOptions, sampling: Sampling, *,
-    note: str,
+    note: str, terminal: SilentTerminal,
 ) -> None:  # fmt: skip
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`.
 
     Args:
+        terminal: is silent until there is a prompt.
         text: its session is gone on from where it is there, and written after every answer.
         note: for the user, about the sampling.
     """
+    own_bytes = rss_bytes()
     brake = InterruptFlag()
 
     def on_layer() -> None:
@@ -89,7 +94,9 @@ def converse(
         if first.session is not None:
             _go_on(chat, text, console)
         console.say(HINT)
-        answer_lines(chat, decoder.plan, console, brake, text.session)
+        terminal.end()
+        commands = ChatCommands(chat, decoder.plan, console, own_bytes, text.session)
+        answer_lines(chat, commands, decoder.plan, console, brake, text.session)
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
@@ -117,14 +124,18 @@ def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
         chat.system = text.system
     asked = [message["content"] for message in chat.messages if message["role"] == "user"]
     last = f", the last one asked was {asked[-1]!r:.60}" if asked else ""
-    console.say(f"going on with {text.session}: questions {len(asked)}{last}")
+    console.say(f"going on with {text.session}: {plural(len(asked), 'question')}{last}")
 
 
 def answer_lines(
-    chat: Chat, plan: MemoryPlan, console: Console, brake: InterruptFlag, session: Path | None
+    chat: Chat,
+    commands: ChatCommands,
+    plan: MemoryPlan,
+    console: Console,
+    brake: InterruptFlag,
+    session: Path | None,
 ) -> None:
     """Answer question by question until there are no more, or until a command says so."""
-    commands = ChatCommands(chat, plan, console)
     keeper = _Keeper(chat, session, console)
     with ChatInput(HINT) as entries:
         while True:
@@ -137,10 +148,10 @@ def answer_lines(
                 with keeper.ready():
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
                     if pieces is not None:
-                        with entries.silent():
+                        with SilentTerminal():
                             _answer(chat, pieces, plan, console, brake)
             except UserError as error:
-                print(error_line(str(error)), file=sys.stderr)
+                print(fitted(error_line(str(error)), sys.stderr), file=sys.stderr)
     keeper.keep()  # what failed before, while there was room to say so, ends the program now
 
 

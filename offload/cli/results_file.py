@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from offload.cli.batch_file import BatchTask
+from offload.cli.progress import plural
 from offload.errors import RunError, UserError, ensure
 
 if TYPE_CHECKING:
@@ -63,7 +64,15 @@ class ResultsFile:
                 raise UserError(
                     f"{self.name}, line {number} tells of index {key[0]} once more: {_OTHER}"
                 )
-            if digests.get(key) != digest:
+            if key not in digests:
+                have = f"{plural(len({index for index, _ in digests}), 'prompt')}"
+                samples = max(sample for _, sample in digests) + 1
+                have += f" with {samples} samples each" if samples > 1 else ""
+                rule = (
+                    f"{self.name}, line {number} has the result of index {key[0]}, sample {key[1]}"
+                )
+                raise UserError(f"{rule}; there are {have}, counted from 0: {_OTHER}")
+            if digests[key] != digest:
                 what = f"{self.name}, line {number} is of another prompt or settings than index {key[0]} has now"
                 raise UserError(f"{what}: {_OTHER}")
             self.done.add(key)

@@ -1,13 +1,17 @@
 """`offload serve`: a model for many callers, over OpenAI's protocol."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
+from offload.checkpoint.files import read_small
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.errors import UserError
+from offload.errors import UserError, reason
 from offload.options import ModelChoice, ModelOptions, OutputOptions, ServerOptions
+from offload.server.listening import EarlyAnswers, bind, is_loopback
+from offload.units import parse_size
 
 
 @flags.command(
@@ -19,7 +23,7 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, ServerOpti
 
     offload serve -m big -d small --port 8000 --queue 16
 
-    offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others are let in with a key alone""",
+    offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others need a key""",
 )
 def serve(
     names: ModelChoice, load: ModelOptions, server: ServerOptions, output: OutputOptions
@@ -29,13 +33,44 @@ def serve(
         raise UserError(
             f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'"
         )
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_models(model, draft, options)
+    check_run(model, draft, options)
+    keys = read_keys(server.api_key_file, server.host)
+    parse_size(server.max_body, "`max_body`")
     shown = Console(is_quiet=output.quiet, is_verbose=output.verbose, sizes_like=load.ram)
-    with shown as console, libraries(console):
-        from offload.cli.serving import serve_model
+    with shown as console, EarlyAnswers(bind(server.host, server.port)) as early:
+        console.say(f"{early.address} answers 503 until the model is loaded")
+        with libraries(console):
+            from offload.cli.serving import serve_model
 
-        serve_model(model, draft, options, console, server)
+            serve_model(model, draft, options, console, server, keys, early)
+
+
+def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
+    """The keys in a file, one a line. Raises `UserError` where there is none, or none is given and
+    one is needed.
+    """
+    if file is None:
+        if not is_loopback(host):
+            raise UserError(
+                f"`host` {host} can be reached by others: give --api-key-file, or leave --host out"
+            )
+        return ()
+    try:
+        lines = read_small(file).split("\n")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else reason(error)
+        raise UserError(f"cannot read the keys in {file} ({why}): check the path") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    are_keys = all(
+        key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys
+    )
+    # a comment, or a line of another file, would let in whoever knows it
+    if not keys or not are_keys:
+        rule = "must hold a key of printable ASCII a line, without spaces and comments"
+        raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")
+    return keys

@@ -6,10 +6,8 @@ before a weight is read; and however it ends, texts under way get their grace, r
 are told, and nothing is left behind.
 """
 
-from pathlib import Path
 from threading import Event, Timer
 
-from offload.checkpoint.files import read_small
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.cli.console import Console, ModelNames
 from offload.cli.progress import plural
@@ -17,29 +15,40 @@ from offload.cli.sampling import sampling_words
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.scheduler import Closing, Engine
-from offload.errors import UserError, reason
+from offload.errors import UserError
 from offload.options import ServerOptions
 from offload.planning.options import LoadOptions
 from offload.server.app import create_app
-from offload.server.network import Listening, bind
-from offload.server.protocol import ServerSettings, is_loopback
+from offload.server.listening import EarlyAnswers
+from offload.server.network import Listening
+from offload.server.protocol import ServerSettings
 from offload.units import Sampling, parse_size
 
 
 def serve_model(
-    model: str, draft: str | None, options: LoadOptions, console: Console, server: ServerOptions
+    model: str,
+    draft: str | None,
+    options: LoadOptions,
+    console: Console,
+    server: ServerOptions,
+    keys: tuple[str, ...],
+    early: EarlyAnswers,
 ) -> None:
-    """Serve until a signal ends it. Raises `UserError` and `RunError`."""
-    keys = read_keys(server.api_key_file, server.host)
-    max_body_bytes = parse_size(server.max_body, "`max_body`")
+    """Serve until a signal ends it. Raises `UserError` and `RunError`.
+
+    Args:
+        keys: any of them lets in; none asks for none.
+        early: has the socket, and answers on it until this server can.
+    """
     sampling = served_sampling(str(options.config or model))
     names = ModelNames.of(model, draft)
     settings = ServerSettings(
         model_id=names.model,
         sampling=sampling,
+        aliases=tuple(server.alias or ()),
         host=server.host,
         api_keys=keys,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=parse_size(server.max_body, "`max_body`"),
     )
     app = create_app(None, settings)
     first = Request(sampling=sampling)
@@ -52,7 +61,7 @@ def serve_model(
 
     hooks = console.hooks._replace(on_layer=on_layer)
     with (
-        Listening(app, bind(server.host, server.port), console.say) as listening,
+        Listening(app, early.hand_over(), console.say) as listening,
         open_decoder(model, draft, options, first, hooks=hooks) as decoder,
     ):
         if decoder.tokenizer is None:
@@ -60,11 +69,17 @@ def serve_model(
                 "a server needs the model's tokenizer: put its tokenizer.json beside it"
             )
         console.open(names, decoder, decoder.tree_choice(sampling))
-        console.say(f"{sampling_words(sampling)} where a request does not say how to draw")
+        console.say(f"a request that does not say how to draw gets {sampling_words(sampling)}")
         with Engine(decoder, max_waiting=server.queue) as engine:
             app.state.engine = engine
-            console.say(f"serving {settings.model_id} at {listening.address}/v1, Ctrl-C ends it")
+            console.say(serving_lines(settings.model_id, listening.address))
             _wait(listening, engine, console, server.grace, brake)
+
+
+def serving_lines(name: str, address: str) -> str:
+    """Return what a user opens, what a program is given, and how the server ends."""
+    lines = [f"serving {name}, Ctrl-C ends it"]
+    return "\n".join([*lines, f"  chat page  {address}/", f"  API        {address}/v1"])
 
 
 def _wait(
@@ -100,29 +115,3 @@ def served_sampling(model: str) -> Sampling:
     """
     suggested = suggested_sampling(model, 0)
     return Sampling(temperature=1.0) if suggested.is_greedy else suggested
-
-
-def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
-    """The keys in a file, one a line. Raises `UserError` where there is none, or none is given and
-    one is needed.
-    """
-    if file is None:
-        if not is_loopback(host):
-            raise UserError(
-                f"`host` {host} can be reached by others: give --api-key-file, or leave --host out"
-            )
-        return ()
-    try:
-        lines = read_small(file).split("\n")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else reason(error)
-        raise UserError(f"cannot read the keys in {file} ({why}): check the path") from None
-    keys = tuple(line.strip() for line in lines if line.strip())
-    are_keys = all(
-        key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys
-    )
-    # a comment, or a line of another file, would let in anyone who knows it
-    if not keys or not are_keys:
-        rule = "must hold a key of printable ASCII a line, without spaces and comments"
-        raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")
-    return keys

@@ -3,10 +3,18 @@ accounted for.
 """
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-from offload.cli.console import Console, ModelNames, alpha_line, closing_lines
+from offload.cli.console import (
+    Console,
+    ModelNames,
+    alpha_line,
+    clipped_line,
+    closing_lines,
+    cut_line,
+)
 from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder
@@ -42,7 +50,11 @@ def write_text(
         run = decoder.start(replace(request, prompt=begun), continues=continues)
         console.open(ModelNames.of(model, draft, options.ranks), decoder, run.tree_choice)
         console.say(note)
-        console.follow(run, decoder.plan, request.max_new_tokens)
+        num_new = run.sequence.limits.max_new_tokens
+        if request.max_new_tokens < sys.maxsize:
+            num_prompt = run.sequence.stats.num_prompt_tokens
+            console.say(clipped_line(request.max_new_tokens, num_new, num_prompt, decoder.plan))
+        console.follow(run, decoder.plan, num_new)
         with kept_text(decoder, run, session, console):
             _write_run(run, console, own_bytes, decoder.target if as_json else None)
 
@@ -71,6 +83,7 @@ def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | No
         + "\n"
     )
     console.clear()
+    console.say(cut_line(result.stats, result.finish_reason, result.plan))
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     console.detail(alpha_line(result.stats))
     if failure is not None:

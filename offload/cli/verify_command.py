@@ -16,7 +16,7 @@ from offload.cli.flags import as_flags
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
 from offload.cli.progress import plural
-from offload.errors import UserError, require
+from offload.errors import UserError
 from offload.options import OutputOptions, VerifyOptions
 from offload.units import format_bytes
 
@@ -37,6 +37,8 @@ _SHOWN = 10
 
     offload verify meta-llama/Llama-3.1-8B --json
 
+    offload verify Llama-3.1-70B --write    # keeps checksums, which the next time compares with
+
     offload verify /mnt/copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
 )
 def verify(
@@ -47,18 +49,12 @@ def verify(
     compared: VerifyOptions,
     output: OutputOptions,
 ) -> None:
-    """Read all of a model at the speed of the disk: sizes, numbers, checksums of the hub and of an
-    earlier time.
+    """Read all of a model at the speed of the disk, and write nothing: its sizes, its numbers, and
+    the checksums of the hub and of an earlier time. --write keeps checksums for the next time.
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
     manifest, write = compared.manifest, compared.write
-    require(
-        manifest is not None or not write,
-        "`write` goes with `manifest`",
-        "no FILE",
-        "name one, or leave it out",
-    )
     with Console(is_quiet=output.quiet or output.as_json) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
@@ -130,5 +126,6 @@ def _compared(report: "Report") -> str:
     )
     written = f"checksums written to {report.manifest}" if report.is_written else ""
     if not found:
-        return f"nothing to compare its bits with; {written}".removesuffix("; ")
+        kept = written or "--write keeps checksums to compare them with next time"
+        return f"nothing to compare its bits with; {kept}"
     return "; ".join([", ".join(found), *([written] if written else [])])

@@ -21,11 +21,11 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOp
 
     cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree dynamic:128x20
 
-    offload generate -m big --datastore code.store -f main.py    # no draft: what code and the text itself say
+    offload generate -m big --datastore code.store -f main.py    # guesses from a store and the text
 
     offload generate -m big -d small -f prompt.txt --json > result.json
 
-    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; again goes on with them
+    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; the same command goes on
 
     offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4""",
 )
@@ -49,18 +49,31 @@ def generate(
     prompt = "" if is_elsewhere else read_prompt(text.prompt, text.file, is_needed=found is None)
     asked = None if is_elsewhere else with_system(prompt, text.system, raw=text.raw)
     from offload.engine.request import Request
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_models(model, draft, options)
+    check_run(model, draft, options, needs_text=found is None)
+    if kept is not None and not is_worker(load.ranks):
+        from offload.sampling.grammar_source import tried_source
+
+        tried_source(kept)
     is_quiet = output.quiet or output.as_json or is_worker(load.ranks)
     with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
         chosen, note = choose_sampling(str(load.config or model), said, console.wait)
         request = Request(
-            asked, chosen, text.max_new_tokens or 0, text.stop, text.raw, found, is_kept=text.session is not None,
-            num_logprobs=text.num_logprobs, grammar=kept,
-        )  # fmt: skip
+            asked,
+            chosen,
+            text.num_wanted,
+            is_clipped=True,
+            stop=text.stop,
+            raw=text.raw,
+            session=found,
+            is_kept=text.session is not None,
+            num_logprobs=text.num_logprobs,
+            grammar=kept,
+        )
         if prompts is not None or text.samples > 1:
             write_many(
                 model, draft, options, console, request, text, note=note, as_json=output.as_json
@@ -104,15 +117,19 @@ def chat(
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     said = given_sampling(sampling)
     found_session(text.session, load.ranks)
-    from offload.planning.options import LoadOptions, check_models
+    from offload.planning.options import LoadOptions
+    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_models(model, draft, options)
+    check_run(model, draft, options)
     is_quiet = output.quiet or is_worker(load.ranks)
-    with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
+    from offload.cli.chat_input import SilentTerminal
+
+    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram)
+    with shown as console, SilentTerminal() as terminal:
         chosen, note = choose_sampling(str(load.config or model), said, console.wait)
-        with libraries(console):
+        with libraries(console, before_leaving=terminal.end):
             from offload.cli.repl import converse
 
-            converse(model, draft, options, console, text, chosen, note=note)
+            converse(model, draft, options, console, text, chosen, note=note, terminal=terminal)

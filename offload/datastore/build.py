@@ -230,12 +230,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-@contextmanager
-def _workspace(path: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder that becomes `path` when the body succeeds.
-
-    It is removed when the body fails.
-    """
+def require_new(path: Path) -> None:
+    """Raise `UserError` where a new store cannot have this name."""
     # only an empty folder can be replaced by renaming
     is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
     is_free = not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
@@ -243,6 +239,15 @@ def _workspace(path: Path) -> Iterator[Path]:
         raise UserError(
             f"a new store must have a name of its own, {path} exists: take another, or append to it"
         )
+
+
+@contextmanager
+def _workspace(path: Path) -> Iterator[Path]:
+    """Yield an empty, locked folder that becomes `path` when the body succeeds.
+
+    It is removed when the body fails.
+    """
+    require_new(path)
     folder = scratch_folder(path)
     with locked_anew(folder):
         for leftover in folder.iterdir():

@@ -94,7 +94,9 @@ class RunTable:
         credits: runs on their way at most, dead ones included until they are back.
         capacity: uncommitted rows that the stages' caches have room for; at least 1.
 
-    Attributes:~    root: the node whose draw all ranks wait for.~    num_committed: P.
+    Attributes:
+        root: the node whose draw all ranks wait for.
+        num_committed: P.
     """
 
     def __init__(self, credits: int, capacity: int) -> None:

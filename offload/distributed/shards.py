@@ -42,8 +42,10 @@ class Exchange:
 
     What is exchanged passes through host memory on every rank, on whatever each of them computes.
 
-    Attributes:~    num_passes: passes that all ranks have run together.~    num_rows: rows of these
-    passes.~    send: brings rows of the host to where this rank computes.
+    Attributes:
+        num_passes: passes that all ranks have run together.
+        num_rows: rows of these passes.
+        send: brings rows of the host to where this rank computes.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -98,10 +98,13 @@ class Transport(Protocol):
 
     Every method but `close` raises `RankError` where a peer is lost.
 
-    Attributes:~    rank: this one's number; 0 is the head.~    num_ranks: how many there are.~
-    bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as there
-    are receivers.~    exchange_s: how long this rank was in `broadcast` and `gather`, waiting for
-    slower ones included.
+    Attributes:
+        rank: this one's number; 0 is the head.
+        num_ranks: how many there are.
+        bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as
+            there are receivers.
+        exchange_s: how long this rank was in `broadcast` and `gather`, waiting for slower ones
+            included.
     """
 
     rank: int

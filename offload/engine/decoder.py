@@ -342,12 +342,12 @@ class Decoder:
         At most `num_parallel` - 1 other runs may be unreleased. Raises `UserError`.
         """
         sampling = request.sampling
-        max_new_tokens = request.max_new_tokens
         prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
         # before a place is taken: it may fail
         text = TextStream(self.tokenizer, start_ids, request.stops)
-        limits = Limits(max_new_tokens, self.end_ids)
+        num_new = request.num_new(prompt_ids, self.plan.context, self._start)
+        limits = Limits(num_new, self.end_ids)
         sequence = self.begin(
             prompt_ids,
             sampling,

@@ -5,8 +5,8 @@ wanted length) may lie inside a burst; what was accepted beyond it is dropped an
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from offload.calibration.invariance import Invariance
@@ -50,6 +50,8 @@ class Generation:
     is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0
     logprobs: list[TokenLogprob] | None = None  # of the new tokens, where they were asked for
+    # what each token that `logprobs` names adds to a text
+    token_texts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
@@ -66,6 +68,18 @@ class Generation:
         speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
+    def logprobs_told(self) -> list[dict[str, object]]:
+        """The log-probabilities as objects, with the texts of their tokens."""
+        texts = self.token_texts
+        return [
+            {
+                **one._asdict(),
+                "text": texts.get(one.token),
+                "top_texts": [texts.get(token) for token, _ in one.top],
+            }
+            for one in self.logprobs or ()
+        ]
+
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
         return {
@@ -74,11 +88,7 @@ class Generation:
             "num_prompt_tokens": self.stats.num_prompt_tokens,
             "num_kept_tokens": self.stats.num_kept_tokens,  # of these, by a session
             "num_new_tokens": len(self.token_ids),
-            **(
-                {}
-                if self.logprobs is None
-                else {"logprobs": [one._asdict() for one in self.logprobs]}
-            ),
+            **({} if self.logprobs is None else {"logprobs": self.logprobs_told()}),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
             "sampling": self.sampling.as_dict(),
@@ -163,6 +173,12 @@ class Run:
         stats = self.sequence.stats
         token_ids = self.sequence.new_ids
         stats.num_new_tokens, stats.peak_rss_bytes = len(token_ids), peak_rss_bytes()
+        logprobs = None if self.sequence.num_logprobs is None else list(self.sequence.logprobs)
+        named = (
+            token
+            for one in logprobs or ()
+            for token in (one.token, *(token for token, _ in one.top))
+        )
         return Generation(
             token_ids=token_ids,
             text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
@@ -175,7 +191,8 @@ class Run:
             comparisons=self._setup.comparisons,
             is_invariant=self._setup.invariance.holds and self._setup.lenience == 1,
             lenience=self._setup.lenience,
-            logprobs=None if self.sequence.num_logprobs is None else list(self.sequence.logprobs),
+            logprobs=logprobs,
+            token_texts=self._text.texts_of(named),
         )
 
     def _go_on(self, started: float) -> str:

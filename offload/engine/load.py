@@ -136,7 +136,7 @@ def load(given: LoadArguments) -> Decoder:
         is_device,
         "`device` must be auto, cpu, cuda, cuda:N or an open one",
         repr(device),
-        "try `device` auto",
+        'try `device="auto"`',
     )
     opened = None if isinstance(device, str) else device
     options = LoadOptions.of(given if opened is None else replace(given, device="cuda"))
@@ -228,7 +228,9 @@ def open_run(
         )
         invariance = same_bits(least)
         hooks.on_phase(
-            "choosing a tree, measuring the link" if run.tree.is_chosen else "planning memory"
+            "measuring how fast layers come, choosing a tree"
+            if run.tree.is_chosen
+            else "planning memory"
         )
         plan = _plan_tree(run, trees, pair, settings, threads, kernels)
         invariance = same_bits(plan) if plan.is_streamed and not least.is_streamed else invariance
@@ -354,7 +356,7 @@ def _make_invariant(
         return Invariance(reason="nothing is streamed, so that it would take time")
     if pair.target.place.type != "cpu" and pair.target.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")
-    on_phase("trying how sums are rounded")
+    on_phase("checking that all trees give the same bits")
     counts = [torch.get_num_threads()]
     if pair.device is None:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})

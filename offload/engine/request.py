@@ -29,6 +29,7 @@ class Request:
     prompt: Prompt | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
+    is_clipped: bool = False  # more tokens than there is room for become as many as there is
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
@@ -109,8 +110,8 @@ class Request:
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
-        num_new = self.max_new_tokens
         ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+        num_new = self.num_new(ids, context, start)
         if start:
             _check_source(ids, start, num_new, context)
         elif len(ids) + num_new > context:
@@ -119,11 +120,22 @@ class Request:
                 if is_longest
                 else ": raise `context`, "
             )
+            new = "a new one" if num_new == 1 else f"{num_new} new ones"
+            fewer = "" if self.is_clipped else " or lower `max_new_tokens`"
             raise UserError(
-                f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
-                f"{context}{remedy}shorten the prompt or lower `max_new_tokens`"
+                f"a prompt of {len(ids)} tokens and {new} exceed the context of "
+                f"{context}{remedy}shorten the prompt{fewer}"
             )
         return ids
+
+    def num_new(self, ids: Sequence[int], context: int, start: tuple[int, ...] = ()) -> int:
+        """Return how many tokens may be written behind a prompt, one at least if any are wanted.
+
+        `start` is what stands before them where an encoder has the prompt.
+        """
+        if not self.is_clipped:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, max(1, context - len(start or ids)))
 
 
 def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
@@ -200,7 +212,8 @@ def encode(
         ids = whole_numbers(prompt)
     elif tokenizer is None:
         raise UserError(
-            "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
+            "this checkpoint has no tokenizer: put its tokenizer.json beside it, give `config` of a GGUF file, "
+            "or give token ids from Python"
         )
     elif isinstance(prompt, str):
         ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)

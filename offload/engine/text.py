@@ -3,12 +3,13 @@ between.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.hub import check_tokenizer_files
 from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
@@ -18,6 +19,7 @@ _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
 # decoded before the new ones, because some tokenizers glue or drop a leading space
 _CONTEXT_TOKENS = 8
+_SPACE = "\u2581"  # SentencePiece's
 
 
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
@@ -85,11 +87,7 @@ def _check_names(directory: Path) -> None:
 def _load_from_gguf(file: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    if find_spec("gguf") is None:
-        raise UserError(
-            f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
-            "pip install gguf, or give `config`, the folder or hub id of the original model"
-        )
+    require_reader(file)
     with refusing(
         f"cannot read the tokenizer in {file.name}",
         "give `config`, the original model's folder or hub id",
@@ -192,6 +190,35 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
     return text
 
 
+class TokenPieces:
+    """What each token of a vocabulary adds to a text, as bytes and as text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token: int) -> str:
+        """Return the text of a token; what is half a character stands as a replacement."""
+        return self.bytes_of(token).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        raw: str = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if self._byte_of and all(char in self._byte_of for char in raw):
+            return bytes(self._byte_of[char] for char in raw)
+        if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
+            return bytes([int(raw[3:5], 16)])
+        return raw.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte that a character stands for; empty for vocabularies that write bytes otherwise."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        is_byte_level = backend is None or "ByteLevel" in repr(backend.decoder)
+        return {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
+
+
 class TextStream:
     """Turns accepted tokens into text, handed out once characters are complete and no stop string
     can begin there.
@@ -209,6 +236,13 @@ class TextStream:
         self._context_text = self._decode([])
         self._tokens: list[int] = []
         self.text = ""  # what was handed out
+
+    def texts_of(self, tokens: Iterable[int]) -> dict[int, str]:
+        """Return what each of these tokens adds to a text; nothing without a tokenizer."""
+        if self._tokenizer is None:
+            return {}
+        pieces = TokenPieces(self._tokenizer)
+        return {token: pieces.text(token) for token in {*tokens}}
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; returns the piece that has become certain and whether a stop string was

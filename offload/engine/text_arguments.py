@@ -10,35 +10,35 @@ import typing
 class TextArguments(typing.TypedDict, total=False):
     """What may be asked of a text; all may be left out."""
 
-    # at most so many new tokens
+    # write at most N new tokens; -1: as many as the context has room for
     max_new_tokens: int | None
-    # end before this string; may be given several times
+    # end the text before this string; may be given several times
     stop: str | collections.abc.Sequence[str] | None
-    # write JSON that this schema allows; docs/grammar.md
+    # write JSON that this schema allows; see docs/grammar.md
     json_schema: collections.abc.Mapping[str, typing.Any] | str | None
-    # write what this regular expression matches as a whole
+    # write a text that this regular expression matches as a whole
     regex: str | None
-    # write what these rules in Lark's notation allow
+    # write a text that these rules in Lark's notation allow
     grammar: str | None
-    # no chat template
+    # leave the chat template out
     raw: bool
-    # with --json: of each new token, and of K of the likeliest
+    # with --json: tell how likely each new token is, and the K likeliest tokens beside it
     num_logprobs: int | None
-    # 0 is greedy
+    # how freely tokens are drawn; 0 is greedy
     temperature: float
-    # keep the likeliest tokens that sum to this
+    # keep the likeliest tokens, whose chances sum to P
     top_p: float
-    # keep so many of the likeliest tokens; 0 keeps all
+    # keep the K likeliest tokens; 0 keeps all
     top_k: int
-    # keep tokens at least P times as likely as the likeliest
+    # keep tokens that are at least P times as likely as the likeliest one
     min_p: float
-    # same seed, same text; with the rules match and topk for any tree
+    # the same seed gives the same text; with the rules match and topk for any tree
     seed: int
-    # above 1: against tokens that are in the prompt or the answer
+    # above 1: make tokens of the prompt and the answer less likely
     repeat_penalty: float
-    # off the logits of tokens that are in the answer, once
+    # subtract A from the logits of tokens that are in the answer
     presence_penalty: float
-    # off the logits of tokens that are in the answer, as many times as they are there
+    # subtract A from the logits of tokens in the answer, as many times as they are there
     frequency_penalty: float
-    # added to a token's logit; may be given several times
+    # add NUMBER to the logit of the token ID; may be given several times
     logit_bias: collections.abc.Mapping[int, float] | tuple[tuple[int, float], ...]

@@ -63,6 +63,7 @@ HOST_RUNTIME_BYTES = 1 << 30
 # larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
+_LEAST_CONTEXT = 64  # a shorter one is no remedy
 # of free memory, left to other work on the machine
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
@@ -166,13 +167,78 @@ def make_plan(
     demand where that is possible and not everything stays.
 
     Raises:
-        UserError: a place cannot hold two slots; names the least budget that works.
+        UserError: a place cannot hold two slots; names the least budget that works, and the longest
+            context and the most texts that do.
     """
-    sizes = _Sizes(context, max(num_nodes, parallel), keeps_distributions, parallel, PROMPT_ROWS)
+
+    def plan(context: int, parallel: int) -> MemoryPlan:
+        nodes = max(num_nodes, parallel)
+        sizes = _Sizes(context, nodes, keeps_distributions, parallel, PROMPT_ROWS)
+        return _plan_in(target, draft, budgets, sizes, experts)
+
+    try:
+        return plan(context, parallel)
+    except TooLittleMemoryError as error:
+        error.find_smaller = partial(_smaller_runs, plan, context, parallel)
+        raise
+
+
+class TooLittleMemoryError(UserError):
+    """A budget that cannot hold two slots.
+
+    Attributes:
+        find_smaller: returns what could be lowered instead of raising the budget. That takes some
+            dozens of plans, so it is asked when the line is read: searches for a budget raise and
+            drop hundreds of these.
+    """
+
+    find_smaller: Callable[[], str] | None = None
+    _smaller = ""
+
+    def __str__(self) -> str:
+        if self.find_smaller is not None:
+            self._smaller = self.find_smaller()
+            self.find_smaller = None
+        return f"{super().__str__()}{self._smaller}"
+
+
+def _smaller_runs(plan: Callable[[int, int], MemoryPlan], context: int, parallel: int) -> str:
+    """Return ` or lower ...`, with the largest values that work; nothing where none does."""
+    longest = _most(lambda positions: plan(positions, parallel), context)
+    most = _most(lambda num_texts: plan(context, num_texts), parallel)
+    remedies = []
+    if longest >= _LEAST_CONTEXT:
+        remedies.append(f"`context` from {context} to {longest // 16 * 16}")
+    if most:
+        remedies.append(f"`parallel` from {parallel} to {most}")
+    return f" or lower {' or '.join(remedies)}" if remedies else ""
+
+
+def _most(plan: Callable[[int], MemoryPlan], refused: int) -> int:
+    """Return the largest number below `refused` that `plan` does not refuse; 0 for none."""
+    works = 0
+    while refused - works > 1:
+        middle = (works + refused) // 2
+        try:
+            plan(middle)
+            works = middle
+        except UserError:
+            refused = middle
+    return works
+
+
+def _plan_in(
+    target: ModelShape,
+    draft: ModelShape | None,
+    budgets: Budgets,
+    sizes: "_Sizes",
+    experts: str,
+) -> MemoryPlan:
+    """Return the plan for these sizes, with experts as they are asked for."""
 
     def plan_of(shape: ModelShape) -> MemoryPlan:
         in_rows = lambda rows: _make_plan(shape, draft, budgets, sizes._replace(prompt_rows=rows))  # noqa: E731
-        return with_prompt_rows(in_rows, shape, context, budgets.rates)
+        return with_prompt_rows(in_rows, shape, sizes.context, budgets.rates)
 
     whole = replace(target, experts=None)
     if target.experts is None or experts == "layers":
@@ -251,7 +317,7 @@ def _make_plan(
     slots = "two layer slots and two experts" if experts else "two layer slots"
     places = [
         _computing_place(
-            budgets, items, context, own_bytes, slots, passing_bytes=0 if is_gpu else beside_bytes
+            budgets, items, own_bytes, slots, passing_bytes=0 if is_gpu else beside_bytes
         )
     ]
     if is_gpu:
@@ -312,7 +378,6 @@ def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
 def _computing_place(
     budgets: Budgets,
     items: dict[str, int],
-    context: int,
     runtime_bytes: int,
     slots: str,
     *,
@@ -337,10 +402,10 @@ def _computing_place(
             smaller = (
                 f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
             )
-        return UserError(
+        return TooLittleMemoryError(
             f"needs {budgets.size(slots_bytes)} of {where} for {slots} and {budgets.size(fixed_bytes)} for the "
             f"rest{draft}, budget is {budgets.size(budget_bytes)}: raise `{argument}` to "
-            f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller} or lower `context` from {context}"
+            f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller}"
         )
 
     return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
@@ -356,7 +421,7 @@ def _feeding_place(
     slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes] if draft else []
 
     def refusal(least_bytes: int) -> UserError:
-        return UserError(
+        return TooLittleMemoryError(
             f"needs {budgets.size(least_bytes)} of RAM to pass layers on to the GPU and {budgets.size(fixed_bytes)} "
             f"for embeddings and program, budget is {budgets.size(budgets.ram_bytes)}: raise `ram` to "
             f"{budgets.enough(least_bytes + fixed_bytes)}"
@@ -420,7 +485,7 @@ def require_dtype(dtype: str) -> None:
         dtype in DTYPES,
         f"`dtype` must be one of {', '.join(DTYPES)}",
         repr(dtype),
-        "try `dtype` auto",
+        'try `dtype="auto"`',
     )
 
 
@@ -430,7 +495,7 @@ def require_experts(experts: str) -> None:
         experts in EXPERTS,
         f"`experts` must be one of {', '.join(EXPERTS)}",
         repr(experts),
-        "try `experts` auto",
+        'try `experts="auto"`',
     )
 
 
@@ -443,7 +508,7 @@ def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
         shape.experts is not None or experts != "demand",
         rule,
         f"model type {kind}",
-        "try `experts` layers",
+        'try `experts="layers"`',
     )
 
 

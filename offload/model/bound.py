@@ -45,12 +45,16 @@ class BoundModel:
         on_demand: routed experts are no part of their layers' slabs, but brought one by one, see
             `bring_experts`.
 
-    Attributes:~    layer_layouts: one slab per decoder layer.~    rest_layout: the slab of
-    embeddings, final norm and head.~    experts: of each layer that has any, where they come on
-    demand.~    encoder_layouts: one slab per layer that runs once per prompt; their numbers follow
-    those of the decoder.~    dtype: the type in which it computes.~    place: the device on which
-    it computes.~    vocab_size: V, width of the logits.~    held: matrices of a draft in fewer bits
-    than they are stored in; None where none are.
+    Attributes:
+        layer_layouts: one slab per decoder layer.
+        rest_layout: the slab of embeddings, final norm and head.
+        experts: of each layer that has any, where they come on demand.
+        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of
+            the decoder.
+        dtype: the type in which it computes.
+        place: the device on which it computes.
+        vocab_size: V, width of the logits.
+        held: matrices of a draft in fewer bits than they are stored in; None where none are.
     """
 
     def __init__(

@@ -36,9 +36,11 @@ class SourceCache(KVCache):
 
     Its first positions are those of the prompt, which has no slots here.
 
-    Attributes:~    source: ids of the prompt that the encoder has read.~    hidden_1SD: what it has
-    made of them; of no prompt one row of zeros, with which passes can be timed.~    cross: keys and
-    values of cross-attention, of the layers that have met them.
+    Attributes:
+        source: ids of the prompt that the encoder has read.
+        hidden_1SD: what it has made of them; of no prompt one row of zeros, with which passes can
+            be timed.
+        cross: keys and values of cross-attention, of the layers that have met them.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, place: torch.device, *sizes: Any) -> None:

@@ -67,8 +67,9 @@ class ExpandedWeights:
         dtype: the type in which it computes.
         records: slabs of what comes by itself, and is expanded by `numbers`.
 
-    Attributes:~    hooks: what has to be taken off when the model is closed.~    scratch_bytes:
-    what the largest module needs.
+    Attributes:
+        hooks: what has to be taken off when the model is closed.
+        scratch_bytes: what the largest module needs.
     """
 
     def __init__(

@@ -351,21 +351,22 @@ class InvariantRows(TorchFunctionMode):
         )
         key = (*what, bias is None)
         if key not in self._found:
-            factor = (
-                wide_products.typical_part(factor) if product is wide_products.linear else factor
-            )
+            # a wide product's blocks are one thread's each, however many there are
+            is_shared = product is wide_products.linear
+            counts = (1,) if is_shared else self.thread_counts
+            factor = wide_products.typical_part(factor) if is_shared else factor
             more = () if bias is None else (bias.new_zeros(len(factor)),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
             settings = (
                 find_sizes,
-                self.thread_counts,
+                counts,
                 torch.get_float32_matmul_precision(),
                 mkldnn.enabled,
             )
             tried = _TRIED if is_tried_by_likeness(factor) else {}
             if (key, settings) not in tried:
                 tried[key, settings] = find_sizes(
-                    trial, factor, self.thread_counts, is_transposed=is_transposed
+                    trial, factor, counts, is_transposed=is_transposed
                 )
             self._found[key] = tried[key, settings]
         self.num_refused += not self._found[key]

@@ -14,7 +14,7 @@ bit, what the whole model computes over the same rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -35,6 +35,7 @@ from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import BatchMask, BatchPart, lay, seen_by, take_rows_in_parts
 from offload.model.path_attention import InvariantAttention, path_attention, path_rows
 from offload.model.recurrent import has_states, new_cache
+from offload.model.thread_team import TEAM
 from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.sampler import Logits
 
@@ -43,6 +44,8 @@ Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]  # by window; None
 Attend = Callable[..., Tensor]  # `path_attention_kernel`, or what computes the same
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
+# Up to so many rows one thread does what lies between products sooner than others would wake up.
+_TEAM_ROWS = 256
 
 
 class StreamedModel(BoundModel):
@@ -82,8 +85,8 @@ class StreamedModel(BoundModel):
         self._invariant: InvariantRows | None = None
         self._invariant_attention: InvariantAttention | None = None
         self._is_by_path = False
-        is_narrow = place.type == "cpu" and lacks_products(self.dtype)
-        self._products: AbstractContextManager[Any] = WideProducts() if is_narrow else nullcontext()
+        self._is_narrow = place.type == "cpu" and lacks_products(self.dtype)
+        self._products = WideProducts() if self._is_narrow else nullcontext()
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
@@ -186,7 +189,7 @@ class StreamedModel(BoundModel):
         decoder.forward = lambda *_, **__: out
         try:
             nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
-            with self._invariant or self._products:
+            with self._rules(hi - lo):
                 return self._call(nothing, logits_to_keep=hi - lo).logits[0]
         finally:
             del decoder.forward
@@ -206,7 +209,7 @@ class StreamedModel(BoundModel):
         `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same as paths.
         """
         self._masks, first = masks, masks[self._windows[0]]
-        with self._invariant or self._products:
+        with self._rules(len(token_T)):
             out = self._call(
                 (token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
                 # layers get their own from `_give_mask`
@@ -218,6 +221,16 @@ class StreamedModel(BoundModel):
             )
         # some families score every row whatever they are asked; -0 is all of them
         return out.logits[0, -num_logits:]
+
+    @contextmanager
+    def _rules(self, num_rows: int) -> Iterator[None]:
+        """How numbers are computed while the body runs a pass of so many rows."""
+        is_by_team = self._is_narrow and num_rows <= _TEAM_ROWS
+        with (
+            self._invariant or self._products,
+            TEAM.in_place_of_torch() if is_by_team else nullcontext(),
+        ):
+            yield
 
     def _call(self, token_1T: Tensor, **more: Any) -> Any:
         """transformers' own forward pass."""

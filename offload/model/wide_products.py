@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
+from offload.model.thread_team import TEAM
 
 MULTIPLY = (
     torch.matmul,
@@ -31,9 +32,10 @@ MULTIPLY = (
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
-# of the weight in float32: half a MiB of cache for each core
-_BLOCK_BYTES = min(6, max(2, num_cores())) << 19
-_LEAST_COLUMNS = 64  # of a result at once: products of fewer are slow
+# Of the weight in float32, for each thread. All threads together stay within the same room.
+_BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // num_cores()))
+_LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
+_STEP_COLUMNS = 16
 _STEP_ROWS = 16
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -70,21 +72,26 @@ def _multiply_blocks(
 ) -> None:
     num_columns, width = weight_NK.shape
     at_once = _block_columns(weight_NK)
-    block_BK = row_TK.new_empty(at_once, width)
-    for lo in range(0, num_columns, at_once):
-        some = slice(lo, min(lo + at_once, num_columns))
-        wide_BK = block_BK[: some.stop - lo].copy_(weight_NK[some])
-        if bias_N is None:
-            out_TN[:, some] = torch.mm(row_TK, wide_BK.t())
-        else:
-            out_TN[:, some] = torch.addmm(bias_N[some].float(), row_TK, wide_BK.t())
+    starts = iter(range(0, num_columns, at_once))
+
+    def work() -> None:
+        block_BK = row_TK.new_empty(at_once, width)
+        for lo in starts:  # which the threads share
+            some = slice(lo, min(lo + at_once, num_columns))
+            wide_BK = block_BK[: some.stop - lo].copy_(weight_NK[some])
+            if bias_N is None:
+                out_TN[:, some] = torch.mm(row_TK, wide_BK.t())
+            else:
+                out_TN[:, some] = torch.addmm(bias_N[some].float(), row_TK, wide_BK.t())
+
+    TEAM.run(work, most=-(-num_columns // at_once))
 
 
 def _block_columns(weight_NK: Tensor) -> int:
     num_columns, width = weight_NK.shape
     return min(
         num_columns,
-        max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * width) // _LEAST_COLUMNS * _LEAST_COLUMNS),
+        max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * width) // _STEP_COLUMNS * _STEP_COLUMNS),
     )
 
 

@@ -42,9 +42,8 @@ from offload.kernels.expand_exponents import (
     expand_exponents_reference,
 )
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
+from offload.packing.folders import FORMAT, VERSION, is_plain_name
 
-FORMAT = "offload.packed"
-VERSION = "1"
 _PART_CHUNKS = PART_BYTES // 2 // CHUNK
 OnBytes = Callable[[int], None]
 
@@ -253,16 +252,6 @@ def _decoded(
     expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
     expand(mantissa_N, distance_B, *lists, out_N)
     return out_N.view(torch.uint8).numpy()
-
-
-def is_plain_name(name: object) -> bool:
-    """Return whether a file name from a manifest stays in its folder and is one of safetensors."""
-    return (
-        isinstance(name, str)
-        and Path(name).name == name
-        and name.endswith(".safetensors")
-        and "\0" not in name
-    )
 
 
 def _origin(text: str) -> Origin:

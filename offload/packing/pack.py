@@ -1,53 +1,54 @@
 """`offload pack` and `offload unpack`: a 16-bit model coded without loss, and its original bytes.
 
 A source file becomes files of about a gibibyte each, so that an interrupted packing repeats at most
-one. A folder is made in `NAME.unfinished` beside its destination and stays there when the work is
-interrupted: its manifest says what it is made from, and each file that has its name is whole.
+one. Of a folder that was interrupted, see `folders`, each file that has its name is whole.
 Invariant: the destination is whole from its first moment, and `unpack` gives back every file, byte
 for byte.
 """
 
-import json
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import locked_anew, opened, replacing
-from offload.checkpoint.gguf import gguf_file
-from offload.checkpoint.gguf_header import read_gguf_header
+from offload.checkpoint.files import opened
 from offload.checkpoint.safetensors import (
     MANIFEST,
     SUMS,
     Checkpoint,
     Stamp,
-    open_checkpoint,
     parse_header,
     read_header,
-    read_json,
     read_raw_header,
     stamp_of,
 )
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow
-from offload.errors import ReadError, RunError, UserError
-from offload.packing.forecast import coded_bytes, forecast, is_packable, window_of
-from offload.packing.format import (
+from offload.encoding.exponents import ExponentWindow
+from offload.errors import ReadError, UserError
+from offload.packing.folders import (
     FORMAT,
-    VERSION,
+    check_disk,
+    check_pack,
+    check_unpack,
+    is_finished,
+    made_from,
+    read_manifest,
+    unfinished,
+    write_json,
+)
+from offload.packing.forecast import coded_bytes, is_packable, window_of
+from offload.packing.format import (
     Origin,
     PackedFile,
-    is_plain_name,
     original_parts,
     read_packed,
     write_original,
 )
 from offload.packing.writing import Portion, write_packed
-from offload.units import format_bytes, require
+from offload.units import require
 
 _WEIGHTS = (
     ".safetensors",
@@ -62,28 +63,11 @@ _WEIGHTS = (
     ".msgpack",
 )
 _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
-_MARGIN_BYTES = 64 << 20  # headers, the file system's own blocks
 _INDEX = "model.safetensors.index.json"
 _SOURCE_INDEX = "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
-_RULE = "packing is for bfloat16, and for float16 that stems from it"
-_NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
 _LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
 Progress = Callable[[int, int], None]
-
-
-def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what identifies a packed model's source, and shows that it was written to."""
-    files = {
-        path.name: {"num_bytes": stamp.num_bytes, "written_ns": stamp.written_ns}
-        for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True)
-    }
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "source": str(checkpoint.directory.resolve()),
-        "files": files,
-    }
 
 
 def others(directory: Path) -> list[Path]:
@@ -136,118 +120,6 @@ def by_source(folder: Path) -> dict[str, list[PackedFile]]:
     return found
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest. Raises `UserError` where the folder is not a packed model."""
-    if not (folder / MANIFEST).is_file():
-        raise UserError(
-            f"{folder} holds no packed model (no {MANIFEST}): give a folder that offload pack has made"
-        )
-    manifest = read_json(folder / MANIFEST)
-    files = manifest.get("files")
-    is_sound = (
-        manifest.get("format") == FORMAT
-        and isinstance(files, dict)
-        and all(map(_is_file, files.items()))
-    )
-    if not is_sound or manifest.get("version") != VERSION:
-        raise UserError(f"{folder / MANIFEST} is not of {FORMAT} {VERSION}: pack the model again")
-    return manifest
-
-
-def _is_file(item: tuple[str, Any]) -> bool:
-    name, own = item
-    has_numbers = isinstance(own, dict) and all(
-        type(own.get(key)) is int for key in ("num_bytes", "written_ns")
-    )
-    return is_plain_name(name) and has_numbers
-
-
-def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
-    """Return whether the folder holds this very model, packed; False when it is empty.
-
-    Raises `UserError` where it holds anything else.
-    """
-    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
-        return False
-    if not (destination / MANIFEST).is_file():
-        raise UserError(f"{destination} holds something else: choose another folder")
-    _require_same(destination, made_from)
-    return True
-
-
-def _require_same(folder: Path, made_from: Mapping[str, Any]) -> None:
-    found = read_manifest(folder)
-    if (
-        found.get("unpacks") != made_from.get("unpacks")
-        or found["files"].keys() != made_from["files"].keys()
-    ):
-        raise UserError(
-            f"{folder} is made from {found.get('source')}: choose another folder, or remove it"
-        )
-    changed = next(
-        (name for name, own in made_from["files"].items() if found["files"][name] != own), None
-    )
-    if changed is not None:
-        raise UserError(
-            f"{folder} was made from another {changed}, which changed since: remove the folder, or choose another"
-        )
-
-
-def require_apart(source: Path, destination: Path) -> None:
-    """Raise `UserError` where a folder would be overwritten by what is made from it."""
-    if source.resolve() == destination:
-        raise UserError(
-            f"`out` must be another folder than the model's own, got {destination}: choose another"
-        )
-
-
-@contextmanager
-def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a locked folder beside `destination` that becomes it when the body succeeds.
-
-    It stays, to be continued, when the body fails.
-    """
-    folder = destination.with_name(f"{destination.name}.unfinished")
-    with _refusing_os_errors(folder), locked_anew(folder) as lock:
-        for leftover in folder.glob(".*"):
-            leftover.unlink()
-        if any(folder.iterdir()):
-            is_finished(folder, made_from)
-        else:
-            write_json(folder / MANIFEST, made_from)
-        yield folder
-        os.fsync(lock)
-        folder.replace(destination)
-
-
-def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raise `UserError` where the disk has less than `needed_bytes` free."""
-    needed_bytes = needed_bytes + _MARGIN_BYTES
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        sizes = f"needs {format_bytes(needed_bytes)} more of disk, {folder.parent} has {format_bytes(free_bytes)}"
-        raise UserError(f"{folder.name} {sizes}: free some, the same command goes on from here")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all. Raises `OSError`."""
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _refusing_os_errors(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of writing into a `UserError`; errors of reading pass unchanged."""
-    try:
-        yield
-    except RunError:
-        raise
-    except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror}): mend that, the same command goes on"
-        ) from None
-
-
 class PackResult(NamedTuple):
     """The result of packing, or of verifying a packed folder."""
 
@@ -280,11 +152,8 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             began; or the disk is full.
         ReadError: the source changes meanwhile, or cannot be read.
     """
-    _refuse_gguf(model)
-    checkpoint = open_checkpoint(model)
+    checkpoint = check_pack(model, destination)
     destination = destination.expanduser().resolve()
-    _require_gain(checkpoint)
-    require_apart(checkpoint.directory, destination)
     source = made_from(checkpoint)
     beside = _stamps_beside(checkpoint.directory)
     if checkpoint.config_stamp is not None:
@@ -323,10 +192,9 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
     """
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
-    manifest = read_manifest(folder)
+    read_manifest(folder)
     found = by_source(folder)
-    require_apart(folder, destination)
-    source = {**manifest, "unpacks": str(folder)}
+    source = check_unpack(folder, destination)
     if not is_finished(destination, source):
         _write_originals(folder, found, destination, source, progress)
     # Last of all, since an unfinished folder without a manifest could not be continued.
@@ -376,36 +244,6 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
             for _, _, raw in original_parts(packed):
                 count(len(raw))
     return _result_of(folder, 0)
-
-
-def _require_gain(checkpoint: Checkpoint) -> None:
-    """Raise `UserError` for a model that packing does not make smaller."""
-    name = checkpoint.directory.name
-    stored = checkpoint.tensors.values()
-    coded = next((entry.coded.coding for entry in stored if entry.coded is not None), None)
-    if isinstance(coded, Exponents):
-        raise UserError(f"{name} is packed already: run it as it is, or give its source")
-    if coded is not None:
-        raise UserError(_NO_GAIN.format(name, coded.name))
-    found = forecast(checkpoint)
-    kinds = ", ".join(sorted({entry.dtype for entry in stored}))
-    if found is None or not found.is_worth_it:
-        share = "" if found is None else f", of which a sample would keep {found.share:.0%}"
-        raise UserError(f"{name}: {_RULE}, its weights are {kinds}{share}: run it as it is")
-
-
-def _refuse_gguf(model: str | os.PathLike[str]) -> None:
-    file = gguf_file(model)
-    if file is not None:
-        stored = Counter[str]()
-        for entry in read_gguf_header(file).tensors.values():
-            stored[entry.dtype] += entry.num_bytes
-        ((kind, _),) = stored.most_common(1) or [("nothing", 0)]
-        if kind in MANTISSAS:
-            raise UserError(
-                f"{file.name} is GGUF, and packing is for safetensors: run it as it is, or give its source"
-            )
-        raise UserError(_NO_GAIN.format(file.name, kind))
 
 
 @contextmanager

@@ -43,7 +43,8 @@ from offload.kernels.encode_exponents import (
     encode_exponents_reference,
 )
 from offload.kernels.exponents_layout import BLOCK, RUN
-from offload.packing.format import FORMAT, VERSION, OnBytes, Origin, original_parts, read_packed
+from offload.packing.folders import FORMAT, VERSION
+from offload.packing.format import OnBytes, Origin, original_parts, read_packed
 
 _ABOUT = "16 bits without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
 _LARGEST = 10**15  # an offset with the most digits that one can have

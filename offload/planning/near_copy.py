@@ -58,7 +58,7 @@ def check_held(
         require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
         require(
             ranks is None,
-            f"`draft` {draft} is of one process",
+            f"`draft` {draft} works in one process alone",
             f"`ranks` {ranks}",
             "name a small draft",
         )

@@ -8,14 +8,11 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from offload.checkpoint.download import is_hub_id
-from offload.checkpoint.hub import open_headers
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
 from offload.errors import require
 from offload.memory.planner import require_dtype, require_experts, require_positions
 from offload.options import ModelOptions
-from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.profile import parse_profile
 from offload.rank_roles import (
     PipelineOptions,
@@ -60,12 +57,17 @@ class LoadOptions(ModelOptions):
         if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
-            require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
+            require(
+                is_free,
+                "`profile` works in one process alone",
+                f"`ranks` {self.ranks}",
+                "leave it out",
+            )
             rule = "`invariant` is promised by one process"
             require(not self.invariant, rule, f"`ranks` {self.ranks}", "leave one of them out")
-            rule = "`parallel` texts are of one process"
+            rule = "`parallel` texts work in one process alone"
             require(self.parallel == 1, rule, f"`ranks` {self.ranks}", "leave one of them out")
-            rule = "`experts` demand is of one process"
+            rule = "`experts` demand works in one process alone"
             require(
                 self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out"
             )
@@ -75,7 +77,7 @@ class LoadOptions(ModelOptions):
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
         require(
             is_slow,
-            "`slow_layer_s` is of stages",
+            "`slow_layer_s` goes with stages",
             f"`ranks` {self.ranks or 'none'}",
             "leave it out",
         )
@@ -200,14 +202,3 @@ class LoadOptions(ModelOptions):
         """Return the tree that is wanted. Raises `UserError` for one that nothing could fill."""
         has_sources = self.has_sources(has_draft=has_draft)
         return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
-
-
-def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
-    """Raise `UserError` for folders that hold no readable model; hub ids pass."""
-    check_held(draft, options.draft_dtype, options.ranks)
-    options.tree_spec(has_draft=draft is not None)
-    if (roles := options.roles()) is not None and not roles.is_sharded:
-        options.pipeline_roles(has_draft=draft is not None)
-    for name, config in zip(models_to_read(model, draft), (options.config, None), strict=False):
-        if os.path.exists(os.path.expanduser(name)) or not is_hub_id(str(name)):
-            open_headers(name, config)

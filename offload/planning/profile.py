@@ -107,21 +107,21 @@ class Identity:
         keys = [
             key for key in mine if key not in ("machine", "proofs") and mine[key] != others[key]
         ]
-        unproved = [
+        # A profile shapes the tree and decides no token, so weights that look the same are enough;
+        # a sum or the hub's checksum that differs shows that they are not.
+        edited = [
             part
             for part in ("target", "draft")
-            if part not in keys and not self._has_weights(part, other)
+            if part not in keys
+            and proved(self.proofs.get(part, {}), other.proofs.get(part, {})) is False
         ]
         return [
             *(
                 f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
                 for key in keys
             ),
-            *(f"{part} weights that look the same and are not proved to be" for part in unproved),
+            *(f"other {part} weights, by their checksums" for part in edited),
         ]
-
-    def _has_weights(self, part: str, other: "Identity") -> bool:
-        return proved(self.proofs.get(part, {}), other.proofs.get(part, {})) is True
 
 
 def unprofiled(sampling: Sampling) -> str:

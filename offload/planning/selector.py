@@ -108,7 +108,7 @@ class TreeChoice(NamedTuple):
         return {
             "num_nodes": self.shape.num_nodes,
             "depth": self.shape.depth,
-            "is_grown": self.is_dynamic,
+            "is_dynamic": self.is_dynamic,
             "why": self.why,
             "tokens_per_sweep": self.tokens_per_sweep,
             "candidates": [candidate.as_dict() for candidate in self.candidates],

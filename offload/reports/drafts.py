@@ -40,7 +40,8 @@ class DraftCandidate(NamedTuple):
         """The draft in words."""
         is_copy = copy_bits(self.draft) is not None
         name = self.draft if self.draft is None or is_copy else name_of(self.draft)
-        return (name or "none") + (f" at {self.draft_dtype}" if self.draft_dtype else "")
+        how = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""
+        return f"{name or 'no draft'}{how}"
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures by the names that `--json` uses."""

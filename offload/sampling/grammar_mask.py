@@ -5,26 +5,19 @@ Invariant: a mask depends on the tokens of a path alone, whatever tree it stands
 """
 
 import copy
-import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.errors import UserError, reason, refusing, require
+from offload.errors import UserError, refusing, require
 from offload.sampling.adjustments import Send, stay
 from offload.sampling.grammar import Grammar
+from offload.sampling.grammar_source import REMEDY, require_compiler, require_sound, tried_source
 
-_REMEDY = "mend it, or ask for less"
-# seconds that a compilation may take; most take milliseconds
-_TRIAL_S = 10.0
 # compiled grammars that are kept
 _MOST_KEPT = 16
 # the end token of a vocabulary that has none
@@ -81,7 +74,7 @@ class GrammarMask:
                 if () in self._broken or not self._go_to((token,)):
                     why = self._broken.get((), "no token of the model is left")
                     raise UserError(
-                        f"{self._name} cannot be followed any further ({why}): {_REMEDY}"
+                        f"{self._name} cannot be followed any further ({why}): {REMEDY}"
                     )
                 self._committed.append(token)
                 del self._walked[0]
@@ -126,7 +119,7 @@ class GrammarMask:
     def _allowed_behind(self, path: TokenPath) -> Tensor | None:
         if self._has_ended or not self._end_ids.isdisjoint(path):
             return None
-        with refusing(f"{self._name} cannot be followed any further", _REMEDY):
+        with refusing(f"{self._name} cannot be followed any further", REMEDY):
             mask_V = self._allowed(self._matcher) if self._go_to(path) else None
             if self._matcher.is_error():
                 self._broken[path] = " ".join(self._matcher.get_error().split())[:80]
@@ -208,10 +201,8 @@ class Grammars:
         vocabulary = self._read_vocabulary()
         from llguidance import LLMatcher
 
-        with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", _REMEDY):
-            source = _source(grammar)
-        _try_out(source, grammar)
-        with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", _REMEDY):
+        source = tried_source(grammar)
+        with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", REMEDY):
             matcher = LLMatcher(vocabulary, source, log_level=0)
             error = matcher.get_error()
             # a copy, because a matcher that has met an error stays in it
@@ -221,22 +212,19 @@ class Grammars:
                 and bool(self._allowed(first).any() or first.is_accepting())
                 and not first.is_error()
             )
-        _require_sound(error, grammar)
+        require_sound(error, grammar)
         require(
             is_any,
             f"{grammar} must allow something in this vocabulary",
             f"{grammar.text!r:.80}",
-            _REMEDY,
+            REMEDY,
         )
         return matcher
 
     def _read_vocabulary(self) -> Any:
         if self._vocabulary is not None:
             return self._vocabulary
-        if find_spec("llguidance") is None:
-            raise UserError(
-                "grammars are kept by the package llguidance, which is missing: pip install offload[grammar]"
-            )
+        require_compiler()
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             what = "no tokenizer" if self._tokenizer is None else "one of another kind"
@@ -264,62 +252,6 @@ class Grammars:
         allowed_V = allowed_V[: self._vocab_size]
         allowed_V[[end for end in self._end_ids if end < self._vocab_size]] = matcher.is_accepting()
         return torch.from_numpy(allowed_V)
-
-
-def _source(grammar: Grammar) -> str:
-    """Return the grammar as llguidance takes it."""
-    from llguidance import LLMatcher
-
-    make: dict[str, Callable[[str], str]] = {
-        "json_schema": LLMatcher.grammar_from_json_schema,
-        "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}'),
-        "regex": LLMatcher.grammar_from_regex,
-        "lark": LLMatcher.grammar_from_lark,
-    }
-    return make[grammar.kind](grammar.text)
-
-
-def _try_out(source: str, grammar: Grammar) -> None:
-    """Compile in a process of its own.
-
-    Raises `UserError` for what cannot be compiled, takes too long, or ends that process.
-    """
-    script = Path(__file__).with_name("grammar_trial.py")
-    got = f"got {grammar.text!r:.80}"
-    try:
-        told = subprocess.run(
-            [sys.executable, "-P", script],
-            input=source.encode(),
-            capture_output=True,
-            timeout=_TRIAL_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"{grammar} must be compiled within {_TRIAL_S:g} s, {got}: {_REMEDY}"
-        ) from None
-    if told.returncode:
-        lines = told.stderr.decode(errors="replace").strip().splitlines() or [
-            f"status {told.returncode}"
-        ]
-        raise UserError(
-            f"{grammar} is more than its compiler can take, {got} ({lines[-1]:.80}): {_REMEDY}"
-        )
-    answer = json.loads(told.stdout)
-    if isinstance(answer, dict):
-        raise UserError(
-            f"grammars are compiled with the package llguidance by {sys.executable}, which lacks it "
-            f"({answer['failure']:.80}): pip install offload[grammar] there"
-        )
-    _require_sound(answer, grammar)
-
-
-def _require_sound(error: str | None, grammar: Grammar) -> None:
-    """Raise `UserError` with what the compiler says, if it says anything."""
-    if error:
-        raise UserError(
-            f"{grammar} cannot be compiled, got {grammar.text!r:.80} ({reason(ValueError(error))}): {_REMEDY}"
-        )
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:

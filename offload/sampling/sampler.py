@@ -141,7 +141,7 @@ def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:
 
 NOT_NUMBERS = (
     "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
-    ": try `dtype` bfloat16 or float32, or see with `offload verify` what is damaged"
+    ': try `dtype="float32"`, or see with `offload verify` what is damaged'
 )
 # stands for a token that was drawn from scores that are not finite
 NO_TOKEN = -1

@@ -23,14 +23,14 @@ import json
 import secrets
 import time
 from collections.abc import Sequence, Set
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from offload import __version__
 from offload.engine.generation import Generation
 from offload.engine.scheduler import TextPiece, Ticket
 from offload.engine.sequence import PassFigures, TokenLogprob
-from offload.engine.text import Tokenizer
+from offload.engine.text import Tokenizer, TokenPieces
 from offload.server.protocol import Body, ChatBody, closing
 
 _OPEN = "<tool_call>"
@@ -112,7 +112,6 @@ def _num_begun(text: str) -> int:
     return next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
 
 
-_SPACE = "\u2581"  # SentencePiece's
 _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
@@ -122,10 +121,10 @@ class TokenNames:
     """
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
-        self._tokenizer = tokenizer
+        self._pieces = TokenPieces(tokenizer)
         self._end_ids = end_ids
         # a tree has hundreds of tokens, and passes have trees
-        self.text = lru_cache(maxsize=1 << 14)(self._text)
+        self.text = lru_cache(maxsize=1 << 14)(self._pieces.text)
 
     def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Return `TokenLogprob`s as chat completions have them."""
@@ -172,15 +171,7 @@ class TokenNames:
 
     def bytes_of(self, token: int) -> bytes:
         """What a token adds to a text."""
-        raw = self._tokenizer.convert_ids_to_tokens(token) or ""
-        if self._byte_of and all(char in self._byte_of for char in raw):
-            return bytes(self._byte_of[char] for char in raw)
-        if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
-            return bytes([int(raw[3:5], 16)])
-        return raw.replace(_SPACE, " ").encode()
-
-    def _text(self, token: int) -> str:
-        return self.bytes_of(token).decode(errors="replace")
+        return self._pieces.bytes_of(token)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -188,15 +179,6 @@ class TokenNames:
             "logprob": _finite(logprob),
             "bytes": list(self.bytes_of(token)),
         }
-
-    @cached_property
-    def _byte_of(self) -> dict[str, int]:
-        """The byte that a character stands for; empty for vocabularies that do not write bytes so."""
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        is_byte_level = backend is None or "ByteLevel" in repr(backend.decoder)
-        return {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
 
 
 def _finite(logprob: float) -> float:

@@ -66,7 +66,12 @@ def metrics_text(figures: EngineFigures) -> str:
     per_s = 1 / span_s if span_s else 0.0
     num_texts = sum(one.num_texts for one in recent)
     num_tokens = sum(one.num_tokens for one in recent)
-    outcomes = ("done", "cancelled", "failed", "refused")
+    outcomes = {
+        "done": figures.num_done,
+        "cancelled": figures.num_cancelled,
+        "failed": figures.num_failed,
+        "queue_full": figures.num_refused,
+    }
     families = [
         ("requests_active", "gauge", "texts that are written", figures.num_active),
         ("requests_waiting", "gauge", "requests that wait for a place", figures.num_waiting),
@@ -117,9 +122,7 @@ def metrics_text(figures: EngineFigures) -> str:
         for name, kind, what, value in families
         for line in _family(name, kind, what, {"": value})
     ]
-    totals = {
-        f'{{outcome="{outcome}"}}': getattr(figures, f"num_{outcome}") for outcome in outcomes
-    }
+    totals = {f'{{outcome="{outcome}"}}': count for outcome, count in outcomes.items()}
     return "\n".join(
         [
             *lines,
@@ -306,7 +309,9 @@ async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # a page of a stranger's can send any other kind without asking first
     if media_type != "application/json":
-        raise Refusal(415, "the body must be JSON: send it with `Content-Type: application/json`")
+        rule = "the body must be JSON, sent with `Content-Type: application/json`"
+        why = "a page of a stranger's can send any other kind from your browser"
+        raise Refusal(415, f"{rule}: {why} (curl: -H 'Content-Type: application/json')")
     body = parse(kind, await request.body())
     if isinstance(body, Body):
         _check_model(body.model, request.app.state.settings)
@@ -329,7 +334,8 @@ def _named(request: HttpRequest) -> tuple[TokenNames, str]:
 
 
 def _check_model(model: str | None, settings: ServerSettings) -> None:
-    if model and model != settings.model_id:
+    is_known = {"*", model} & {*settings.aliases} or model == settings.model_id
+    if model and not is_known:
         raise no_such_model(model, settings.model_id)
 
 

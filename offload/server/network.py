@@ -13,7 +13,6 @@ compared in constant time and never in an address.
 """
 
 import asyncio
-import errno
 import hashlib
 import hmac
 import logging
@@ -29,9 +28,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from offload.errors import UserError, one_line
+from offload.errors import one_line
+from offload.server.listening import address_of
 from offload.server.protocol import Refusal, ServerSettings
-from offload.units import require
 
 _MOST_CONNECTIONS = 512
 _REQUEST_S = 20.0  # within which a new connection must have sent the head of its request
@@ -52,7 +51,7 @@ class Listening:
     def __init__(
         self, app: ASGIApp, bound: socket.socket, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.bound, self.address = bound, _address(bound)
+        self.bound, self.address = bound, address_of(bound)
         config = uvicorn.Config(
             app,
             http=_Connection,
@@ -99,40 +98,6 @@ class Listening:
             self._error = error
         finally:
             self._ended.set()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there, on a free port for 0. Raises `UserError` where it cannot."""
-    require(
-        0 <= port < 1 << 16,
-        "`port` must lie in [0, 65536)",
-        port,
-        "8080 is usual, 0 takes a free one",
-    )
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"cannot listen on `host` {host!r:.80} ({error}): name an address of this machine"
-        ) from None
-    try:
-        # what the last server left does not count
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen()
-    except OSError as error:
-        bound.close()
-        is_ours = error.errno != errno.EADDRNOTAVAIL
-        remedy = (
-            "give another `port`, or 0 for a free one"
-            if is_ours
-            else "name an address of this machine as `host`"
-        )
-        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): {remedy}") from None
-    return bound
 
 
 class _Connection(H11Protocol):
@@ -196,11 +161,6 @@ def _hear(say: Callable[[str], None]) -> None:
 def _first_line(record: logging.LogRecord) -> str:
     """As our own errors are: short, and without what would steer a terminal."""
     return one_line(record.getMessage().partition("\n")[0])
-
-
-def _address(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 _OPEN_PATHS = ("/", "/health")  # a page that asks for the key, and what a watchdog asks for

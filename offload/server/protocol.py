@@ -13,19 +13,19 @@ What a server is told once: whom it serves, as what, and how much it takes from 
 From a body to requests of an engine: the one place that knows both vocabularies.
 """
 
-import ipaddress
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from offload.declaration import options_at
 from offload.engine.request import Request
 from offload.engine.scheduler import Closing, Engine, EngineFigures, QueueFull, Ticket
 from offload.errors import RunError, UserError
 from offload.sampling.grammar import Grammar, find_grammar
+from offload.server.listening import LOADING, is_loopback
 from offload.units import Sampling
 
 _KINDS = {
@@ -92,14 +92,15 @@ def closing() -> Refusal:
 
 def loading() -> Refusal:
     """While the model is read."""
-    return Refusal(
-        503, "the model is loading: ask again later", code="loading", headers={"Retry-After": "2"}
-    )
+    return Refusal(503, LOADING, code="loading", headers={"Retry-After": "2"})
 
 
 def no_such_model(model: str, model_id: str) -> Refusal:
     """For another model than the one that is served."""
-    message = f"The model `{model:.80}` does not exist: this server has `{model_id}`"
+    message = (
+        f"The model `{model:.80}` does not exist: this server has `{model_id}`, "
+        "start it with --alias to give it other names"
+    )
     return Refusal(404, message, code="model_not_found", param="model")
 
 
@@ -159,7 +160,9 @@ def _fields() -> dict[str, Any]:
     for name, one in options_at("http", Sampling).items():
         low, high = one.http_within or (None, None)
         kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
-        found[name] = (kind | None if one.is_number else dict[str, kind] | None, None)
+        value: Any = kind | None if one.is_number else dict[str, kind] | None
+        names = AliasChoices(name, *one.synonyms) if one.synonyms else None
+        found[name] = (value, Field(default=None, validation_alias=names))
     return found
 
 
@@ -413,7 +416,7 @@ def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
         raise Refusal(400, message, param=f"{where}.tool_calls") from None
 
 
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -423,6 +426,7 @@ class ServerSettings:
     model_id: str  # what clients call the model
     # where a request says nothing
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    aliases: tuple[str, ...] = ()  # other names that clients may ask for; `*` is any
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()  # any of them lets in; none asks for none
     max_body_bytes: int = 4 << 20
@@ -443,17 +447,7 @@ class ServerSettings:
         stranger has not.
         """
         own = f"[{self.host}]" if ":" in self.host else self.host
-        return (*LOOPBACK_NAMES, own.lower()) if self.is_loopback else None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's own alone; other names are
-    taken for public.
-    """
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return (*_LOOPBACK_NAMES, own.lower()) if self.is_loopback else None
 
 
 _LARGEST_SEED = 2**63 - 1

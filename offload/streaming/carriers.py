@@ -1,6 +1,6 @@
 """Carriers: how a block gets into the slot where it is computed with, for layers and for experts.
 
-On a CPU (`HostCarrier`, `ExpertCarrier`) a disk fills the slot itself. To a device a layer goes
+On a CPU (`HostCarrier`) a disk fills the slot itself. To a device a layer goes
 from locked host memory as soon as its slot is released, or from disk through a stage of locked
 buffers, which a thread empties (`DeviceCarrier`). Experts reach a device by way of a second pool in
 locked host memory, so that what is used most there is not read again (`DeviceExpertCarrier`). That
@@ -19,7 +19,7 @@ is not sent.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -30,19 +30,19 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import LayerTier
-from offload.streaming.bounces import Bounces
 from offload.streaming.device import Device, Event, Spans
 from offload.streaming.disk import ByteSource, drop, finish, read_all
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
+from offload.streaming.sender import Sender, Source
 from offload.streaming.stage import Stage
 
 
 class HostCarrier:
-    """Brings layers to where they are computed with: here, host memory.
+    """Brings blocks, layers or experts, to where they are computed with: here, host memory.
 
-    The layers `resident` stay, others are `streamed` through slots in every pass, but for those
-    that come `once` for a prompt; events of the `device` that computes order both.
+    The blocks `resident` stay. Of the others layers are `streamed` through slots in every pass, but
+    for those that come `once` for a prompt; events of the `device` that computes order both.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HostCarrier:
         layouts: Sequence[SlabLayout],
         resident: Iterable[int],
         device: Device,
-        once: Sequence[int] = (),
+        once: Container[int] = (),
     ) -> None:
         self.source = source
         self.layouts = layouts
@@ -64,10 +64,11 @@ class HostCarrier:
 
     @property
     def note(self) -> str | None:
+        """A line for the user where blocks come more slowly than they could."""
         return self.source.note
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
-        """Read the layers that stay; `on_bytes` gets the size of every slab that has landed."""
+        """Read the blocks that stay; `on_bytes` gets the size of every slab that has landed."""
         read_all(
             self.source,
             [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()],
@@ -75,7 +76,7 @@ class HostCarrier:
         )
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
-        """Start moving a layer into a slot, see `stage.Carry`."""
+        """Start moving a block into a slot, see `stage.Carry`."""
         asked = self.spans.mark(self.device.copies)
         reads = self.read(layer, slot, free)
         # a count is one step, also where several readers meet here
@@ -90,15 +91,21 @@ class HostCarrier:
         return reads
 
     def read(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
-        """Start reading a layer into host memory, once the event `free` is reached."""
+        """Start reading a block into host memory, once the event `free` is reached."""
         if free is not None:
             self.device.synchronize(free)
         layout = self.layouts[layer]
         return self.source.read(layout, slot.numpy()[: layout.slab_bytes])
 
     def weights(self, layer: int, slab: Tensor) -> Tensor:
-        """Return the part of a slab, laid out as its file, from the layer's first weight on."""
+        """Return the part of a slab, laid out as its file, from the block's first weight on."""
         return slab[self.layouts[layer].sent]
+
+    def begin_pass(self, num_rows: int) -> None:
+        """Note that a pass of `num_rows` over experts follows."""
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """Note that the pass needs these experts, and that they were not there when it began."""
 
     def start(self) -> None:
         """Get ready: layers will be asked for, from the first one on."""
@@ -147,9 +154,7 @@ class DeviceCarrier(HostCarrier):
         ]
         assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
         self.ahead = Stage(self.read, self._disk_layers, buffers)
-        self._bounces: Bounces | None = None
-        # a wait, a copy and an event must stand together on the copy stream
-        self._sending = threading.Lock()
+        self.sender = Sender(device, pinned, self.spans)
         self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
 
     @property
@@ -168,7 +173,7 @@ class DeviceCarrier(HostCarrier):
         host_buffers = ((self.layouts[n], self._host(n).array) for n in self._host_layers)
         read_all(self.source, host_buffers, on_bytes)
         if not all(buffer.is_pinned for buffer in self.host_buffers.values()):
-            self._bounces = Bounces(self.device, self.pinned)
+            self.sender.expect_unlocked()
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
         """Send a layer, or let it be sent when it can be.
@@ -202,7 +207,7 @@ class DeviceCarrier(HostCarrier):
     def close(self) -> None:
         """End the thread and let go of the memory; nothing moves."""
         self._feed.shutdown()
-        self._bounces = None
+        self.sender.close()
         for memory in (self.resident, self.host_buffers, self.ahead.slots):
             memory.clear()
 
@@ -212,10 +217,8 @@ class DeviceCarrier(HostCarrier):
             return
         host_buffer = self.host_buffers.get(layer)
         try:
-            if host_buffer is not None:
-                sent = self._send_in_pieces(layer, slot, free, _flat(host_buffer))
-            else:
-                sent = self._send(layer, slot, free, self.ahead.acquire(layer).slot)
+            slab = self.ahead.acquire(layer).slot if host_buffer is None else _flat(host_buffer)
+            sent = self._send(layer, slot, free, slab, is_locked=host_buffer is None)
         # raised where the layer is acquired
         except BaseException as error:
             ready.set_exception(error)
@@ -224,34 +227,12 @@ class DeviceCarrier(HostCarrier):
         if host_buffer is None:
             self.ahead.release(layer, sent)
 
-    def _send(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
-        """Enqueue the one copy of a layer; return the event after it."""
-        device = self.device
-        weights = source[self.layouts[layer].sent]
-        with self._sending:
-            begun = self._when_free(free)
-            device.copy(slot[: len(weights)], weights, device.copies)
-            sent = device.record(device.copies, is_timed=begun is not None)
-        self.spans.add("copy", layer, begun, sent)
-        return sent
-
-    def _send_in_pieces(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
-        """Send a layer from memory that is not locked, through the bounce buffers."""
-        weights = source[self.layouts[layer].sent]
-        with self._sending:
-            begun = self._when_free(free)
-        assert self._bounces is not None, "they came with the first memory that is not locked"
-        sent = self._bounces.send(slot[: len(weights)], weights, is_timed=begun is not None)
-        self.spans.add("copy", layer, begun, sent)
-        return sent
-
-    def _when_free(self, free: Event) -> Event:
-        """Let the copies that follow wait for the slot; return a mark of when they begin.
-
-        The mark is None while no listener is set.
-        """
-        self.device.wait(self.device.copies, free)
-        return self.spans.mark(self.device.copies)
+    def _send(
+        self, layer: int, slot: Tensor, free: Event, slab: Tensor, *, is_locked: bool = True
+    ) -> Event:
+        """Enqueue the copy of a layer; return the event after it."""
+        source = Source(slab[self.layouts[layer].sent], is_locked, layer)
+        return self.sender.send(layer, slot, free, source)
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
         """Read resident layers, through buffers that later hold other layers if large enough."""
@@ -295,38 +276,6 @@ def _layers_in(tiers: Sequence[LayerTier], wanted: LayerTier) -> list[int]:
     return [layer for layer, tier in enumerate(tiers) if tier is wanted]
 
 
-class ExpertCarrier:
-    """Brings experts, `records` by block, to the `device` that computes: here, host memory."""
-
-    def __init__(self, source: ByteSource, records: Sequence[SlabLayout], device: Device) -> None:
-        self.source = source
-        self.records = records
-        self.device = device
-
-    @property
-    def note(self) -> str | None:
-        """A line for the user where experts come more slowly than they could."""
-        return self.source.note
-
-    def begin_pass(self, num_rows: int) -> None:
-        """Note that a pass of `num_rows` follows."""
-
-    def use(self, blocks: Sequence[int]) -> None:
-        """Note that the pass needs these blocks, and that they were not there when it began."""
-
-    def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
-        """Start moving an expert into a slot, see `stage.Carry`."""
-        self.device.synchronize(free)
-        return self.source.read(self.records[block], slot.numpy()[: self.records[block].slab_bytes])
-
-    def weights(self, block: int, slot: Tensor) -> Tensor:
-        """Return the part of a slot that begins with the expert's first weight."""
-        return slot[self.records[block].sent]
-
-    def close(self) -> None:
-        """Return once nothing moves any more; what was asked for has been cancelled."""
-
-
 # host memory that is locked at once; where that is refused, smaller regions may not be
 _REGION_BYTES = 1 << 30
 
@@ -341,7 +290,7 @@ class _Delivery(NamedTuple):
     ready: Future[Event]
 
 
-class DeviceExpertCarrier(ExpertCarrier):
+class DeviceExpertCarrier(HostCarrier):
     """Brings experts to the memory of a device, by way of slots on the host.
 
     Args:
@@ -359,15 +308,15 @@ class DeviceExpertCarrier(ExpertCarrier):
         cache: ExpertCache,
         num_slots: int,
     ) -> None:
-        super().__init__(source, records, device)
+        super().__init__(source, records, (), device)
         self.pinned = pinned
         self._cache = cache
         self._slots, self._is_pinned = _slots_of(
             pinned, num_slots, max(record.slab_bytes for record in records)
         )
-        self._bounces = None if all(self._is_pinned) else Bounces(device, pinned)
-        # an event that is noted stands behind all copies before
-        self._sending = threading.Lock()
+        self._sender = Sender(device, pinned, self.spans)
+        if not all(self._is_pinned):
+            self._sender.expect_unlocked()
         # guards the cache and what is wanted
         self._lock = threading.Lock()
         # by block that is not there yet
@@ -376,8 +325,6 @@ class DeviceExpertCarrier(ExpertCarrier):
         self._queue = deque[int]()
         # by block
         self._reads: dict[int, Sequence[Future[None]]] = {}
-        # the event after the last copy from each slot
-        self._sent: dict[int, Event] = {}
         self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-experts")
 
     @property
@@ -460,10 +407,10 @@ class DeviceExpertCarrier(ExpertCarrier):
         return None
 
     def _start_read(self, block: int, slot: int) -> None:
-        if (sent := self._sent.pop(slot, None)) is not None:
+        if (sent := self._sender.last.pop(slot, None)) is not None:
             self.device.synchronize(sent)
         # a count is one step, also where several readers meet here
-        record = self.records[block]
+        record = self.layouts[block]
         num_done = count(1)
         reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
         self._reads[block] = reads
@@ -499,11 +446,13 @@ class DeviceExpertCarrier(ExpertCarrier):
 
     def _deliver(self, block: int, slot: int, deliveries: Sequence[_Delivery]) -> None:
         """Send a block that is there and held, and release it."""
+        weights = self._slots[slot][self.layouts[block].sent]
+        source = Source(weights, self._is_pinned[slot], slot)
         for delivery in deliveries:
             if not delivery.ready.set_running_or_notify_cancel():
                 continue
             try:
-                sent = self._send(block, slot, delivery)
+                sent = self._sender.send(block, delivery.slot, delivery.free, source)
             except BaseException as error:
                 delivery.ready.set_exception(error)
             else:
@@ -513,22 +462,6 @@ class DeviceExpertCarrier(ExpertCarrier):
             is_waited_for = bool(self._queue)
         if is_waited_for:
             self._feed.submit(self._read_on)
-
-    def _send(self, block: int, slot: int, delivery: _Delivery) -> Event:
-        """Enqueue the copy of an expert; return the event after it."""
-        device = self.device
-        source = self._slots[slot][self.records[block].sent]
-        to = delivery.slot[: len(source)]
-        if not self._is_pinned[slot]:
-            assert self._bounces is not None, "they came with the first memory that is not locked"
-            device.wait(device.copies, delivery.free)
-            # when this returns, all bytes of the slot have been copied
-            return self._bounces.send(to, source)
-        with self._sending:
-            device.wait(device.copies, delivery.free)
-            device.copy(to, source, device.copies)
-            self._sent[slot] = sent = device.record(device.copies)
-        return sent
 
 
 def _slots_of(

@@ -329,7 +329,7 @@ def open_device(
         return name
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
         raise UserError(
-            f"`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device` auto"
+            f'`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device="auto"`'
         )
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if gpu_memory is not None:

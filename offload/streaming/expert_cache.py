@@ -51,8 +51,9 @@ class ExpertCache:
         num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2
             and at most half of all: so many of those are read ahead.
 
-    Attributes:~    uses_B: the share of rows that is expected to use each block, by what rows did
-    lately; read only.
+    Attributes:
+        uses_B: the share of rows that is expected to use each block, by what rows did lately; read
+            only.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ first, while the others are read, several at once. A pass of many rows needs nea
 experts of the coming layers are read *ahead*, in their order, and those that no row chose give
 their slots back.
 
-Which block lies in which slot, `ExpertCache` says, and an `ExpertCarrier` moves what is missing:
+Which block lies in which slot, `ExpertCache` says, and a carrier moves what is missing:
 from a disk where a CPU computes, by way of a second pool in host memory to a device, where
 everything is only enqueued.
 
@@ -27,7 +27,7 @@ from offload.checkpoint.layout import SlabLayout
 from offload.interrupts import held_back
 from offload.memory.plan import num_passing
 from offload.planning.cost_model import NEVER
-from offload.streaming.carriers import DeviceExpertCarrier, ExpertCarrier
+from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
 from offload.streaming.device import Device, Event, HostDevice, Stall
 from offload.streaming.disk import ByteSource, drop
 from offload.streaming.expert_cache import ExpertCache
@@ -74,20 +74,22 @@ class ExpertPool:
         carrier: moves blocks into slots.
         ahead_rows: from so many rows on a pass reads ahead.
 
-    Attributes:~    uses_LE: how often rows have chosen each expert, since the pool was opened.~
-    num_rows: how many rows these were.~    num_hits, num_misses: experts that passes have asked for
-    and that were there, or not.~    bytes_read: bytes moved for passes, from disk or host memory.
+    Attributes:
+        uses_LE: how often rows have chosen each expert, since the pool was opened.
+        num_rows: how many rows these were.
+        num_hits, num_misses: experts that passes have asked for and that were there, or not.
+        bytes_read: bytes moved for passes, from disk or host memory.
     """
 
     def __init__(
         self,
         records: Records,
         slots: Tensor,
-        carrier: ExpertCarrier,
+        carrier: HostCarrier,
         cache: ExpertCache,
         ahead_rows: int,
     ) -> None:
-        self.records = carrier.records
+        self.records = carrier.layouts
         self.carrier = carrier
         self._slots = slots
         self._carry = carrier.carry
@@ -310,7 +312,7 @@ def open_pool(
     flat = [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)
     if device is None:
-        carrier = ExpertCarrier(source, flat, host)
+        carrier = HostCarrier(source, flat, (), host)
     else:
         pinned = device.open_allocator()
         resources.callback(pinned.close)

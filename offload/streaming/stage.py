@@ -51,7 +51,8 @@ class Stage:
         carry: see `Carry`; it may wait for the event that it is given.
         is_cycle: whether the first block follows the last.
 
-    Attributes:~    held: the slots of blocks that were acquired and not released.
+    Attributes:
+        held: the slots of blocks that were acquired and not released.
     """
 
     def __init__(

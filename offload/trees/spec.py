@@ -122,9 +122,11 @@ def parse_tree(text: str) -> TreeSpec:
     """
     spec, numbers = _parsed(str(text))
     if spec is None:
-        raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
+        raise UserError(f'`tree` must be {_IN_WORDS}, got {text!r}: try `tree="64x16"`')
     rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
-    require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try `tree` 64x16")
+    require(
+        all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), 'try `tree="64x16"`'
+    )
     return spec
 
 

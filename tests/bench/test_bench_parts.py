@@ -4,13 +4,16 @@ import json
 import os
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from offload import UserError
+from offload.bench.harness.command import Bench
 from offload.bench.harness.compare import change, changes, tell
 from offload.bench.harness.gate import (
     MOST_SIGMAS,
@@ -22,9 +25,15 @@ from offload.bench.harness.gate import (
 )
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.record import Guard, Result, new_result, read, store, whole
+from offload.bench.harness.record import Guard, Result, new_result, read, store, whole, writable
 from offload.bench.harness.timeline import Event, Timeline, write_trace
+from offload.bench.latency.decode import FULL, QUICK, Effort, need_of
+from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.inflate import inflated_config
+from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR
+from offload.memory.planner import ModelFiles, plan_memory
+from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
 V = 50
@@ -38,6 +47,36 @@ def fixed_scores(seed: int) -> tuple[Tensor, object]:
         return logits_TV[: len(new_ids)]
 
     return logits_TV, score
+
+
+@pytest.mark.parametrize("effort", [QUICK, FULL])
+@pytest.mark.parametrize("size_bytes", [60 * 10**6, 300 * 10**6, 2 * 10**9])
+def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Effort, size_bytes: int) -> None:
+    """A quarter of a small target would not hold two layers beside the tree; and of a large one it is a quarter."""
+    config = inflated_config(PAIR / "target", size_bytes)
+    files = ModelFiles(checkpoint_of_config(config, PAIR / "target" / "config.json"), open_checkpoint(PAIR / "draft"))
+    need = need_of(effort)
+    budget_bytes = need.budget_bytes(files)
+    num_nodes = parse_tree(need.tree).num_nodes
+    how: dict[str, Any] = {"dtype": "auto", "context": need.context, "num_nodes": num_nodes, "rule": need.rule}
+    assert plan_memory(files, ram=budget_bytes, **how).num_slots
+    assert (budget_bytes > files.target.num_bytes // 4) == (size_bytes < 10**9)
+
+
+@pytest.mark.parametrize(("file", "is_terminal", "is_printed"), [
+    (None, True, False), (None, False, True), ("-", True, True), ("-", False, True), ("kept.json", True, False),
+])  # fmt: skip
+def test_a_terminal_is_spared_the_json(
+    file: str | None, is_terminal: bool, is_printed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    with ExitStack() as resources:
+        given = {"json_file": writable(None if file is None else Path(file))}
+        Bench("decode", given, resources).end({"figure": 1})
+    assert ('{"figure": 1}' in capsys.readouterr().out) == is_printed
+    assert (tmp_path / "kept.json").exists() == (file == "kept.json") and not (tmp_path / "-").exists()
 
 
 def test_gate_passes_the_argmax_and_refuses_one_other_token() -> None:

@@ -126,7 +126,7 @@ FOLDERS = [
     case("text in words", config(model_type="llava", text_config="llama"), "must describe a language model", "llama"),
     case("text of no model", config(model_type="llava", text_config={"model_type": "no"}), "describe a language model"),
     case("around what nobody knows", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
-    case("no text inside", SEEING, "does not write text", by_plan=False),
+    case("no text inside", SEEING, "does not write text"),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
     case("generation config broken", overwrite(GENERATION, b"{"), GENERATION, by_plan=False),
     case("end token in words", overwrite(GENERATION, WORDY_END), "eos_token_id", "'</s>'", by_plan=False),

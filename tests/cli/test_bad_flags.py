@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import BOTH, GENERATE, PLAN, assert_refused, drop, generate
+import typer
+from refusals import BOTH, ENOUGH, GENERATE, PLAN, assert_refused, drop, generate
 from shell import shell
+
+from offload.cli.app import app
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("_instant_link")
@@ -28,7 +31,7 @@ FLAGS = [
     flags("top-p beyond all", "--top-p 1.5", "--top-p must lie in (0, 1], got 1.5", "1 keeps every token"),
     flags("negative top-k", "--top-k -1", "--top-k must be 0 or more, got -1", "0 keeps every token"),
     flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1", "0 is as good as any"),
-    flags("negative number of tokens", "-n -1", "-n", "greater than or equal to 0", "--help)"),
+    flags("negative number of tokens", "-n -2", "-n", "greater than or equal to -1", "--help)"),
     flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "--help)"),
     flags(
         "more threads than cores", "--threads 9999", "--threads must be at most 1, the cores", "got 9999: leave it out"
@@ -98,6 +101,38 @@ def test_a_command_without_a_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--verion", ("No such option: --verion. Did you mean --version? (see offload --help)",)),
+        ("--vers -m x", ("Did you mean --version?",)),
+        ("generate --modl x", ("No such option: --modl. Did you mean --model? (see offload generate --help)",)),
+        ("generat -m x", ("Did you mean 'generate'?",)),
+        ("bench decod", ("No such command 'decod'. Did you mean decode? (see offload bench --help)",)),
+        ("bench decode --quik", ("Did you mean --quick? (see offload bench decode --help)",)),
+        ("generate -m x --stop", ("'--stop' requires an argument. (see offload generate --help)",)),
+        ("bench decode --size", ("'--size' requires an argument. (see offload bench decode --help)",)),
+        ("datastore build --out", ("(see offload datastore build --help)",)),
+        ("datastore bild", ("Did you mean 'build'?", "(see offload datastore --help)")),
+    ],
+)
+def test_what_is_mistyped_is_asked_after(command: str, words: tuple[str, ...]) -> None:
+    assert_refused(shell(*command.split()), *words)
+
+
+@pytest.mark.parametrize("option", ["--nonesuch", "-Z"])
+def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
+    from offload.bench.suite import COMMANDS
+
+    root = typer.main.get_command(app)
+    groups = {"datastore": root.commands["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
+    paths = [(), *((name,) for name in root.commands), *((group, own) for group in groups for own in groups[group])]
+    assert len(paths) > 15
+    for path in paths:
+        refused = shell(*path, option)
+        assert_refused(refused, f"No such option: {option} (see {' '.join(('offload', *path))} --help)")
+
+
+@pytest.mark.parametrize(
     ("model", "words"),
     [
         ("no/such/folder", ("no model directory at no/such/folder", "hub id")),
@@ -136,14 +171,24 @@ def test_prompts_are_refused(sound: Path, tmp_path: Path) -> None:
 def test_prompt_longer_than_the_context_is_refused(sound: Path, request: pytest.FixtureRequest) -> None:
     assert generate(sound, "-p", "x" * 62).code == 0
     request.getfixturevalue("_no_weights")
-    outcome = generate(sound, "-p", "x" * 63)
-    assert_refused(outcome, "a prompt of 63 tokens and 2 new ones exceed the context of 64", "raise --context", "-n")
+    outcome = generate(sound, "-p", "x" * 64)
+    assert_refused(
+        outcome, "a prompt of 64 tokens and a new one exceed the context of 64", "raise --context", "shorten"
+    )
+
+
+@pytest.mark.parametrize(("asked", "is_told"), [("100000", True), ("-1", False)])
+def test_more_tokens_than_have_room_are_as_many_as_have(asked: str, is_told: bool, sound: Path) -> None:
+    outcome = shell("generate", "-m", sound, *ENOUGH[:-2], "-p", "x" * 60, "-n", asked)
+    assert outcome.code == 0 and outcome.out == " one two three:\n", outcome
+    assert ("at most 4 new tokens and not 100000: the context of 64 has no more room" in outcome.err) == is_told
+    assert "the text is cut off where the context of 64 ends: --context N makes it longer\n" in outcome.err
 
 
 @pytest.mark.usefixtures("_no_weights")
 def test_prompt_without_a_tokenizer_is_refused(broken: Path) -> None:
     drop("tokenizer*")(broken)
-    assert_refused(generate(broken, "-p", "Count:"), "no tokenizer", "token ids")
+    assert_refused(generate(broken, "-p", "Count:"), "no tokenizer", "put its tokenizer.json beside it")
 
 
 def test_chat_template_that_fails_is_refused(broken: Path) -> None:
@@ -163,7 +208,8 @@ def test_the_smallest_budget_that_is_named_works(options: str, sound: Path) -> N
     assert_refused(in_mb, "budget is 1 MB", "raise --ram to ")
     assert "MiB" not in in_mb.err, "sizes have the unit of the user"
     too_small = shell(*command, "--ram", "1MiB", *settings)
-    assert_refused(too_small, "for two layer slots", "budget is 1 MiB", "lower --context")
+    assert_refused(too_small, "for two layer slots", "budget is 1 MiB")
+    assert "--context" not in too_small.err, "no shorter one would do"
     named = re.search(r"raise --ram to (\d+)MiB", too_small.err)
     assert named is not None
     least_mib = int(named[1])

@@ -60,10 +60,12 @@ def test_every_command_is_obeyed(letters: Path) -> None:
         "greedy, seed 0; as long as there is room",
         "temperature 0.5, seed 0; as long as there is room",
     ]
-    assert rest[3] == "temperature 0.5, seed 0; at most 2 tokens" and rest[4].startswith("(2 tokens, cut off")
+    assert rest[3] == "temperature 0.5, seed 0; at most 2 tokens" and rest[4].startswith(
+        "(2 tokens, cut off by its limit"
+    )
     num_used = len("<system:Be.<user:Say<assistant:Ok.>" + "<user:Say<assistant:" + "Ok")
     assert rest[5].startswith(f"{num_used} of 384 positions used; peak memory") and rest[6:] == ["forgotten: Say"]
-    for name in ("/help", "/clear", "/system", "/save", "/load", "/retry", "/undo", "/set", "/stats", "/bye"):
+    for name in ("/help", "/clear", "/system", "/save", "/load", "/read", "/retry", "/undo", "/set", "/stats", "/bye"):
         assert f"\n{name} " in f"\n{_HELP}"
 
 
@@ -77,7 +79,7 @@ def test_ways_to_leave(leave: str, letters: Path) -> None:
     [
         (
             "/regenerate",
-            "commands are /help /clear /system /save /load /retry /undo /set /stats /bye, got /regenerate: a",
+            "commands are /help /clear /system /save /load /read /retry /undo /set /stats /bye, got /regenerate: a",
         ),
         ("/", "got /: a question that begins with / needs a space before it"),
         ("/set heat 3", "frequency-penalty, max-tokens, stop, got heat: try"),
@@ -90,6 +92,8 @@ def test_ways_to_leave(leave: str, letters: Path) -> None:
         ("/retry", "nothing was asked yet"),
         ("/stats", "nothing was answered yet"),
         ("/save", "a file is needed, got none: name one"),
+        ("/read", "a file is needed, got none: name one, such as notes.txt"),
+        ("/read nowhere.txt", "cannot read the prompt from nowhere.txt (No such file or directory)"),
         ("/load nowhere", "cannot read the session nowhere"),
         ("/save nowhere/at/all", "cannot write the session to nowhere/at/all (No such file or directory)"),
     ],
@@ -98,6 +102,11 @@ def test_what_cannot_be_obeyed_is_one_line_and_ends_nothing(command: str, words:
     outcome = chat(letters, f"{command}\nSay")
     assert outcome.code == 0 and outcome.out == "Ok.\n", "and no question for the model"
     assert outcome.err.startswith("offload: ") and outcome.err.count("\n") == 1 and words in outcome.err
+
+
+def test_a_question_may_be_in_a_file(babbler: Path, tmp_path: Path) -> None:
+    (tmp_path / "question").write_text("Say")
+    assert babble(babbler, f"/read {tmp_path / 'question'}\nWhat?") == babble(babbler, "Say\nWhat?")
 
 
 def test_another_answer_is_another_draw_and_replaces_the_first(babbler: Path) -> None:
@@ -143,7 +152,7 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     first = chat(letters, "Say\nSay it", "--system", "Be.", "--session", path, quiet=False)
     second = chat(letters, "Again", "--session", path, quiet=False)
     assert first.out + second.out == whole.out == 3 * "Ok.\n"
-    assert f"going on with {path}: questions 2, the last one asked was 'Say it'" in second.err
+    assert f"going on with {path}: 2 questions, the last one asked was 'Say it'" in second.err
     read = [
         [line.split("; ")[1] for line in told.err.splitlines() if " tokens read)" in line] for told in (whole, second)
     ]
@@ -152,8 +161,9 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
         letters, "/save x\n/clear\nSay".replace("x", str(tmp_path / "copy")), "--session", path, "--system", "No."
     )
     assert other.code == 0
+    assert f"kept in {path}" in chat(letters, "/save", "--session", path, quiet=False).err, "it needs no name"
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
-    loaded = f"going on with {tmp_path / 'copy'}: questions 3"
+    loaded = f"going on with {tmp_path / 'copy'}: 3 questions"
     assert held.err.splitlines()[:5] == ["No.", loaded, *(f"forgotten: {one}" for one in ("Again", "Say it", "Say"))]
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
 
@@ -216,7 +226,7 @@ def test_commands_tell_what_they_did(letters: Path, tmp_path: Path) -> None:
     told = chat(letters, f"Say\n/save {path}\n/clear\n/load {path}\n/retry")
     assert told.out == 2 * "Ok.\n"
     assert told.err.splitlines() == [
-        f"kept in {path}", "begun anew", f"going on with {path}: questions 1",
+        f"kept in {path}", "the conversation is forgotten", f"going on with {path}: 1 question",
         "greedy, so the answer will be the same: /set temperature 0.7 draws another",
     ]  # fmt: skip
 

@@ -11,7 +11,9 @@ from offload.cli.console import (
     ModelNames,
     candidate_rows,
     choice_lines,
+    clipped_line,
     closing_lines,
+    cut_line,
     opening_lines,
     place_line,
     turn_line,
@@ -67,7 +69,7 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     row = comparison_lines(DemoResult(*runs, num_exact=1, num_near=0, num_same=None)).splitlines()[2]
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
     assert candidate_rows([predicted(label)])[0].strip().startswith(f"{label}: ")
-    assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}
+    assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_dynamic": is_dynamic}
 
 
 def test_hits_without_misses_are_told() -> None:
@@ -116,7 +118,24 @@ def test_peak_memory_stands_beside_all_that_it_may_take() -> None:
     figures = stats(chain(0))
     figures.peak_rss_bytes = 23 * 10**8
     told = closing_lines(figures, planned(), 4 * 10**8, is_decimal=True).splitlines()[-1]
-    assert told == "peak memory 2.3 GB of 2 GB allowed and 400 MB for Python and its libraries"
+    assert told == "peak memory 2.3 GB; allowed 2.4 GB = 2 GB (--ram) + 400 MB for Python"
+
+
+def test_a_text_that_was_cut_off_says_so() -> None:
+    figures, plan = stats(chain(0)), planned()
+    figures.num_prompt_tokens, figures.num_new_tokens = 10, 5
+    assert cut_line(figures, "stop", plan) == cut_line(figures, "interrupted", plan) == ""
+    assert cut_line(figures, "length", plan).startswith("the text is cut off after 5 tokens: -n -1 writes")
+    figures.num_new_tokens = plan.context - 10
+    assert cut_line(figures, "length", plan).startswith(f"the text is cut off where the context of {plan.context} ends")
+    assert turn_line(figures, "length").count("cut off by its limit") == 1
+
+
+def test_more_tokens_than_there_is_room_for_are_told() -> None:
+    plan = planned()
+    assert clipped_line(5, 5, 3, plan) == ""
+    told = clipped_line(9000, 7, 3, plan)
+    assert told.startswith(f"at most 7 new tokens and not 9000: the context of {plan.context} has no more room")
 
 
 @pytest.mark.parametrize("size", ["8GB", "8g", "400 MB", "1.5T"])

@@ -16,6 +16,7 @@ from reciting import PROMPT, SAID, settings
 from screen import Recording, Screen, record
 from shell import process
 
+from offload.cli.console import Console
 from offload.cli.live_line import LiveLine, column_after, fitted
 from offload.cli.progress import Phase, TextProgress, duration, plural
 from offload.stats import Stats
@@ -93,12 +94,25 @@ def test_the_line_moves_while_nobody_tells_of_progress() -> None:
     assert "importing, 41 s" in seen and "importing, 42 s" in seen
 
 
+def test_a_log_is_told_at_once_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of what follows it hears now and then, as before."""
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    with Console(is_quiet=False) as console:
+        console.announce("importing")
+        console.wait("reading headers")
+        assert err.getvalue() == "importing\n"
+    with Console(is_quiet=True) as console:
+        console.announce("importing")
+    assert err.getvalue() == "importing\n"
+
+
 def test_it_is_shown_before_anything_heavy_is_imported(ender: Path) -> None:
     """Which is what makes the first line come at once."""
     code = """
 import sys
 from offload.cli import live_line, main
-def spy(self, progress):
+def spy(self, progress, **_):
     sys.exit(f"{progress.label} {sys.modules.keys() & {'torch', 'transformers'}}")
 live_line.LiveLine.show = spy
 main.main()
@@ -114,7 +128,7 @@ def assert_phases_are_told(seen: Recording, num_columns: int) -> None:
         assert phase in seen.text
     lines = seen.screen(num_columns).lines
     said = " ".join(line.strip() for line in lines)
-    for words in ("4 layers in RAM", "a sweep from disk", "12 tokens, the first after", "for Python and its libraries"):
+    for words in ("4 layers in RAM", "a sweep from disk", "12 tokens, the first after", "(--ram) +"):
         assert words in said, "words are whole, wherever lines end"
     assert not any("reading" in line or "importing" in line for line in lines), "the line has gone"
 
@@ -186,11 +200,11 @@ def test_a_text_tells_layer_speed_and_time_left() -> None:
     progress.num_layers = 8 * 4 + 3
     told = progress.parts()
     assert told[:3] == ["12 of 100 tokens", "layer 3 of 8", "2.00 tokens/s"]
-    assert told[3:] == ["40 s left", "4.0 a sweep"], "88 tokens take 44 s, 4 of which are over"
+    assert told[3:] == ["40 s left", "4.0 tokens/sweep"], "88 tokens take 44 s, 4 of which are over"
     progress.num_layers = 8 * 4
     assert progress.parts()[1] == "drafting"
     progress.max_new_tokens = None
-    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 a sweep"]
+    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 tokens/sweep"]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_json_names_the_tree(tree: str, shape: tuple[int, int], looper: Path) ->
 
 @pytest.mark.parametrize("tree", ["grown:8x3", "8x3"])
 def test_json_tells_a_grown_tree_from_a_fixed_one(tree: str, looper: Path) -> None:
-    assert generate_json(looper, "-n", 4, tree=tree)["stats"]["tree"]["is_grown"] == tree.startswith("grown")
+    assert generate_json(looper, "-n", 4, tree=tree)["stats"]["tree"]["is_dynamic"] == tree.startswith("grown")
 
 
 def test_bytes_streamed_are_those_of_the_plan(looper: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.batch_file import read_tasks
 from offload.cli.progress import BatchProgress
+from offload.cli.results_file import ResultsFile
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar
@@ -369,6 +371,15 @@ class _counted_runs(list[object]):  # noqa: N801  a context manager
 
     def __exit__(self, *_: object) -> None:
         self._patch.stop()
+
+
+def test_a_result_of_a_prompt_that_has_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: Any = [SimpleNamespace(index=index, sample=0, digest="d") for index in range(2)]
+    results = ResultsFile("res", lambda _: None)
+    monkeypatch.setattr(results, "_identity", lambda *_: None)
+    line = b'{"index": 4, "sample": 0, "request": "d", "model": null}'
+    with pytest.raises(UserError, match="line 1 has the result of index 4, sample 0; there are 2 prompts"):
+        results.find([line], tasks)
 
 
 def test_tasks_are_not_read_without_their_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from refusals import assert_refused
 from shell import process, shell
 
 import offload
+from offload.cli.flags import as_flags
 
 pytestmark = pytest.mark.usefixtures("_instant_link")
 MIB = 2**20
@@ -61,7 +62,8 @@ def test_one_value_where_several_may_be(sound: Path, config: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("colour = 3", ("'colour'", "no flag", "take it out", "ram")),
+        ("colour = 3", ("'colour'", "no flag", "take it out", "or name one of ")),
+        ("tre = 3", ("'tre'", "no flag", "or name one of tree, ")),
         ("[plan]\nquiet = true", ("'quiet'", "no flag", "take it out")),
         ("[paint]\nram = 3", ("'paint'", "no flag", "take it out")),
         ("ram = ", ("cannot read", "mend it or move it away")),
@@ -89,11 +91,11 @@ def test_blame_knows_every_name_of_a_flag_and_its_command(
     sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("generate", "-m", sound, "-p", "x", "--threads", 1, "--context", 64)
-    config.write_text("max-tokens = 5000\n")
+    config.write_text("max-tokens = -5\n")
     assert_refused(shell(*command), "-n", f"(--max-tokens is set by {config})")
-    config.write_text("[chat]\nmax-tokens = 5000\n")
+    config.write_text("[chat]\nmax-tokens = -5\n")
     monkeypatch.setenv("OFFLOAD_TEMP", "0.5")
-    for given in (("-n", 5000), ("-n5000",), ("--temperature", -1)):
+    for given in (("-n", -5), ("-n-5",), ("--temperature", -1)):
         refused = shell(*command, *given)
         assert_refused(refused)
         assert "set by" not in refused.err
@@ -111,6 +113,14 @@ def test_the_demo_brings_its_own(config: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OFFLOAD_MAX_TOKENS", "0")
     config.write_text('tree = "oak"\nram = "1GiB"\n[demo]\nmax-tokens = 1\n')
     assert_refused(shell("demo"), "two speeds need -n of 2 or more", "got 1")
+
+
+def test_a_variable_that_is_nearly_a_flags_is_told(sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_RAMM", "1GB")
+    monkeypatch.setenv("OFFLOAD_OF_ANOTHER_PROGRAM", "1")
+    told = shell("plan", "-m", sound)
+    assert told.code == 0 and told.err == "offload: OFFLOAD_RAMM sets no flag. Did you mean OFFLOAD_RAM?\n"
+    assert shell("plan", "-m", sound, "--json").err == "", "what is to be quiet is"
 
 
 def test_short_answers() -> None:
@@ -133,3 +143,15 @@ def test_completion_knows_commands_and_flags(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_file_nested_too_deep_is_refused(config: Path) -> None:
     config.write_text("ram = " + "[" * 50_000)
     assert_refused(shell("plan"), "cannot read", "config.toml", "mend it or move it away")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("`tree` must be text", "--tree must be text"),
+        ('try `tree="64x16"`', "try --tree 64x16"),
+        ('try `gpu_memory="24GiB"`, or `nothing="1"`', 'try --gpu-mem 24GiB, or `nothing="1"`'),
+    ],
+)
+def test_arguments_of_the_library_are_told_as_flags(line: str, told: str) -> None:
+    assert as_flags(line) == told

@@ -10,6 +10,7 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.cli.flags import as_flags
+from offload.cli.plan_lines import _count
 from offload.memory import planner as plan
 from offload.units import format_bytes
 
@@ -74,13 +75,32 @@ def test_ways_to_draft_stand_one_below_another(pair: tuple[str, ...]) -> None:
     flags = (*pair, *GPU, "--context", "512")
     lines = printed(*flags).splitlines()
 
-    rows = [line for line in lines if "s per token with" in line or "none " in line]
+    rows = [line for line in lines if "s per token with" in line or "no draft: " in line]
     assert len(rows) >= 3 and str(Path(pair[1]).parent) not in "".join(lines)
     figures = json.loads(shell("plan", *flags, "--disk-speed", "1GB", "--json").out)
     slower = [one["prediction"]["s_per_token"] for one in figures["drafts"] if one["prediction"]]
     usual = [one["prediction"]["s_per_token"] for one in json.loads(shell("plan", *flags, "--json").out)["drafts"]
              if one["prediction"]]  # fmt: skip
     assert min(slower) > 2 * min(usual), "the disk that was named is a fifth as fast"
+
+
+def test_one_way_to_draft_is_no_list(pair: tuple[str, ...]) -> None:
+    target = pair[:2]
+    assert "drafts" not in printed(*target, "--hardware", "rtx3090", "--gpu-mem", "6300MiB")
+
+
+def test_what_is_assumed_of_a_machine_is_marked(pair: tuple[str, ...]) -> None:
+    told = " ".join(printed(*pair, "--hardware", "l40").split())
+    assert "256 GiB of memory" in told and "(assumed: --ram and --disk-speed say otherwise)" in told
+    named = " ".join(printed(*pair, "--hardware", "l40", "--disk-speed", "3GB").split())
+    assert "a disk of 3 GB/s" in named
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(15_700_000, "15.7 million"), (70_553_706_496, "70.6 billion"), (120_000, "0.12 million")]
+)
+def test_parameters_are_counted_in_words_of_their_size(number: int, words: str) -> None:
+    assert _count(number) == words
 
 
 def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:

@@ -129,6 +129,6 @@ def test_flags_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     err = shell("plan", "-m", "x", "--experts", "few").err
     assert "--experts must be one of auto, demand, layers, got 'few': try --experts auto" in err
     monkeypatch.setattr(options, "require_place", lambda: RankInfo(0, 2, 0, 0, 2, "localhost", 1))
-    with pytest.raises(UserError, match="`experts` demand is of one process, got `ranks` shards: leave one of them"):
+    with pytest.raises(UserError, match="`experts` demand works in one process alone, got `ranks` shards"):
         LoadOptions(ranks="shards", experts="demand")
     assert LoadOptions(ranks="shards").experts == "auto"

@@ -40,6 +40,9 @@ def test_logprobs_are_part_of_the_object(ender: Path) -> None:
     result = generate_json(ender, "--logprobs", 2)
     assert [one["token"] for one in result["logprobs"]] == result["token_ids"]
     assert all(one["top"][0] == [one["token"], one["logprob"]] and len(one["top"]) == 2 for one in result["logprobs"])
+    texts = [one["text"] for one in result["logprobs"]]
+    assert "".join(texts).startswith(" Hello w\u00f6rld "), "half a character is none"
+    assert all(one["top_texts"][0] == one["text"] and len(one["top_texts"]) == 2 for one in result["logprobs"])
     assert "logprobs" not in generate_json(ender)
 
 

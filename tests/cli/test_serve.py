@@ -19,8 +19,11 @@ import pytest
 from reciting import recited, settings
 from shell import ROOT, process, shell, start
 
-from offload.cli.serving import read_keys, served_sampling
+from offload.cli.serve_command import read_keys
+from offload.cli.serving import served_sampling, serving_lines
 from offload.errors import UserError
+from offload.server.listening import EarlyAnswers, bind
+from offload.server.protocol import loading
 from offload.units import Sampling
 
 PATIENCE_S = 120
@@ -33,7 +36,7 @@ def served(model: Path, *flags: object) -> Iterator[tuple[subprocess.Popen[bytes
     try:
         assert running.stderr is not None
         lines = list[str]()
-        while not (found := re.search(r"serving \S+ at (http://\S+)/v1", "".join(lines))):
+        while not (found := re.search(r"API +(http://\S+)/v1", "".join(lines))):
             lines.append(running.stderr.readline().decode())
             assert lines[-1], f"it ended: {lines}"
         yield running, found[1]
@@ -107,6 +110,61 @@ def test_sampling_is_the_models_or_openais(tmp_path: Path) -> None:
     assert served_sampling(str(tmp_path)) == Sampling(temperature=1.0)
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
     assert served_sampling(str(tmp_path)) == Sampling(temperature=0.6, top_k=20)
+
+
+def test_it_answers_from_its_first_second(looper: Path) -> None:
+    """Before torch is imported; and from then on no connection is refused, early or late."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    running = start("serve", *settings(looper), "--parallel", 1, "--port", port, is_cold=True)
+    try:
+        began_s, answers = time.monotonic(), list[tuple[float, str, int]]()
+        while not answers or answers[-1][2] == 503:
+            path = "/" if len(answers) % 2 else "/health"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as response:
+                    found = response.status
+            except urllib.error.HTTPError as error:
+                found = error.code
+                told = error.read()
+                assert path == "/" or json.loads(told) == {"status": "loading"}
+            except urllib.error.URLError:
+                assert not answers, "once it has answered, it is not refused"
+                assert running.poll() is None
+                time.sleep(0.02)
+                continue
+            answers.append((time.monotonic() - began_s, path, found))
+            time.sleep(0.02)
+        first_s, last_s = answers[0][0], answers[-1][0]
+        assert answers[0][2] == 503 and first_s < last_s / 2, answers
+    finally:
+        running.kill()
+        _, told = running.communicate()
+    assert f"http://127.0.0.1:{port} answers 503 until the model is loaded\n" in told.decode()
+
+
+def test_early_answers_are_those_of_the_server_that_loads() -> None:
+    """The same body and code; a client that says nothing, or goes away, holds up no other for long."""
+    refusal = loading()
+    with EarlyAnswers(bind("127.0.0.1", 0)) as early:
+        host, port = early.address.removeprefix("http://").split(":")
+        silent = socket.create_connection((host, int(port)))
+        socket.create_connection((host, int(port))).close()
+        with pytest.raises(urllib.error.HTTPError) as told:
+            post(early.address, {"prompt": "x" * 20_000})
+        assert told.value.code == refusal.status and json.load(told.value) == refusal.as_dict()
+        silent.close()
+        bound = early.hand_over()
+    assert bound.fileno() >= 0, "who has it now closes it"
+    bound.close()
+
+
+def test_both_addresses_are_told() -> None:
+    assert serving_lines("big", "http://127.0.0.1:8080").splitlines() == [
+        "serving big, Ctrl-C ends it",
+        "  chat page  http://127.0.0.1:8080/",
+        "  API        http://127.0.0.1:8080/v1",
+    ]
 
 
 @pytest.mark.full

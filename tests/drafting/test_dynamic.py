@@ -293,7 +293,7 @@ def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], ru
         plain, tree = (decoder.generate(PROMPT, tree=tree, **sampling) for tree in ("none", None))
     assert tree.token_ids == plain.token_ids
     assert tree.stats.tokens_per_sweep > 1.2
-    assert tree.as_dict()["stats"]["tree"] == {"num_nodes": 32, "depth": 8, "is_grown": True}  # type: ignore[index]
+    assert tree.as_dict()["stats"]["tree"] == {"num_nodes": 32, "depth": 8, "is_dynamic": True}  # type: ignore[index]
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])

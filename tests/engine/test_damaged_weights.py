@@ -60,11 +60,11 @@ def test_a_damaged_target_is_refused(rule: str, where: str, pair: Pair, tmp_path
 def test_a_damaged_draft_changes_no_text(rule: str, where: str, pair: Pair, tmp_path: Path) -> None:
     """Rules that need the draft's distribution refuse one that is none."""
     with load((pair[0], DAMAGES[where](pair[1], tmp_path / "damaged")), rule) as decoder:
-        for name, draw in DRAWS.items():
+        for draw in DRAWS.values():
             wanted = decoder.generate(PROMPT, max_new_tokens=LENGTH, tree="none", **draw).token_ids
             try:
                 found = decoder.generate(PROMPT, max_new_tokens=LENGTH, **draw).token_ids
             except offload.UserError as error:
                 assert "scores are not finite numbers" in str(error) and rule not in ("match", "topk")
             else:
-                assert found == wanted or (name != "greedy" and rule not in ("match", "topk"))
+                assert found == wanted

@@ -19,7 +19,8 @@ from offload.errors import UserError
 from offload.memory.planner import plan_memory
 from offload.packing.pack import pack
 from offload.planning.near_copy import copy_bits, files_of
-from offload.planning.options import LoadOptions, check_models
+from offload.planning.options import LoadOptions
+from offload.planning.precheck import check_run
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
 FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")
@@ -166,8 +167,8 @@ def test_what_makes_no_sense_is_refused_before_weights_are_read(
 
 def test_the_command_line_refuses_the_same(pair: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="try self:int4"):
-        check_models(str(pair[0]), "self:int2", LoadOptions())
-    check_models(str(pair[0]), "self:int8", LoadOptions())
+        check_run(str(pair[0]), "self:int2", LoadOptions())
+    check_run(str(pair[0]), "self:int8", LoadOptions(), needs_text=False)
 
 
 def test_experts_are_not_copied(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from offload.errors import UserError
 pytestmark = pytest.mark.usefixtures("_instant_link")
 
 EARLY = [
-    ("-p", "x" * 63, "exceed the context of 64"),
+    ("-p", "x" * 64, "exceed the context of 64"),
     ("--stop", "", "--stop must not be empty"),
     ("--profile", "nowhere.json", "cannot read the profile nowhere.json"),
     ("--tree", "chain:64", "64 deep, the context has 64 positions"),

@@ -70,11 +70,15 @@ def settings(folder: Path) -> dict[str, list[str]]:
     file.parent.mkdir(exist_ok=True)
     found = {}
     # An error's line has an end, and these lists are longer.
-    with patch.dict("os.environ", XDG_CONFIG_HOME=str(folder)), patch("offload.errors._MAX_CHARS", 9999):
+    with (
+        patch.dict("os.environ", XDG_CONFIG_HOME=str(folder)),
+        patch("offload.errors._MAX_CHARS", 9999),
+        patch("offload.cli.flags._NUM_NAMED", 9999),
+    ):
         for name in ("", *(name.removeprefix("offload ") for name, _ in commands() if name.count(" ") == 1)):
             file.write_text(f"[{name}]\nnonsense = 1" if name else "nonsense = 1")
             told = shell("plan").err.partition("or name one of ")[2].strip()
-            found[name or "all"] = told.split(", ")
+            found[name or "all"] = sorted(told.split(", "))
     file.unlink()
     return found
 
@@ -146,7 +150,7 @@ BAD: dict[str, tuple[object, ...]] = {
         "generate --temp 1 --min-p 1.5", "generate --seed -1", "generate --repeat-penalty 0",
         "generate --presence-penalty 101", "generate --frequency-penalty nan", "generate --logit-bias 5",
         "generate --logit-bias 5:1 --logit-bias 5:2", "generate --logprobs 2", "generate --logprobs -2 --json",
-        "generate -n -1", "generate --stop=", "generate --system Be. --raw", "generate --samples 0",
+        "generate -n -2", "generate --stop=", "generate --system Be. --raw", "generate --samples 0",
         "generate --samples 2", "generate --out x", "generate --parallel 0", "generate --parallel 999",
         "generate --ram lots", "generate --ram 0", "generate --gpu-mem much", "generate --device tpu",
         "generate --dtype int3", "generate --draft-dtype int3", "generate --experts some", "generate --context 0",

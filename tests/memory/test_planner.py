@@ -21,7 +21,7 @@ from offload.errors import UserError
 from offload.memory import plan as plans
 from offload.memory import planner as plan
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
-from offload.memory.planner import DEFAULT_CONTEXT, Budgets, make_plan, plan_memory
+from offload.memory.planner import DEFAULT_CONTEXT, Budgets, least_budget, make_plan, plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, Rates, row_s, wanted_rows
 from offload.trees.growth import most_rows
 
@@ -139,9 +139,25 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
     least = make_plan(target, helper, Budgets(named_mib * MIB), **sizes)
     assert (least.num_slots, least.num_resident) == (2, 0)
     assert make_plan(target, helper, Budgets(least.total_bytes), **sizes).num_slots == 2
-    with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB or lower `context` from 4096"):
+    with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB or lower `context` from 4096 to") as refused:
         make_plan(target, helper, Budgets(least.total_bytes - 1), **sizes)
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
+    shorter = int(str(refused.value).rpartition(" to ")[2])
+    short = {**sizes, "context": shorter}
+    assert make_plan(target, helper, Budgets(least.total_bytes - 1), **short).num_slots, "what is named works"
+    with pytest.raises(UserError):
+        make_plan(target, helper, Budgets(least.total_bytes - 1), **{**sizes, "context": shorter + 16})
+
+
+def test_texts_at_a_time_are_named_where_fewer_would_do() -> None:
+    """And a context that no shortening mends is not."""
+    shape = model_shape(checkpoint_of(CONFIGS["Llama-2-70B"]))
+    sizes: Any = {"context": 2048, "num_nodes": 8}
+    least = least_budget(lambda size: make_plan(shape, None, Budgets(size), **sizes, parallel=2))
+    with pytest.raises(UserError, match=r"or lower `context` from 2048 to \d+ or `parallel` from 8 to 2$"):
+        make_plan(shape, None, Budgets(least), **sizes, parallel=8)
+    with pytest.raises(UserError, match=r"raise `ram` to \d+MiB$"):
+        make_plan(shape, None, Budgets(MIB), **sizes, parallel=8)
 
 
 def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
@@ -167,8 +183,7 @@ def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
     with pytest.raises(UserError) as refusal:
         make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
     assert str(refusal.value) == (
-        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB "
-        "or lower `context` from 10"
+        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB"
     )
 
 

@@ -5,6 +5,7 @@ None may be silently wrong. The list is what transformers 5.23 has; a family tha
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 import offload
+from offload.checkpoint.families import REFUSED as REFUSED_BY_NAME
 from offload.checkpoint.safetensors import Checkpoint
 from offload.model.meta import attention_windows, build_meta_model
 from offload.units import Sampling
@@ -240,6 +242,12 @@ def test_families_that_trees_cannot_be_verified_on_are_refused(family: str, tmp_
         pytest.skip(f"this transformers has no {family}")
     with pytest.raises(offload.UserError, match=f"model type {family} is not supported .*{REFUSED[family]}"):
         meta_model_of(CONFIG_MAPPING[family](), tmp_path)
+
+
+def test_families_that_are_refused_by_name_are_refused_when_they_are_built() -> None:
+    """And in the same words; what the table says is found before transformers is imported."""
+    for family, why in REFUSED_BY_NAME.items():
+        assert re.search(REFUSED[family], why), family
 
 
 def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from offload.errors import UserError
-from offload.planning.options import LoadOptions, check_models
+from offload.planning.options import LoadOptions
+from offload.planning.precheck import check_run
 from offload.rank_roles import (
     PaperCut,
     PipelineOptions,
@@ -109,8 +110,8 @@ def test_options_know_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatc
     [
         ({"ranks": "shards", "invariant": True}, "`invariant` is promised by one process, got `ranks` shards"),
         ({"ranks": "stages:0-1", "invariant": True}, "`invariant` is promised by one process, got `ranks` stages:0-1"),
-        ({"slow_layer_s": 0.1}, "`slow_layer_s` is of stages, got `ranks` none"),
-        ({"ranks": "shards", "slow_layer_s": 0.1}, "`slow_layer_s` is of stages, got `ranks` shards"),
+        ({"slow_layer_s": 0.1}, "`slow_layer_s` goes with stages, got `ranks` none"),
+        ({"ranks": "shards", "slow_layer_s": 0.1}, "`slow_layer_s` goes with stages, got `ranks` shards"),
         ({"ranks": "stages:0-1", "tree": "64x16"}, "`tree` is for one pass at a time"),
         ({"ranks": "shards", "pipeline": "plain"}, "`pipeline` says how stages run"),
     ],
@@ -137,7 +138,7 @@ def test_stages_guess_where_there_is_a_draft_and_a_tree_is_not_ruled_out() -> No
     with pytest.raises(UserError, match="`pipeline` sync guesses with a draft"):
         found(False, ranks="stages:0-1", pipeline="sync")
     with pytest.raises(UserError, match="rank 1 of `ranks` drafts"):
-        check_models("nowhere/at-all", None, LoadOptions(ranks="stages:0,draft:1"))
+        check_run("nowhere/at-all", None, LoadOptions(ranks="stages:0,draft:1"))
 
 
 @pytest.mark.usefixtures("_two_ranks")

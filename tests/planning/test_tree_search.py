@@ -280,7 +280,7 @@ def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | N
     for rule in RULES:
         choice = trees.for_run(Sampling(), rule)
         assert choice.is_dynamic == (rule in ("match", "topk")), rule
-        assert choice.as_dict()["is_grown"] == choice.is_dynamic
+        assert choice.as_dict()["is_dynamic"] == choice.is_dynamic
         if choice.candidates:
             best = choice.candidates[0].shape
             assert (choice.shape.num_nodes, choice.shape.depth) == (best.num_nodes, best.depth)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from offload.drafting.static import draw_children
 from offload.errors import UserError
-from offload.sampling import grammar_mask as module
+from offload.sampling import grammar_source as module
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling.grammar_mask import GrammarMask, Grammars
 from offload.sampling.sampler import Sampler
@@ -106,6 +107,46 @@ def test_bad_grammars_are_refused_in_a_line(grammars: Grammars, case: str) -> No
     with pytest.raises(UserError, match=line) as refusal:
         grammars.mask(grammar)
     assert str(refusal.value).startswith(str(grammar)) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("regex", "[a", "got '[a' (unclosed character class): mend"),
+        ("regex", r"\b", "(lookarounds not supported yet; WordUnicode in regex /\\b/): mend"),
+        ("lark", "start: FOO", '(at 1(8): unknown name: "FOO"): mend'),
+        ("json_schema", '{"type": "string", "pattern": "[a"}', "(unclosed character class): mend"),
+    ],
+)
+def test_the_line_says_what_is_wrong_and_draws_nothing(grammars: Grammars, kind: str, text: str, why: str) -> None:
+    with pytest.raises(UserError, match=re.escape(why)):
+        grammars.mask(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("blanks", "said", "is_allowed"),
+    [
+        (" ", None, True),
+        ("\n" + " " * 20, None, True),
+        ("\n" + " " * 21, None, False),
+        ("  ", None, False),
+        ("\n\n", None, False),
+        ("\n\n", {"whitespace_flexible": True}, True),
+        (" ", {"whitespace_flexible": False}, False),
+        ("\t", {"whitespace_pattern": "\\t"}, True),
+    ],
+)
+def test_blanks_of_json_are_bounded_unless_the_schema_speaks_of_them(
+    blanks: str, said: object, is_allowed: bool
+) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    schemas: list[object] = [{"type": "array", **({"x-guidance": said} if said else {})}]
+    schemas += [] if said else [{}, True]
+    text = list(f"[{blanks}1{blanks}]".encode())
+    for schema in schemas:
+        source = module._source(Grammar("json_schema", json.dumps(schema)))
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+        assert (matcher.try_consume_tokens(text) == len(text)) == is_allowed
 
 
 def test_what_takes_too_long_or_panics_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

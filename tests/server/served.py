@@ -16,7 +16,8 @@ from offload.engine.decoder import Decoder
 from offload.engine.scheduler import Engine
 from offload.engine.step import SpeculationStep
 from offload.server.app import create_app
-from offload.server.network import Listening, bind
+from offload.server.listening import bind
+from offload.server.network import Listening
 from offload.server.protocol import ServerSettings
 
 MODEL_ID, PATIENCE_S = "reciter", 60.0

@@ -20,10 +20,7 @@ ASKED: Any = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Descr
 
 
 class Cat(BaseModel):
-    # Of a model this small whitespace would not end.
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"}}
-    )  # fmt: skip
+    model_config = ConfigDict(extra="forbid")
     colour: Literal["black", "white", "red"]
     lives: Literal[1, 5, 9]
     is_asleep: bool

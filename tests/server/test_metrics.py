@@ -35,6 +35,7 @@ def test_figures_are_the_engines(looper: Path) -> None:
     assert got["offload_tokens_per_pass"] == pytest.approx(12 / figures.num_passes)
     assert got["offload_link_bytes_per_second"] == pytest.approx(figures.moved.num_bytes / figures.pass_s)
     assert got["offload_requests_total/done"] == 1
+    assert got["offload_requests_total/queue_full"] == 0 and "offload_requests_total/refused" not in got
     assert got["offload_requests_active"] == got["offload_requests_waiting"] == 0
 
 

@@ -13,7 +13,8 @@ from tiny import save_reciter
 
 from offload.engine.scheduler import Engine
 from offload.server.app import create_app
-from offload.server.network import Listening, bind
+from offload.server.listening import bind
+from offload.server.network import Listening
 from offload.server.protocol import ServerSettings
 
 pytest_plugins = ["browsing"]

@@ -16,7 +16,8 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passe
 
 from offload.engine.text import TextStream
 from offload.server.app import create_app
-from offload.server.network import Listening, bind
+from offload.server.listening import bind
+from offload.server.network import Listening
 from offload.server.protocol import Refusal, ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -144,7 +145,19 @@ def test_other_models_and_routes(served: Served) -> None:
     told(refused, 405)
     assert refused.headers["allow"] == "POST"
     told(ask(served, CHAT + "/", CHAT_BODY), 404)
-    told(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)
+    line = told(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)["message"]
+    assert "-H 'Content-Type: application/json'" in line and "from your browser" in line, "what to do, and why"
+
+
+@pytest.mark.parametrize(
+    ("aliases", "status"), [((), 404), (("gpt-3.5", "gpt-4"), 200), (("*",), 200), (("gpt-4-mini",), 404)]
+)
+def test_a_model_may_have_other_names(aliases: tuple[str, ...], status: int) -> None:
+    """Without an engine a request that is let in is told that the model loads."""
+    app = create_app(None, ServerSettings(model_id=MODEL_ID, aliases=aliases))
+    with Listening(app, bind("127.0.0.1", 0)) as loading:
+        for name, wanted in (("gpt-4", status), (MODEL_ID, 200)):
+            assert httpx.get(f"{loading.address}/v1/models/{name}").status_code == wanted
 
 
 def test_what_is_quoted_need_not_be_text() -> None:

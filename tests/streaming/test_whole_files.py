@@ -32,7 +32,9 @@ from offload.packing.pack import pack
 NUM_FLIPS = 12
 
 
-def ask(model: Path, manifest: Path | None = None, *, may_write: bool = False) -> Report:
+def ask(model: Path, manifest: Path | None = None, *, may_write: bool | None = None) -> Report:
+    """Verify; the usual manifest is written unless that is forbidden, one that is named only if it is allowed."""
+    may_write = manifest is None if may_write is None else may_write
     return verify(open_whole(str(model)), manifest, may_write=may_write, progress=lambda done, total: None)
 
 

@@ -12,7 +12,7 @@ from model_files import ENOUGH, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.serving import read_keys
+from offload.cli.serve_command import read_keys
 from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import ExpertUses, Identity, Machine, Profile, format_json

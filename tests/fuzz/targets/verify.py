@@ -38,7 +38,7 @@ def _save_gguf(folder: Path) -> None:
 
 
 def _keep_sound(folder: Path, model: str) -> None:
-    told = shell("verify", folder / model)
+    told = shell("verify", folder / model, "--write")
     assert told.code == 0, told.err
     (folder / "wanted.json").write_text(json.dumps(_bits(folder)))
 
@@ -49,7 +49,7 @@ def _bits(folder: Path) -> dict[str, str]:
 
 
 def _verify(folder: Path) -> Outcome:
-    return shell("verify", folder / ("model" if (folder / "model").exists() else "m.gguf"))
+    return shell("verify", folder / ("model" if (folder / "model").exists() else "m.gguf"), "--write")
 
 
 def _verify_bits(folder: Path) -> Outcome:

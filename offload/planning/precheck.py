@@ -1,0 +1,68 @@
+"""What is refused of a run before torch is imported: by options, headers and free memory alone.
+
+Importing torch and transformers takes seconds, too long to wait for a line such as that memory is
+too small. Invariant: what is refused here loading would refuse as well, by the same functions. What
+lies on the hub, on a GPU or on other ranks is left to it.
+"""
+
+import os
+from pathlib import Path
+
+from offload.checkpoint.gguf import gguf_file, require_reader
+from offload.checkpoint.hub import headers_here, open_headers
+from offload.checkpoint.safetensors import Checkpoint, has_tokenizer, tokenizer_folder
+from offload.errors import UserError
+from offload.machine import has_cuda_driver
+from offload.planning.near_copy import check_held, files_of, models_to_read
+from offload.planning.options import LoadOptions
+from offload.planning.room import MemoryBudget
+
+
+def check_run(
+    model: str, draft: str | None, options: LoadOptions, *, needs_text: bool = True
+) -> None:
+    """Raise `UserError` for models that cannot be read, and for too little memory.
+
+    Args:
+        needs_text: whether the target must have a tokenizer.
+    """
+    check_held(draft, options.draft_dtype, options.ranks)
+    spec = options.tree_spec(has_draft=draft is not None)
+    roles = options.roles()
+    if roles is not None and not roles.is_sharded:
+        options.pipeline_roles(has_draft=draft is not None)
+    names = models_to_read(model, draft)
+    headers = [headers_here(name, options.config if name is model else None) for name in names]
+    here = [one for one in headers if one is not None]
+    if needs_text and headers[0] is not None:
+        _require_tokenizer(headers[0])
+    if len(here) == len(names) and roles is None:
+        files = files_of(here, draft, options.draft_dtype)
+        if options.device == "cpu" or (options.device == "auto" and not has_cuda_driver()):
+            MemoryBudget.of(options).plan(files, 1 if spec.is_chosen else spec.num_nodes)
+
+
+def tokenizer_place(model: str) -> Path:
+    """Return the folder or GGUF file with a model's tokenizer. Raises `UserError` without one."""
+    is_gguf = gguf_file(model) is not None
+    place = open_headers(model).tokenizer_path if is_gguf else tokenizer_folder(model)
+    if os.path.isfile(place):
+        require_reader(place)
+    elif not has_tokenizer(place):
+        raise UserError(f"{model} has no tokenizer: name the model that the store is for")
+    return place
+
+
+def _require_tokenizer(target: Checkpoint) -> None:
+    """Raise `UserError` for a checkpoint whose text nothing can read or write."""
+    place = target.tokenizer_path
+    if os.path.isfile(place):
+        require_reader(place)
+    elif not has_tokenizer(place):
+        file = target.shards[0]
+        is_gguf = file.suffix.lower() == ".gguf"
+        own = "give `config` ORG/NAME, the model that it was made from, or put"
+        raise UserError(
+            f"{file.name if is_gguf else target.directory.name} has no tokenizer: "
+            f"{own if is_gguf else 'put'} its tokenizer.json beside it"
+        )

@@ -1,0 +1,158 @@
+"""A socket that listens from the first second, and what answers on it while libraries are imported.
+
+Importing takes seconds, and health checks take a connection that is refused for a server that is
+dead. Nothing here takes time to import. Invariant: from `bind` on no connection is refused until
+the server ends, and a port that is taken is refused before a model is loaded.
+"""
+
+import errno
+import ipaddress
+import json
+import select
+import socket
+import threading
+
+from offload.errors import UserError
+from offload.units import require
+
+LOADING = "the model is loading: ask again later"
+_RETRY_S = 2
+_TURN_S = 0.05
+_PATIENCE_S = 0.5  # for a client that is slow to ask, or to listen
+_MOST_BYTES = 64 << 10  # of what it asks
+
+
+class EarlyAnswers:
+    """Tells clients that the model is loading, in a thread of its own, until `hand_over`.
+
+    Args:
+        bound: a socket of `bind`, which belongs to this until it is handed over.
+    """
+
+    def __init__(self, bound: socket.socket) -> None:
+        self.address = address_of(bound)
+        self._bound: socket.socket | None = bound
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=[bound], name="offload-loading", daemon=True
+        )
+
+    def __enter__(self) -> "EarlyAnswers":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        if self._bound is not None:
+            self._bound.close()
+
+    def hand_over(self) -> socket.socket:
+        """Answer no more, and return the socket; who connects meanwhile waits in its queue."""
+        bound = self._bound
+        assert bound is not None, "it is handed over once"
+        self._end()
+        self._bound = None
+        return bound
+
+    def _end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self, bound: socket.socket) -> None:
+        bound.setblocking(False)
+        while not self._is_over.is_set():
+            if not select.select([bound], [], [], _TURN_S)[0]:
+                continue
+            try:
+                client, _ = bound.accept()
+                with client:
+                    _answer(client)
+            except OSError:
+                continue  # it went away
+
+
+def _answer(client: socket.socket) -> None:
+    """Read the head of a request, and say that the model is loading."""
+    client.settimeout(_PATIENCE_S)
+    asked = b""
+    while b"\r\n\r\n" not in asked and len(asked) < _MOST_BYTES:
+        piece = client.recv(8192)
+        if not piece:
+            return
+        asked += piece
+    method, _, rest = asked.partition(b" ")
+    path = rest.partition(b" ")[0].partition(b"?")[0]
+    client.sendall(_loading_answer(path.decode("latin-1"), has_body=method != b"HEAD"))
+    client.shutdown(socket.SHUT_WR)
+    # what is not read of a body would reset the connection, and the answer with it
+    num_read = len(asked)
+    while num_read < _MOST_BYTES and (piece := client.recv(8192)):
+        num_read += len(piece)
+
+
+def _loading_answer(path: str, *, has_body: bool) -> bytes:
+    """Return the bytes of an answer; a browser that shows the page asks again by itself."""
+    error = {"message": LOADING, "type": "server_error", "param": None, "code": "loading"}
+    body = json.dumps({"status": "loading"} if path == "/health" else {"error": error}).encode()
+    again = [f"refresh: {_RETRY_S}"] if path == "/" else []
+    head = [
+        "HTTP/1.1 503 Service Unavailable",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        f"retry-after: {_RETRY_S}",
+        "x-content-type-options: nosniff",
+        "cross-origin-resource-policy: same-origin",
+        *again,
+        "connection: close",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + (body if has_body else b"")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there, on a free port for 0. Raises `UserError` where it cannot."""
+    require(
+        0 <= port < 1 << 16,
+        "`port` must lie in [0, 65536)",
+        port,
+        "8080 is usual, 0 takes a free one",
+    )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"cannot listen on `host` {host!r:.80} ({error}): name an address of this machine"
+        ) from None
+    try:
+        # what the last server left does not count
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        is_ours = error.errno != errno.EADDRNOTAVAIL
+        remedy = (
+            "give another `port`, or 0 for a free one"
+            if is_ours
+            else "name an address of this machine as `host`"
+        )
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): {remedy}") from None
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """Return the address of a socket as a browser is given it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is this machine's own alone; other names are
+    taken for public.
+    """
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,103 @@
+"""Copies from host memory into slots of a device: one at once from memory that is locked, in pieces
+through locked buffers from memory that could not be.
+
+Invariant: an event that is noted for a source stands behind all copies from it; a buffer is written
+again only after the device has copied from it.
+"""
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.streaming.device import Device, Event, Spans
+from offload.streaming.pinned import PinnedAllocator
+
+_BOUNCE_BYTES = 32 << 20
+_NUM_BOUNCES = 3
+
+
+class Source(NamedTuple):
+    """A block in host memory, to be sent from its first weight on."""
+
+    weights: Tensor
+    is_locked: bool
+    # a number for the memory it lies in, by which the last copy from there is found
+    place: int
+
+
+class Sender:
+    """Enqueues copies of blocks on the copy stream of a device.
+
+    Any thread may send what is locked, one thread what is not.
+
+    Attributes:
+        last: by place, the event after the last copy of a locked block that lay there.
+    """
+
+    def __init__(self, device: Device, pinned: PinnedAllocator, spans: Spans) -> None:
+        self.last = dict[int, Event]()
+        self._device = device
+        self._pinned = pinned
+        self._spans = spans
+        self._bounces: Bounces | None = None
+        # a wait, a copy and an event must stand together on the copy stream
+        self._sending = threading.Lock()
+
+    def expect_unlocked(self) -> None:
+        """Make the buffers for memory that is not locked, while there is room for them."""
+        self._bounces = Bounces(self._device, self._pinned)
+
+    def send(self, block: int, slot: Tensor, free: Event, source: Source) -> Event:
+        """Enqueue the copy of a block into a slot behind the event `free`; return the event after.
+
+        A source that is not locked may be written again on return.
+        """
+        device = self._device
+        to = slot[: len(source.weights)]
+        with self._sending:
+            device.wait(device.copies, free)
+            begun = self._spans.mark(device.copies)
+            if source.is_locked:
+                device.copy(to, source.weights, device.copies)
+                sent = device.record(device.copies, is_timed=begun is not None)
+                self.last[source.place] = sent
+        if not source.is_locked:
+            assert self._bounces is not None, "memory that is not locked was expected"
+            sent = self._bounces.send(to, source.weights, is_timed=begun is not None)
+        self._spans.add("copy", block, begun, sent)
+        return sent
+
+    def close(self) -> None:
+        """Let go of the buffers; nothing moves."""
+        self._bounces = None
+
+
+class Bounces:
+    """A ring of locked buffers; one thread uses it, and waits for the device where it has to."""
+
+    def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
+        self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
+        self._device = device
+        self._next = deque[tuple[Tensor, Event]](
+            (torch.from_numpy(one.array), None) for one in self.buffers
+        )
+
+    def send(self, to: Tensor, source: Tensor, *, is_timed: bool = False) -> Event:
+        """Enqueue copies of all bytes.
+
+        Returns the event after the last one; `source` is free on return.
+        """
+        device = self._device
+        sent = None
+        size = len(self._next[0][0])
+        for piece, part in zip(source.split(size), to.split(size), strict=True):
+            bounce, last = self._next.popleft()
+            if last is not None:
+                device.synchronize(last)
+            device.copy(part, bounce[: len(piece)].copy_(piece), device.copies)
+            sent = device.record(device.copies, is_timed=is_timed)
+            self._next.append((bounce, sent))
+        return sent

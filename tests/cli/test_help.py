@@ -1,0 +1,75 @@
+"""What help shows: eight options that matter first, the others by name, all of them where that is asked for."""
+
+import re
+
+import pytest
+import typer
+from shell import shell
+
+from offload.bench.suite import COMMANDS, MEASURES, STUDIES
+from offload.cli.app import app
+from offload.declaration import GROUPS, options_of
+from offload.options import RECORDS
+
+_ROOT = typer.main.get_command(app)
+LONG = ("generate", "chat", "serve", "plan", "tune")
+SHORT = ("demo", "verify", "pack", "datastore build")
+
+
+def options(name: str) -> list[str]:
+    """The names that a command's options are looked for by; without those for help, and hidden ones."""
+    command = _ROOT
+    for word in name.split():
+        command = command.commands[word]
+    shown = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+    names = [next((flag for flag in one.opts if flag.startswith("--")), one.opts[0]) for one in shown]
+    return [flag for flag in names if flag != "--help-all"]
+
+
+def explained(text: str) -> set[str]:
+    """Options that begin a line: what is in the middle of one is only named."""
+    return {flag for line in re.findall(r"^  (?=-)(.*)", text, re.MULTILINE) for flag in re.findall(r"--[\w-]+", line)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_help_explains_what_matters_first_and_names_the_others(name: str) -> None:
+    told, whole = shell(*name.split(), "--help").out, shell(*name.split(), "--help-all").out
+    first, _, rest = told.partition(f"More, which offload {name} --help-all explains:")
+    main = explained(first) & {*options(name)}
+    assert 5 <= len(main) <= 8 and "--model" in main, main
+    named = set(re.findall(r"--[\w-]+", rest.partition("Examples:")[0]))
+    assert named == {*options(name)} - main, "each is somewhere"
+    assert explained(whole) >= {*options(name)} and len(first.splitlines()) < 40
+    assert not re.search(r"-$", rest.partition("Examples:")[0], re.MULTILINE), "no name is broken"
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_all_options_stand_in_their_groups(name: str) -> None:
+    whole = shell(name, "--help-all").out
+    titles = re.findall(r"^(\w+):$", whole, re.MULTILINE)
+    assert titles[0] == "Options" and titles[1:] == [group for group in GROUPS if group in titles]
+    assert {"Model", "Memory", "Guessing", "Output"} <= {*titles}
+    guessing = whole.partition("Guessing:")[2].partition("\n\n")[0]
+    assert "--tree" in guessing and "--ram" not in guessing
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_command_with_few_options_shows_them_all(name: str) -> None:
+    told = shell(*name.split(), "--help").out
+    assert explained(told) >= {*options(name)} and "--help-all" not in told
+    assert shell(*name.split(), "--help-all").code == 2
+
+
+def test_every_option_is_of_a_group() -> None:
+    for record in RECORDS:
+        for one in options_of(record).values():
+            assert one.group in GROUPS and record.GROUP in GROUPS, one.name  # type: ignore[attr-defined]
+
+
+def test_bench_lists_what_users_run_apart_from_studies() -> None:
+    told = shell("bench", "--help").out
+    first, studies = told.split("Studies, by which this program is developed:")
+    for names, part in ((MEASURES, first), (STUDIES, studies)):
+        assert re.findall(r"^  ([a-z][\w-]+) ", part.partition("Commands:")[2] or part, re.MULTILINE) == [*names]
+    assert {"decode", "many", "peers", "compare"} <= {*MEASURES} and {"moe-pair", "kernels"} <= {*STUDIES}
+    assert COMMANDS.keys() == MEASURES.keys() | STUDIES.keys()
