@@ -42,10 +42,25 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, **_ROUTED},
     "qwen3_vl_moe": {**_MROPE, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "glm4v": {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
+    **dict.fromkeys(("paddleocr_vl", "qwen2_5_omni_thinker", "cosmos3_edge"), _MROPE),
+    "qwen3_omni_moe_thinker": {**_MROPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "step3p7": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "moe_intermediate_size": 32, "share_expert_dim": 32, "n_routed_experts": 8, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "granite4_vision": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+                        "residual_multiplier": 0.4},
+    "muse_glimmer": {"final_logit_softcapping": 2.0, "output_multiplier": 0.5},
+    "granite_docling": {"logits_scaling": 4.0},
     "llama4": {"attention_chunk_size": 24, "floor_scale": 3, "attn_scale": 1.0, "intermediate_size_mlp": 96,
                "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
                "no_rope_layers": [1, 0, 1] * 2},
 }  # fmt: skip
+# beside the parts, where the whole model needs it
+OUTSIDE: dict[str, dict[str, Any]] = {
+    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"},
+}
 
 
 def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
@@ -60,6 +75,7 @@ def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
         sizes = {**TEXT, **OWN_TEXT.get(kind, {}), **changes} if part is inner else TOWER
         own[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
     outer = _known({"tie_word_embeddings": own["text_config"].get("tie_word_embeddings", False)}, usual.to_dict())
+    outer |= OUTSIDE.get(kind, {})
     tokens = {key: VOCAB_SIZE - 1 for key in usual.to_dict() if key.endswith(("_token_id", "_token_index"))}
     return CONFIG_MAPPING[kind](**own, **outer, **tokens)
 

@@ -200,7 +200,9 @@ def find_setting(
     """
     if model is not None:
         names = [model] if draft is None else [model, draft]
-        target, *small = fetch(names, partial(_require_room, ram), screen.wait)
+        headers = list(map(open_headers, names))
+        _require_room(ram, *headers)
+        target, *small = fetch(names, headers, screen.wait)
         files = ModelFiles(target, *small)
         own = target.directory
         guesser = small[0].directory if small else None

@@ -96,22 +96,16 @@ def headers_here(
 
 def fetch(
     models: Sequence[str | os.PathLike[str]],
-    check: Callable[..., object],
+    headers: Sequence[Checkpoint],
     on_phase: Callable[[str], None],
-    config: str | os.PathLike[str] | None = None,
-) -> tuple[Checkpoint, ...]:
-    """Return checkpoints to read weights from; download them once `check` has passed all headers.
-
-    `config` goes with the first model, see `open_headers`.
-    """
-    headers = [open_headers(model, None if index else config) for index, model in enumerate(models)]
-    check(*headers)
+) -> list[Checkpoint]:
+    """Return checkpoints to read weights from; what is not here of `headers` is downloaded."""
     found = []
     for model, known in zip(models, headers, strict=True):
         if not is_here(known):
             on_phase(f"downloading {model}")
         found.append(known if os.path.exists(os.path.expanduser(model)) else open_checkpoint(model))
-    return tuple(found)
+    return found
 
 
 def is_here(checkpoint: Checkpoint) -> bool:

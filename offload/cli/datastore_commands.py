@@ -194,7 +194,7 @@ def _write(
 ) -> None:
     """Build or append, and say what came of it."""
     from offload.datastore.build import Corpus
-    from offload.planning.precheck import tokenizer_place
+    from offload.engine.precheck import tokenizer_place
 
     ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
     corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")

@@ -114,13 +114,14 @@ def tune(
     output: OutputOptions,
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
+    from offload.engine.precheck import check_run
     from offload.planning.options import LoadOptions
-    from offload.planning.precheck import check_run
 
     model, draft = names.given
     assert draft is not None, "its flag is required here"
     options = LoadOptions.of(replace(load, tree=load.tree or "auto"))
-    check_run(model, draft, options)
+    # a tune sets its own
+    check_run(model, draft, options, needs_context=False)
     with (
         Console(is_quiet=output.quiet or output.as_json, sizes_like=load.ram) as console,
         libraries(console),

@@ -33,8 +33,8 @@ def serve(
         raise UserError(
             f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'"
         )
+    from offload.engine.precheck import check_run
     from offload.planning.options import LoadOptions
-    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)

@@ -48,9 +48,9 @@ def generate(
     is_elsewhere = is_worker(load.ranks) or prompts is not None
     prompt = "" if is_elsewhere else read_prompt(text.prompt, text.file, is_needed=found is None)
     asked = None if is_elsewhere else with_system(prompt, text.system, raw=text.raw)
+    from offload.engine.precheck import check_run
     from offload.engine.request import Request
     from offload.planning.options import LoadOptions
-    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)
@@ -117,8 +117,8 @@ def chat(
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     said = given_sampling(sampling)
     found_session(text.session, load.ranks)
+    from offload.engine.precheck import check_run
     from offload.planning.options import LoadOptions
-    from offload.planning.precheck import check_run
 
     model, draft = names.given
     options = LoadOptions.of(load)

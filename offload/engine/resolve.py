@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration import link
-from offload.checkpoint.hub import fetch, is_here
+from offload.checkpoint.hub import fetch, is_here, open_headers
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Hooks
@@ -27,7 +27,7 @@ from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import Costs, costs_on
 from offload.planning.hardware import Hardware
-from offload.planning.near_copy import check_held, files_of, models_to_read, read_models
+from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
     Identity,
@@ -239,53 +239,61 @@ def resolve(
 
     Raises `UserError` for options, models or memory that cannot serve.
     """
-    tree = options.tree_spec(has_draft=draft is not None)
+    options.tree_spec(has_draft=draft is not None)
     check_held(draft, options.draft_dtype, options.ranks)
-    hardware, disk_bytes_per_s, read = assumed or Assumptions()
     device = device or _own_device(options, assumed)
-    budget = MemoryBudget.of(options, str(device.place) if device else None, hardware)
-
-    def settled(files: ModelFiles) -> ResolvedRun:
-        is_on_cpu = budget.gpu is None
-        dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=is_on_cpu)
-        if hardware is None and disk_bytes_per_s is None and is_here(files.target):
-            notes += filter(None, [ram_warning(budget.ram)])
-        return ResolvedRun(
-            files=files,
-            options=replace(options, dtype=dtype),
-            tree=tree,
-            device=device,
-            budget=replace(budget, dtype=dtype),
-            notes=tuple(notes),
-            assumed=assumed,
-            open_source=open_source,
-            hooks=hooks,
-        )
-
     hooks.on_phase("reading headers")
+    names = models_to_read(model, draft)
+    read = open_headers if assumed is None else assumed.read
+    headers = list(map(read, names, [options.config, None]))
+    as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
+    run = settle(as_files(headers), options, device, assumed)
+    run = replace(run, open_source=open_source, hooks=hooks)
+    admit(run)
     if assumed is None:
-        as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-        check = lambda *headers: admit(settled(as_files(headers)))  # noqa: E731
-        names = models_to_read(model, draft)
-        run = settled(as_files(fetch(names, check, hooks.on_phase, options.config)))
-    else:
-        run = settled(read_models(model, draft, options, read))
-        admit(run)
+        run = replace(run, files=as_files(fetch(names, headers, hooks.on_phase)))
     if options.ranks is not None:
         require_no_states(run.files, run.options.dtype)
         return run
-    num_nodes = None if tree.is_chosen else tree.num_nodes
-    rated = run.budget
-    if hardware is None:
-        rated = link.with_rates(
-            rated,
+    num_nodes = None if run.tree.is_chosen else run.tree.num_nodes
+    budget = run.budget
+    if run.hardware is None:
+        budget = link.with_rates(
+            budget,
             run.files,
             num_nodes or 1,
             num_threads=options.threads,
             limit_bytes_per_s=options.limit_bytes_per_s,
-            disk_bytes_per_s=disk_bytes_per_s,
+            disk_bytes_per_s=run.disk_bytes_per_s,
         )
-    return replace(run, budget=with_experts(rated, run.files, num_nodes=num_nodes))
+    return replace(run, budget=with_experts(budget, run.files, num_nodes=num_nodes))
+
+
+def settle(
+    files: ModelFiles,
+    options: LoadOptions,
+    device: "Device | None" = None,
+    assumed: Assumptions | None = None,
+) -> ResolvedRun:
+    """Return the run of these models as far as headers alone decide it.
+
+    Raises `UserError` for options that do not go with the models or the machine.
+    """
+    hardware, disk_bytes_per_s, _ = assumed or Assumptions()
+    budget = MemoryBudget.of(options, str(device.place) if device else None, hardware)
+    dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
+    is_for_here = hardware is None and disk_bytes_per_s is None
+    if is_for_here and (assumed is None or is_here(files.target)):
+        notes += filter(None, [ram_warning(budget.ram)])
+    return ResolvedRun(
+        files=files,
+        options=replace(options, dtype=dtype),
+        tree=options.tree_spec(has_draft=files.draft is not None),
+        device=device,
+        budget=replace(budget, dtype=dtype),
+        notes=tuple(notes),
+        assumed=assumed,
+    )
 
 
 def _own_device(options: LoadOptions, assumed: Assumptions | None) -> "Device | None":

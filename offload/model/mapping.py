@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from offload.checkpoint.layout import TensorPart
+from offload.checkpoint.layout import TensorPart, slice_of
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import is_wrapper
@@ -207,6 +207,7 @@ def _fused(
         [(MergeModulelist, 0)],
         [(MergeModulelist, 0), (Concatenate, 1)],
         [(Concatenate, 0)],
+        [(Concatenate, 1)],
     ):
         raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
     dtypes = sorted({entry.dtype for _, _, entry in found})
@@ -228,7 +229,17 @@ def _fused(
         if len(shapes) > 1:
             what = f"all experts of {parameter} must have one shape, the file has {shapes[0]} and {shapes[-1]}"
             raise UserError(f"{where}: {what}: {_AGAIN}")
+    if kinds == [(Concatenate, 1)]:
+        columns = [_by_expert(where, parameter, entry) for (entry,) in columns]
     return [entry for experts in zip(*columns, strict=True) for entry in experts]
+
+
+def _by_expert(where: str, parameter: str, stack: TensorEntry) -> list[TensorEntry]:
+    """Return what each expert has in a stack: within one of them rows of two stacks alternate."""
+    num_experts = stack.shape[0]
+    if len(stack.shape) != 3 or not num_experts or stack.num_bytes % num_experts:
+        raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
+    return [slice_of(stack, expert, num_experts) for expert in range(num_experts)]
 
 
 def _check_numbers(where: str, parameter: str, found: _Found) -> None:

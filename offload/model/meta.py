@@ -28,10 +28,13 @@ Invariant: no weights are needed.
 """
 
 import copy
+import math
 import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -70,9 +73,7 @@ class HeadedModel:
         config: Any, dtype: torch.dtype, trust_remote_code: bool = False
     ) -> PreTrainedModel:
         """A new model. Raises `ValueError` for a config that transformers has no decoder for."""
-        if type(config) not in MODEL_MAPPING:
-            raise ValueError(f"transformers has no language model of type {config.model_type}")
-        decoder = MODEL_MAPPING[type(config)]
+        decoder = _decoder_class(config)
         # In the decoder's own module, whose source transformers reads to learn what its families
         # can be asked for.
         own = {"__module__": decoder.__module__, "config_class": type(config)}
@@ -82,13 +83,36 @@ class HeadedModel:
         return headed._from_config(config, dtype=dtype)
 
 
+def _decoder_class(config: Any) -> Any:
+    """The class of this config's decoder: one that transformers lists, or the text model beside its
+    config, which some families only have inside of others. Raises `ValueError` without any.
+    """
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise ValueError("it does not write text")
+    if type(config) in MODEL_MAPPING:
+        return MODEL_MAPPING[type(config)]
+    home = type(config).__module__.replace(".configuration_", ".modeling_")
+    found = [
+        one
+        for one in vars(import_module(home)).values()
+        if isinstance(one, type)
+        and issubclass(one, PreTrainedModel)
+        and one.__name__.endswith("TextModel")
+        and one.__module__ == home
+        and getattr(one, "config_class", None) is type(config)
+    ]
+    if len(found) != 1:
+        raise ValueError(f"transformers has no language model of type {config.model_type}")
+    return found[0]
+
+
 class _WithHead:
     base_model_prefix = "model"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (what transformers calls it)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.model = MODEL_MAPPING[type(config)](config)
+        self.model = _decoder_class(config)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[attr-defined]
 
@@ -97,7 +121,21 @@ class _WithHead:
     ) -> CausalLMOutputWithPast:
         """Scores of the last `logits_to_keep` rows; 0 is all of them."""
         hidden_1TD = self.model(input_ids=input_ids, **more).last_hidden_state
-        return CausalLMOutputWithPast(logits=self.lm_head(hidden_1TD[:, -logits_to_keep:]))
+        logits_1TV = self.lm_head(hidden_1TD[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=_scaled_scores(logits_1TV, self.model.config))
+
+
+def _scaled_scores(logits_1TV: Tensor, config: Any) -> Tensor:
+    """What the whole model, which is not built, does with the scores of its head: Granite divides
+    them, Muse bounds them.
+    """
+    if divisor := getattr(config, "logits_scaling", None):
+        logits_1TV = logits_1TV / divisor
+    if factor := getattr(config, "output_multiplier", None):
+        logits_1TV = logits_1TV * factor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits_1TV = torch.tanh(logits_1TV / cap) * cap
+    return logits_1TV
 
 
 def scale_by_position(layers: Iterable[nn.Module]) -> None:
@@ -152,22 +190,25 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
             config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
-    with _refusing(checkpoint, _missing_kinds(config)):
+    if config.model_type in _OTHER_WAYS:
+        raise _unsupported(checkpoint, _OTHER_WAYS[config.model_type])
+    with _refusing(checkpoint, _missing(config)):
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
         decoder = meta_model.get_decoder()
     layers = getattr(decoder, "layers", None)
     is_following = follow_trees(layers) if isinstance(layers, nn.ModuleList) else []
+    if is_following:
+        _refuse_states(checkpoint, config, is_following)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    _refuse_states(checkpoint, config, is_following)
     if any(
         ".layers." in f".{name}"
         for pair in meta_model.all_tied_weights_keys.items()
         for name in pair
     ):
         raise _unsupported(checkpoint, "layers that share weights")
-    with _refusing(checkpoint):
+    with _refusing(checkpoint, _missing(config)):
         _try_out(meta_model, dtype)
     scale_by_position(decoder.layers)
     return meta_model
@@ -277,12 +318,14 @@ def _num_keys(config: Any, name: str) -> int | None:
 @contextmanager
 def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
     """transformers says what it dislikes about a config with any exception; `likely` explains one
-    of a wrong type.
+    about something that has no value.
     """
     try:
         yield
+    except KeyError as error:
+        raise _unsupported(checkpoint, f"config.json has no {reason(error)}") from None
     except Exception as error:
-        is_likely = bool(likely) and isinstance(error, TypeError)
+        is_likely = bool(likely) and isinstance(error, (TypeError, AttributeError))
         raise _unsupported(checkpoint, likely if is_likely else reason(error)) from None
 
 
@@ -291,6 +334,17 @@ _INSEPARABLE = {
     "num_kv_shared_layers": "layers that share keys and values of others",
     "hidden_size_per_layer_input": "inputs of their own for every layer",
 }
+# by the type of the text; these would be built, and then not compute what they are for
+_OTHER_WAYS = {
+    "longcat_flash": "two attentions in each of its layers",
+    "phi4_multimodal": "towers inside of its language model",
+    "mllama_text_model": "layers that attend to pictures alone",
+    "diffusion_gemma_text": "it takes noise away from whole passages instead of writing token by token",
+    "ernie4_5_vl_moe_text": "experts for pictures in the layers of its text",
+}
+# what families need of a config and transformers gives no value to
+_NEEDED = ("layer_types", "mlp_layer_types", "head_dim", "num_key_value_heads", "num_experts_per_tok",
+           "n_routed_experts", "num_experts", "vocabulary_map")  # fmt: skip
 # models around a language model, of any senses
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
@@ -304,6 +358,8 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "atten
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 _KIND_LISTS = ("layer_types", "layers_block_type")
 _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
+# parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
+_MANY_ZEROS = 1 << 24
 # of torch and of transformers
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 
@@ -321,7 +377,15 @@ class _EmptyOnMeta(TorchFunctionMode):
                 return tensor
         if func is torch.empty and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
+        if func is torch.zeros and kwargs.get("device") is None and _num_zeros(args) > _MANY_ZEROS:
+            kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
+
+
+def _num_zeros(sizes: Any) -> int:
+    """How many numbers `torch.zeros` is asked for."""
+    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+    return math.prod(size for size in sizes if type(size) is int)
 
 
 def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -337,10 +401,20 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would
     # go uncapped.
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
+    if "cache_params" in signature(type(meta_model).forward).parameters:
+        meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
     meta_model.set_attn_implementation(
         "eager" if is_capped or not meta_model._supports_sdpa else attention.NAME
     )
     return meta_model.eval().requires_grad_(False)
+
+
+def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Mamba has another name for the cache that it is given."""
+    more = dict(kwargs)
+    if "past_key_values" in more:
+        more["cache_params"] = more.pop("past_key_values")
+    return args, more
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -447,10 +521,11 @@ def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
     )
 
 
-def _missing_kinds(config: Any) -> str:
-    """What a family with kinds of layers stumbles over where its config names none."""
-    is_missing = hasattr(config, "layer_types") and config.layer_types is None
-    return "config.json has no layer_types" if is_missing else ""
+def _missing(config: Any) -> str:
+    """What a family stumbles over where its config has no value for it."""
+    settings = config.to_dict()
+    missing = [name for name in _NEEDED if name in settings and settings[name] is None]
+    return f"config.json has no {' and no '.join(missing)}" if missing else ""
 
 
 def _refuse_states(checkpoint: Checkpoint, config: Any, is_following: list[bool]) -> None:

@@ -127,7 +127,7 @@ def test_what_was_downloaded_is_found_without_a_network(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_forbidden)
     found = headers.open_headers("org/model")
     assert found.directory == cached and headers.is_here(found)
-    (loaded,) = headers.fetch(["org/model"], lambda *_: None, lambda phase: None)
+    (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
     assert loaded.directory == cached
     whole = open_whole("org/model")
     assert whole.path == cached and len(whole.files) == len(found.shards) and not whole.damage
@@ -230,8 +230,9 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
 def test_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
     told = list[str]()
-    headers.fetch([hub.folder, "org/model"], lambda *_: told.append("checked"), told.append)
-    assert told == ["checked", "downloading org/model"]
+    models = [hub.folder, "org/model"]
+    headers.fetch(models, list(map(headers.open_headers, models)), told.append)
+    assert told == ["downloading org/model"]
 
 
 def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:

@@ -15,12 +15,12 @@ import offload
 from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.engine.precheck import check_run
 from offload.errors import UserError
 from offload.memory.planner import plan_memory
 from offload.packing.pack import pack
 from offload.planning.near_copy import copy_bits, files_of
 from offload.planning.options import LoadOptions
-from offload.planning.precheck import check_run
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
 FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from offload.engine.precheck import check_run
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
-from offload.planning.precheck import check_run
 from offload.rank_roles import (
     PaperCut,
     PipelineOptions,

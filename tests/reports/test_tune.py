@@ -344,11 +344,11 @@ def test_a_tune_reads_the_config_that_was_named(
 ) -> None:
     named = list[object]()
 
-    def fetched(models: object, check: object, on_phase: object, config: object = None) -> None:
+    def opened(model: object, config: object) -> None:
         named.append(config)
         raise UserError("seen")
 
-    monkeypatch.setattr("offload.engine.resolve.fetch", fetched)
+    monkeypatch.setattr("offload.engine.resolve.open_headers", opened)
     with pytest.raises(UserError, match="seen"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(config=pair[0], **SETTINGS))
     assert named == [pair[0]]

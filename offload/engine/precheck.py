@@ -11,23 +11,29 @@ from pathlib import Path
 from offload.checkpoint.gguf import gguf_file, require_reader
 from offload.checkpoint.hub import headers_here, open_headers
 from offload.checkpoint.safetensors import Checkpoint, has_tokenizer, tokenizer_folder
+from offload.engine.resolve import settle
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
-from offload.planning.room import MemoryBudget
 
 
 def check_run(
-    model: str, draft: str | None, options: LoadOptions, *, needs_text: bool = True
+    model: str,
+    draft: str | None,
+    options: LoadOptions,
+    *,
+    needs_text: bool = True,
+    needs_context: bool = True,
 ) -> None:
     """Raise `UserError` for models that cannot be read, and for too little memory.
 
     Args:
         needs_text: whether the target must have a tokenizer.
+        needs_context: whether memory must have room for the context of `options`.
     """
     check_held(draft, options.draft_dtype, options.ranks)
-    spec = options.tree_spec(has_draft=draft is not None)
+    options.tree_spec(has_draft=draft is not None)
     roles = options.roles()
     if roles is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
@@ -36,10 +42,11 @@ def check_run(
     here = [one for one in headers if one is not None]
     if needs_text and headers[0] is not None:
         _require_tokenizer(headers[0])
+    is_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda_driver())
     if len(here) == len(names) and roles is None:
         files = files_of(here, draft, options.draft_dtype)
-        if options.device == "cpu" or (options.device == "auto" and not has_cuda_driver()):
-            MemoryBudget.of(options).plan(files, 1 if spec.is_chosen else spec.num_nodes)
+        if is_on_cpu and needs_context:
+            settle(files, options).admit()
 
 
 def tokenizer_place(model: str) -> Path:

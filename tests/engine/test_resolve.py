@@ -1,0 +1,123 @@
+"""What `resolve` decides holds for all who ask: a plan is that of the run, and both refuse the same."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.resolve import Assumptions, ResolvedRun, resolve
+from offload.errors import UserError
+from offload.memory.planner import ModelFiles, plan_memory
+from offload.planning.hardware import KNOWN
+from offload.planning.options import LoadOptions
+from offload.reports import estimate as estimating
+from offload.reports.estimate import estimate
+from offload.reports.tune import tune
+from offload.units import Sampling
+
+LINK = 1e9
+HOW: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    target, draft = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+    return str(target), str(draft)
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """With what the link was measured; it is always as fast."""
+    found = list[dict[str, Any]]()
+    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda _, **how: found.append(how) or LINK)
+    monkeypatch.setattr("offload.calibration.link.product_flops_per_s", lambda *_: 1e9)
+    return found
+
+
+def tight_ram(pair: tuple[str, str], num_nodes: int) -> int:
+    """Bytes with which no tree is larger than this one."""
+    files = ModelFiles(*map(open_checkpoint, pair))
+    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=128, num_nodes=num_nodes, rule="match")
+    return roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "a tree": {"tree": "8x3"},
+    "a tree with fewer nodes than its name": {"tree": "40x1"},
+    "several texts": {"tree": "8x3", "parallel": 3},
+    "streamed": {"tree": "8x3", "ram": 0},
+    "streamed slowly": {"tree": "8x3", "ram": 0, "link_limit": "1MB"},
+}
+
+
+def plans(pair: tuple[str, str], **options: Any) -> tuple[object, object]:
+    if options.get("ram") == 0:
+        options["ram"] = tight_ram(pair, 64)
+    how = {"ram": "1GiB", **HOW, **options}
+    planned = estimate(*pair, LoadOptions(**how), has_packing=False).plan
+    with offload.load(*pair, **how) as decoder:
+        return planned, decoder.plan
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
+    planned, run = plans(pair, **RUNS[name])
+    assert planned == run
+
+
+def test_a_way_of_its_own_is_noticed(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a plan that counts one text, as it did where trees of one text were larger than those of many."""
+
+    def alone(*one: Any, **more: Any) -> ResolvedRun:
+        run = resolve(*one, **more)
+        options = replace(run.options, parallel=1)
+        return replace(run, options=options, budget=replace(run.budget, parallel=1))
+
+    monkeypatch.setattr(estimating, "resolve", alone)
+    planned, run = plans(pair, **RUNS["several texts"])
+    assert planned != run
+
+
+def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
+    """A plan used to refuse what loads with a smaller tree."""
+    options = LoadOptions(ram=tight_ram(pair, 8), **HOW)
+    found = estimate(*pair, options, has_packing=False)
+    assert 1 < found.plan.num_nodes <= 8
+    with pytest.raises(UserError, match="needs"):
+        estimate(*pair, replace(options, tree="64x16"), has_packing=False)
+
+
+def test_a_tree_deeper_than_the_context_is_refused_by_both(pair: tuple[str, str]) -> None:
+    how = {**HOW, "context": 8, "ram": "1GiB", "tree": "64x16"}
+    for ask in (lambda: estimate(*pair, LoadOptions(**how)), lambda: offload.load(*pair, **how)):
+        with pytest.raises(UserError, match=r"the tree is \d+ deep, the context has 8 positions"):
+            ask()
+
+
+def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str], asked: list[dict[str, Any]]) -> None:
+    options = LoadOptions(ram=tight_ram(pair, 64), link_limit="1MB", **HOW)
+    estimate(*pair, options, has_packing=False)
+    assert [one["limit_bytes_per_s"] for one in asked] == [1_000_000]
+
+
+def test_a_tune_refuses_what_loading_refuses(pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("word " * 100)
+    wrong = LoadOptions(draft_dtype="int3")
+    for ask in (lambda: tune(*pair, [tmp_path / "text"], Sampling(), wrong), lambda: resolve(*pair, wrong)):
+        with pytest.raises(UserError, match="`draft_dtype` must be int8 or int4"):
+            ask()
+
+
+def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
+    machine = KNOWN["l40"]
+    run = resolve(*pair, LoadOptions(context=128), assumed=Assumptions(machine))
+    assert run.is_elsewhere and run.device is None and run.budget.gpu == machine.gpu_bytes
+    assert run.measure_link() == machine.feed_bytes_per_s and not run.notes
+    profile, why = run.trees(Sampling()).find(Sampling(), "match")
+    assert profile is None and why
+    with pytest.raises(UserError, match="is of this machine"):
+        resolve(*pair, LoadOptions(device="cpu"), assumed=Assumptions(machine))

@@ -1,0 +1,130 @@
+"""Every model type that writes text, with transformers' own default config: accepted, or refused for a true reason.
+
+`load` and `plan` build the model by `build_meta_model`, from the config alone, and so does this test. Types that the
+installed transformers does not have are left out; what a newer one brings is accepted, or refused in one line.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from offload.checkpoint.safetensors import Checkpoint, read_config
+from offload.checkpoint.sizes import config_sizes
+from offload.errors import UserError
+from offload.model.meta import build_meta_model
+
+TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} & {*CONFIG_MAPPING})
+# What released models have and transformers' defaults lack or contradict, so that it cannot build them itself.
+_HEADS = {"head_dim": 128}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
+_HALF = {**_SECTIONS, "rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5,
+                                          "mrope_section": [8, 12, 12]}}  # fmt: skip
+COMPLETED: dict[str, tuple[str, dict[str, Any]]] = {
+    "hunyuan_v1_dense": ("no head_dim", _HEADS),
+    "hunyuan_v1_moe": ("no head_dim", _HEADS),
+    "hunyuan_vl": ("no head_dim", {"text_config": {**_HEADS, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]}}}),
+    "ministral": ("no head_dim", _HEADS),
+    "nemotron": ("no .*num_key_value_heads", {"num_key_value_heads": 8}),
+    "deepseek_v2": ("no num_experts_per_tok", {"num_experts_per_tok": 6}),
+    "dots1": ("no .*n_routed_experts", {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_group": 1,
+                                        "topk_group": 1, "n_shared_experts": 2}),
+    "lfm2_moe": ("no layer_types", {"layer_types": ["conv", "full_attention"] * 16}),
+    "chameleon": ("no vocabulary_map", {"vocabulary_map": {"<image>": 4}}),
+    "glm4v": ("split_sizes", {"text_config": _HALF}),
+    "glm46v": ("split_sizes", {"text_config": _HALF}),
+    "glmga": ("split_sizes", {"text_config": _HALF}),
+    "glm4v_moe": ("split_sizes", {"text_config": {**_HALF, "head_dim": 128}}),
+    "qwen3_omni_moe_thinker": ("broadcast", {"text_config": {**_SECTIONS, **_HEADS}}),
+}  # fmt: skip
+INDEXED = "(indexed|deepseek_sparse)_attention"
+REFUSED: dict[str, str] = {  # why -> types
+    INDEXED: "axk2 deepseek_v32 dots3_note dots3_note_text glm5_next glm_moe_dsa hy_v4 mistral_large4 qwen4_exp "
+             "qwen4_exp_text",
+    "compressed_sparse_attention": "deepseek_v4",
+    "reference_sliding_attention": "unlimited_ocr",
+    "hybrid": "inkling2 inkling2_text inkling_mm_model inkling_text zaya",
+    "linear_attention, whose state": "minimax",
+    "(linear_attention|recurrent).*, whose state": "recurrent_gemma",
+    "layers that share weights": "zamba zamba2",
+    "two attentions in each of its layers": "longcat_flash",
+    "towers inside of its language model": "phi4_multimodal",
+    "layers that attend to pictures alone": "mllama",
+    "instead of writing token by token": "diffusion_gemma",
+    "experts for pictures": "ernie4_5_vl_moe",
+    "attention that looks ahead": "paligemma",
+    "no mlp_layer_types": "deepseek_ocr2",
+    "no 'full_attention'": "cohere_compass cohere_compass_text",
+    "no attribute 'rope_theta'": "dbrx",
+    "is_decoder=True": "reformer",
+    "it does not write text": "gemma4_unified_assistant pi0",
+    "hidden_size_per_layer_input must be 0": "gemma4_assistant",
+    "transformers has no language model of type": "blip evolla",
+    "embed_tokens": "kosmos-2 kosmos-2.5",
+    "of encoder-decoder models t5 and mt5 are known":
+        "bart bigbird_pegasus blenderbot blenderbot-small florence2 marian mbart musicgen musicgen_melody mvp pegasus "
+        "pix2struct plbart pp_formulanet prophetnet t5gemma2 udop vision-encoder-decoder whisper",
+    "no layers.i. with rotary positions":
+        "bert bert-generation big_bird biogpt blip-2 bloom blt camembert codegen cpmant ctrl data2vec-text electra "
+        "ernie falcon git gpt-sw3 gpt2 gpt_bigcode gpt_neo gptj hrm_text idefics instructblip instructblipvideo "
+        "megatron-bert modernbert-decoder moshi mpt openai-gpt opt rembert roberta roberta-prelayernorm roc_bert "
+        "roformer rwkv trocr xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod",
+}  # fmt: skip
+# Of whom notes of models in use tell; gemma4 stands for all Gemma 4.
+IN_USE = [
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "nemotron_h_omni",
+    "granitemoehybrid", "falcon_h1", "bamba", "jamba", "olmo_hybrid", "minimax", "bailing_hybrid",
+    "minicpmv4_6", "lfm2", "lfm2_moe", "lfm3", "qwen4_exp", "glm5_next", "deepseek_v32",
+    "glm_moe_dsa", "mistral_large4", "hy_v4", "deepseek_v4", "step3p7", "gemma4",
+]  # fmt: skip
+
+
+def why_not(kind: str, directory: Path, changes: dict[str, Any] | None = None) -> str:
+    """Why a type is refused; empty where it is accepted. Any exception but `UserError` fails the test."""
+    try:
+        config = CONFIG_MAPPING[kind](**(changes or {}))
+    except ValueError as error:  # transformers' own default contradicts itself
+        return str(error)
+    config.save_pretrained(directory)
+    checkpoint = Checkpoint(directory, read_config(directory / "config.json"), (), {})
+    try:
+        build_meta_model(checkpoint, torch.bfloat16)
+        config_sizes(checkpoint)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_type_is_accepted_or_refused_for_a_true_reason(kind: str, tmp_path: Path) -> None:
+    told = why_not(kind, tmp_path)
+    if kind in COMPLETED:
+        words, changes = COMPLETED[kind]
+        assert re.search(words, told), "what its default config lacks"
+        assert not why_not(kind, tmp_path, changes)
+        return
+    wanted = [words for words, kinds in REFUSED.items() if kind in kinds.split()]
+    assert bool(told) == bool(wanted), told or "it is accepted"
+    assert not wanted or any(re.search(words, told) for words in wanted), told
+
+
+def test_a_wrong_reason_would_show(tmp_path: Path) -> None:
+    assert re.search(INDEXED, why_not("deepseek_v32", tmp_path))
+    assert not re.search(INDEXED, why_not("gpt2", tmp_path))
+    assert not why_not("qwen3_5_text", tmp_path)
+
+
+def test_how_many_types_run() -> None:
+    """As the tables say, which the test above holds to what is so."""
+    refused = {kind for kinds in REFUSED.values() for kind in kinds.split()}
+    assert len({*TYPES} - refused) >= 169
+    assert len({*IN_USE} - refused) >= 18
