@@ -43,6 +43,7 @@ def refusal(*arguments):
 
 command = typer.main.get_command(main.app).commands["generate"]
 context = command.make_context("generate", [], resilient_parsing=True)
+context.meta["--help-all"] = True
 found = {
     "help": command.get_help(context),
     "flag": refusal("--made-up", "2"),

@@ -107,7 +107,7 @@ def test_texts_side_by_side_are_those_of_one_after_the_other(ender: Path, prompt
     alone, together = (generate(ender, "-f", file, "--parallel", parallel, "--ram", "1GiB") for parallel in (1, 3))
     in_order = [sorted(objects(outcome.out), key=lambda line: line["index"]) for outcome in (alone, together)]
     assert in_order[0] == in_order[1] and len({line["text"] for line in in_order[0]}) > 3
-    rates = [float(outcome.err.split(" a pass")[0].split()[-1]) for outcome in (alone, together)]
+    rates = [float(outcome.err.split(" tokens/pass")[0].split()[-1]) for outcome in (alone, together)]
     assert rates[1] > 1.5 * rates[0], "tokens of several texts come by one pass"
 
 
