@@ -2,6 +2,7 @@
 #   make demo    decode with a model larger than its memory budget
 #   make test    linters and types, and the tests that run each time
 #   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
+#   make test-costs measures what every test takes, which decides what a quick run can afford
 #   make test-rest  what `make test` leaves to the full run, likewise: both together are all tests, each once
 #   make test-isa   all that computes, as every kind of processor computes it
 #   make test-eval  what speaks to lm-eval, in an environment that has it
@@ -29,7 +30,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-full test-rest test-isa test-eval fuzz faults test-floor check lint types audit licences sbom clean
+.PHONY: demo test test-full test-rest test-isa test-costs test-eval fuzz faults test-floor check lint types audit licences sbom clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -66,6 +67,12 @@ test-full: $(VENV)/.installed-dev
 test-rest: $(VENV)/.installed-dev
 	@echo "== pytest, what a quick run leaves out: COMPUTED_AS=$(COMPUTED_AS)"
 	@env $(subst $(comma), ,$(filter-out as-it-is,$(COMPUTED_AS))) $(PYTEST) -m full
+
+# What every test takes, and so what a quick run can afford (tests/costs.py).
+test-costs: $(VENV)/.installed-dev
+	@mkdir -p build; rm -f build/costs.txt
+	@$(PYTEST) --full --meter build/costs.txt
+	@$(BIN)/python tests/costs.py build/costs.txt
 
 test-isa: $(VENV)/.installed-dev
 	@failed=; for variant in $(ISA_VARIANTS); do \

@@ -20,6 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
+from costs import Meter, mark_costly
 from matrix import TEST_SEED
 
 # Shells start background jobs with SIGINT ignored, `nohup` what it starts with SIGHUP, and children inherit that; tests
@@ -62,6 +63,7 @@ _MAY_BE_MISSING_ELSEWHERE = (  # than on Linux
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run what is marked `full`, too: all rows of every table")
+    parser.addoption("--meter", type=Path, help="append the processor seconds of every test to this file, see costs.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton reads at the definition of a kernel whether to interpret it, so this must stand before a test imports one.
     """
+    if config.option.meter:
+        config.pluginmanager.register(Meter(config.option.meter))
     if not _is_for_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -81,6 +85,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU, or the full run, where neither is asked for; a test that is named by `::` runs."""
+    mark_costly(items)
     left_out = set() if _is_for_gpu(config) else {"gpu"}
     is_asked_for = "full" in config.option.markexpr or any("::" in argument for argument in config.args)
     if not (config.option.full or _is_for_gpu(config) or is_asked_for):

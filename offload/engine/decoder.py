@@ -313,7 +313,7 @@ class Decoder:
             continues: keep the keys and values of all tokens that the prompt shares with the run
                 before; but for `invariance` they differ from the prompt's own by rounding.
         """
-        request = Request(prompt, sampling, max_new_tokens, stop, raw)
+        request = Request(prompt, sampling, max_new_tokens, stop=stop, raw=raw)
         return self.start(request, tree=tree, rule=rule, continues=continues)
 
     @property

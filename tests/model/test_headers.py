@@ -52,7 +52,7 @@ def test_plan_counts_the_parameters_of_a_mixture_as_published(tmp_path: Path) ->
         ({"num_local_experts": 10**12}, "num_local_experts must be a whole number below 1024"),
         ({"head_dim": 10**15}, "head_dim must be a whole number below"),
         ({"hidden_size": "4096"}, "hidden_size in config.json must be a whole number"),
-        ({"model_type": "mamba"}, "model type mamba is not supported"),
+        ({"model_type": "gpt2"}, "model type gpt2 is not supported"),
         ({"model_type": "no such type"}, "is not supported"),
         ({"torch_dtype": "float8"}, "cannot compute in float8"),
     ],

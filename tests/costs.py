@@ -1,0 +1,98 @@
+"""What tests cost, as measured, and which of their cases a quick run can afford.
+
+`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a second or more
+together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into a second, drawn by
+the seed of the day, or one that takes up to two. The others are marked `full`.
+"""
+
+import resource
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from matrix import random_of_the_day
+
+_TABLE = Path(__file__).with_suffix(".tsv")
+_LISTED_S = 1.0
+# of all cases of one function in a quick run, and of one case that is the only one there
+_QUICK_S = 1.0
+_SINGLE_S = 2.0
+
+
+class Cost(NamedTuple):
+    """What all cases of one function take."""
+
+    seconds: float
+    num_cases: int
+
+    @property
+    def num_quick(self) -> int:
+        """Return how many cases a quick run can afford."""
+        each_s = self.seconds / self.num_cases
+        return max(int(_QUICK_S / each_s), each_s <= _SINGLE_S)
+
+
+def mark_costly(items: Iterable[pytest.Item]) -> None:
+    """Mark what a quick run cannot afford `full`; what is marked by hand is left as it is."""
+    costs = read_costs()
+    cases = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("full"):
+            cases[function_of(item.nodeid)].append(item)
+    for function in cases.keys() & costs.keys():
+        own = cases[function]
+        num_quick = min(len(own), costs[function].num_quick)
+        drawn = random_of_the_day(function).sample(range(len(own)), num_quick)
+        for index in set(range(len(own))).difference(drawn):
+            own[index].add_marker("full")
+
+
+def function_of(nodeid: str) -> str:
+    """Return the name of a test function without its case."""
+    return nodeid.partition("[")[0]
+
+
+def read_costs() -> dict[str, Cost]:
+    """Return the costs that were measured, by function."""
+    rows = (line.split("\t") for line in _TABLE.read_text(encoding="utf-8").splitlines())
+    return {function: Cost(float(seconds), int(num_cases)) for seconds, num_cases, function in rows}
+
+
+class Meter:
+    """A plugin that measures every test and appends to a file: processor seconds and the test."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Measure a test with its fixtures; a line is written at once, by whichever worker runs it."""
+        begun_s = _processor_s()
+        outcome: Any = yield
+        with self._file.open("a", encoding="utf-8") as rows:
+            rows.write(f"{_processor_s() - begun_s:.3f}\t{item.nodeid}\n")
+        return outcome
+
+
+def _processor_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def write_costs(measured: Path) -> None:
+    """Write the table from what `Meter` has measured."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for line in measured.read_text(encoding="utf-8").splitlines():
+        took_s, _, nodeid = line.partition("\t")
+        seconds[function_of(nodeid)].append(float(took_s))
+    rows = sorted((function, all_s) for function, all_s in seconds.items() if sum(all_s) >= _LISTED_S)
+    lines = [f"{sum(all_s):.1f}\t{len(all_s)}\t{function}\n" for function, all_s in rows]
+    _TABLE.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    import sys
+
+    write_costs(Path(sys.argv[1]))

@@ -1,0 +1,52 @@
+"""Which cases a quick run can afford: by what they were measured to take, drawn by the day, never fewer than it can."""
+
+import re
+from pathlib import Path
+
+import pytest
+from costs import Cost, function_of, mark_costly, read_costs, write_costs
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_cases", "num_quick"),
+    [(1.0, 1, 1), (2.0, 1, 1), (2.1, 1, 0), (30.0, 60, 2), (9.0, 10, 1), (9.0, 5, 1), (9.0, 3, 0), (1.5, 100, 66)],
+)
+def test_a_quick_run_takes_what_it_can_afford(seconds: float, num_cases: int, num_quick: int) -> None:
+    assert Cost(seconds, num_cases).num_quick == num_quick
+
+
+class _Item:
+    def __init__(self, nodeid: str, marks: tuple[str, ...] = ()) -> None:
+        self.nodeid, self.marks = nodeid, [*marks]
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, name: str) -> None:
+        self.marks.append(name)
+
+
+def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(6.0, 1), "a::many": Cost(8.0, 16)})
+    items = [_Item("a::dear"), _Item("a::cheap"), _Item("a::many[x]", ("full",))]
+    items += [_Item(f"a::many[{case}]") for case in range(15)]
+    mark_costly(items)  # type: ignore[arg-type]
+    quick = [item.nodeid for item in items if "full" not in item.marks]
+    assert "a::cheap" in quick and "a::dear" not in quick
+    assert len(quick) == 3, "two of the many, and none that is marked by hand"
+
+
+def test_the_table_is_of_tests_that_exist() -> None:
+    for function in read_costs():
+        file, _, name = function.partition("::")
+        assert re.search(rf"^def {name}\(", (HERE.parent / file).read_text(), re.MULTILINE), function
+
+
+def test_what_was_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("costs._TABLE", tmp_path / "costs.tsv")
+    (tmp_path / "measured").write_text("0.6\ta::many[x]\n0.2\ta::cheap\n0.7\ta::many[[y]]\n")
+    write_costs(tmp_path / "measured")
+    assert read_costs() == {"a::many": Cost(1.3, 2)}
+    assert function_of("a::many[b[c]]") == "a::many"
