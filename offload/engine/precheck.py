@@ -6,16 +6,21 @@ lies on the hub, on a GPU or on other ranks is left to it.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from offload.checkpoint.gguf import gguf_file, require_reader
 from offload.checkpoint.hub import headers_here, open_headers
 from offload.checkpoint.safetensors import Checkpoint, has_tokenizer, tokenizer_folder
+from offload.checkpoint.sizes import config_sizes
 from offload.engine.resolve import settle
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
+
+# positions, of which every run has more
+_SHORT = 64
 
 
 def check_run(
@@ -30,7 +35,8 @@ def check_run(
 
     Args:
         needs_text: whether the target must have a tokenizer.
-        needs_context: whether memory must have room for the context of `options`.
+        needs_context: whether memory must have room for the context of `options`, or for a short
+            one only.
     """
     check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
@@ -45,7 +51,10 @@ def check_run(
     is_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda_driver())
     if len(here) == len(names) and roles is None:
         files = files_of(here, draft, options.draft_dtype)
-        if is_on_cpu and needs_context:
+        if not needs_context:
+            longest = config_sizes(files.target).get("max_position_embeddings", _SHORT)
+            options = replace(options, context=min(_SHORT, longest))
+        if is_on_cpu:
             settle(files, options).admit()
 
 

@@ -296,3 +296,14 @@ def test_a_draft_that_knows_no_allowed_token(tiny_decoder: Decoder, monkeypatch:
             assert {*result.text} <= {*"xyz"} and len(result.text) == 9
             if repeats or how.is_greedy:
                 assert result.token_ids == alone.token_ids
+
+
+@pytest.mark.full
+def test_answers_of_a_small_model_are_not_cut_by_blanks(decoder: Decoder) -> None:
+    """At T = 1, where a model that knows nothing better would write blanks until its last token."""
+    schema = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
+    answers: Any = decoder.generate(
+        PROMPT, num_samples=16, max_new_tokens=100, temperature=1.0, json_schema=schema, rule="match"
+    )
+    assert [one.finish_reason for one in answers] == ["stop"] * 16
+    assert all(json.loads(one.text) and "\n" not in one.text for one in answers)
