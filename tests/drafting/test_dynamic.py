@@ -132,7 +132,9 @@ def test_a_grown_tree_of_few_passes() -> None:
     assert tree.num_nodes == 64 and len(model.num_rows) <= 8
     # The root alone asks nothing.
     model = BigramModel()
-    assert grow_bigrams(model, DynamicShape(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
+    text = DraftText(DynamicShape(1, 0), [4, 0], Sampler(GREEDY, NUM_TOKENS), None)
+    (drafted,) = ModelDrafter(model, NUM_TOKENS, 8).grow([text])  # type: ignore[arg-type]
+    assert drafted.tree.tokens == [0]
     assert model.num_rows == []
 
 
