@@ -1,6 +1,7 @@
-"""Weights in the blocks of GGUF: 32 or 256 numbers of 4 to 8 bits with their own scales.
+"""Weights in the blocks of GGUF: 32 or 256 numbers of 2 to 8 bits with their own scales.
 
-A number is `scale x (q - zero) + offset` of its group. In every kind the bits of q and of the scale
+A number is `scale x (q - zero) + offset` of its group, or `scale x code` where q is the place of a
+code in a table. In every kind the bits of q and of the scale
 fit together into float32, so their product is exact and one rounding is left, that of the sum;
 without an offset there is none. So all ways of computing it, fused or not, give the same bits.
 Layouts: ggml-common.h of llama.cpp.
@@ -21,6 +22,11 @@ from offload.kernels.rounding import F32, I32, U32, U64, numbers, rounded
 _CHUNK_NUMBERS = 1 << 17
 _TILE = 1024  # numbers of one program
 _ZERO_OF = {"Q4_0": 8, "Q5_0": 16}  # what q is counted from
+# by nibble: of IQ4_NL and IQ4_XS; of MXFP4, doubled, for which its scales are halved
+_IQ4_CODES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
+_E2M1_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 I8 = np.int8
 # of each group the scale and the offset, if it has one; q
 Parts = tuple[Tensor, Tensor | None, Tensor]
@@ -29,7 +35,7 @@ Parts = tuple[Tensor, Tensor | None, Tensor]
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
     """Fill `out` with the numbers of blocks (uint8, one to a row) of a kind such as `Q4_K`."""
     step = max(1, _CHUNK_NUMBERS // out_MW.shape[1])
-    parts = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k}.get(kind, _q45)
+    parts = _PARTS_OF.get(kind, _q45)
     for lo in range(0, len(block_MB), step):
         scale_MG, offset_MG, q_MW = parts(kind, block_MB[lo : lo + step])
         value_MW = q_MW.float()
@@ -102,12 +108,65 @@ def _q6_k(_: str, block_MB: Tensor) -> Parts:
     return scale_MG, None, q_MW.view(torch.int8) - 32
 
 
+def _q2_k(_: str, block_MB: Tensor) -> Parts:
+    """Take apart Q2_K: 4-bit scales and offsets of groups of 16, two bits a number, two scales."""
+    group_MG = block_MB[:, :16]
+    scale_MG = (group_MG & 15) * _half(block_MB, 80)
+    offset_MG = (group_MG >> 4) * _half(block_MB, 82)
+    return scale_MG, -offset_MG, _bits(block_MB[:, 16:80], 32, 2)
+
+
+def _q3_k(_: str, block_MB: Tensor) -> Parts:
+    """Take apart Q3_K: third bits, two bits a number, 6-bit scales of groups of 16, a scale."""
+    low, high = block_MB[:, 96:104], block_MB[:, 104:108]
+    factor_MG = torch.cat((low & 15, low >> 4), 1) | _bits(high, 4, 2) << 4
+    q_MW = _bits(block_MB[:, 32:96], 32, 2) | _bits(block_MB[:, :32], 32, 1) << 2
+    scale_MG = (factor_MG.view(torch.int8) - 32) * _half(block_MB, 108)
+    return scale_MG, None, q_MW.view(torch.int8) - 4
+
+
+def _iq4_nl(_: str, block_MB: Tensor) -> Parts:
+    """Take apart IQ4_NL: a scale, and the places of codes."""
+    return _half(block_MB, 0), None, _coded(_IQ4_CODES, _nibbles(block_MB[:, 2:], 16))
+
+
+def _iq4_xs(_: str, block_MB: Tensor) -> Parts:
+    """Take apart IQ4_XS: a scale, 6-bit scales of groups of 32, and the places of codes."""
+    nibble_MG = torch.stack((block_MB[:, 4:8] & 15, block_MB[:, 4:8] >> 4), -1).flatten(1)
+    shift_S = torch.arange(0, 8, 2, dtype=torch.uint8, device=block_MB.device)
+    high_MG = (block_MB[:, 2:4, None] >> shift_S & 3).flatten(1)
+    scale_MG = ((nibble_MG | high_MG << 4).view(torch.int8) - 32) * _half(block_MB, 0)
+    return scale_MG, None, _coded(_IQ4_CODES, _nibbles(block_MB[:, 8:], 16))
+
+
+def _mxfp4(_: str, block_MB: Tensor) -> Parts:
+    """Take apart MXFP4: an exponent, and the places of codes."""
+    scale_M1 = torch.from_numpy(_halved_powers()).to(block_MB.device)[block_MB[:, :1].long()]
+    return scale_M1, None, _coded(_E2M1_CODES, _nibbles(block_MB[:, 1:], 16))
+
+
+def _coded(codes: np.ndarray, place_MW: Tensor) -> Tensor:
+    return torch.from_numpy(codes).to(place_MW.device)[place_MW.int()]
+
+
+@cache
+def _halved_powers() -> np.ndarray:
+    """Return 2^(e - 128) in float32 for all exponents of 8 bits, two of them subnormal."""
+    exponent = np.arange(256, dtype=np.uint32)
+    subnormal = np.uint32(1 << 21) << np.minimum(exponent, 1)
+    return np.where(exponent < 2, subnormal, np.maximum(exponent, 1) - 1 << 23).view(np.float32)
+
+
+_PARTS_OF = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q2_K": _q2_k, "Q3_K": _q3_k,
+             "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4}  # fmt: skip
+
+
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
     """Do what the reference does, with numba on a CPU."""
     fill = _COMPILED[kind].to(out_MW.dtype)
     source = block_MB.numpy()
     out = numbers(out_MW)
-    halves = _float_of_half()
+    halves = _halved_powers() if kind == "MXFP4" else _float_of_half()
     share_rows(lambda lo, hi: fill(source[lo:hi], halves, out[lo:hi]), len(source))
 
 
@@ -253,7 +312,108 @@ def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
                 out[to + U64(64) + k] = rounded(F32(scale_b * F32(I32(q_b - I32(32)))))
 
 
+@compiled
+def _fill_q2_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """Fill blocks of Q2_K: a byte has bits of four runs of 32 numbers."""
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        first = U64(84) * i
+        by = _half_at(source, halves, first + U64(80))
+        off_by = _half_at(source, halves, first + U64(82))
+        for j in range(U64(16)):
+            group = source[first + j]
+            scale = by * F32(group & 15)
+            offset = off_by * F32(group >> 4)
+            at = first + U64(16) + U64(32) * (j >> U64(3)) + U64(16) * (j & U64(1))
+            two = U32(U64(2) * ((j >> U64(1)) & U64(3)))
+            to = U64(256) * i + U64(16) * j
+            for k in range(U64(16)):
+                q = I32(U32(U32(source[at + k]) >> two) & U32(3))
+                out[to + k] = rounded(F32(F32(scale * F32(q)) - offset))
+
+
+@compiled
+def _fill_q3_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """Fill blocks of Q3_K: as Q2_K, and a byte has third bits of eight runs of 32 numbers."""
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        first = U64(110) * i
+        by = _half_at(source, halves, first + U64(108))
+        for j in range(U64(16)):
+            low = U32(U32(source[first + U64(96) + (j & U64(7))]) >> U32(U64(4) * (j >> U64(3))))
+            high = U32(U32(source[first + U64(104) + (j & U64(3))]) >> U32(U64(2) * (j >> U64(2))))
+            factor = I32(U32(low & U32(15)) | U32(U32(high & U32(3)) << U32(4)))
+            scale = F32(by * F32(I32(factor - I32(32))))
+            at = first + U64(16) * (j & U64(1))
+            words = at + U64(32) + U64(32) * (j >> U64(3))
+            two = U32(U64(2) * ((j >> U64(1)) & U64(3)))
+            one = U32(j >> U64(1))
+            to = U64(256) * i + U64(16) * j
+            for k in range(U64(16)):
+                q = U32(U32(U32(source[words + k]) >> two) & U32(3))
+                third = U32(U32(U32(source[at + k]) >> one) & U32(1))
+                value = I32(I32(q | U32(third << U32(2))) - I32(4))
+                out[to + k] = rounded(F32(scale * F32(value)))
+
+
+@compiled
+def _fill_iq4_nl(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        scale = _half_at(source, halves, U64(18) * i)
+        at = U64(18) * i + U64(2)
+        to = U64(32) * i
+        for k in range(U64(16)):
+            byte = source[at + k]
+            out[to + k] = rounded(F32(scale * F32(_IQ4_CODES[byte & 15])))
+            out[to + U64(16) + k] = rounded(F32(scale * F32(_IQ4_CODES[byte >> 4])))
+
+
+@compiled
+def _fill_iq4_xs(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        first = U64(136) * i
+        by = _half_at(source, halves, first)
+        for j in range(U64(8)):
+            low = U32(U32(source[first + U64(4) + (j >> U64(1))]) >> U32(U64(4) * (j & U64(1))))
+            high = U32(U32(source[first + U64(2) + (j >> U64(2))]) >> U32(U64(2) * (j & U64(3))))
+            factor = I32(U32(low & U32(15)) | U32(U32(high & U32(3)) << U32(4)))
+            scale = F32(by * F32(I32(factor - I32(32))))
+            at = first + U64(8) + U64(16) * j
+            to = U64(256) * i + U64(32) * j
+            for k in range(U64(16)):
+                byte = source[at + k]
+                out[to + k] = rounded(F32(scale * F32(_IQ4_CODES[byte & 15])))
+                out[to + U64(16) + k] = rounded(F32(scale * F32(_IQ4_CODES[byte >> 4])))
+
+
+@compiled
+def _fill_mxfp4(block_MB, powers, out_MW):  # type: ignore[no-untyped-def]
+    source = block_MB.ravel()
+    out = out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        scale = powers[source[U64(17) * i]]
+        at = U64(17) * i + U64(1)
+        to = U64(32) * i
+        for k in range(U64(16)):
+            byte = source[at + k]
+            out[to + k] = rounded(F32(scale * F32(_E2M1_CODES[byte & 15])))
+            out[to + U64(16) + k] = rounded(F32(scale * F32(_E2M1_CODES[byte >> 4])))
+
+
 _COMPILED = {"Q8_0": _fill_q8_0, "Q6_K": _fill_q6_k, "Q5_K": _fill_q45_k, "Q4_K": _fill_q45_k}
+_COMPILED |= {
+    "Q2_K": _fill_q2_k,
+    "Q3_K": _fill_q3_k,
+    "IQ4_NL": _fill_iq4_nl,
+    "IQ4_XS": _fill_iq4_xs,
+}
+_COMPILED |= {"MXFP4": _fill_mxfp4}
 _COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
 
 
@@ -261,10 +421,16 @@ def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
     """Do what the reference does, in Triton."""
     num_blocks, num_bytes = block_MB.shape
     if num_blocks:
-        half = block_MB.view(torch.float16)
+        # blocks of an odd length have no half-precision scales
+        half = block_MB if num_bytes % 2 else block_MB.view(torch.float16)
         grid = (-(-out_MW.numel() // _TILE),)
         sizes = {"BYTES": num_bytes, "NUMBERS": out_MW.shape[1]}
-        _expand[grid](out_MW, block_MB, half, out_MW.numel(), KIND=kind, TILE=_TILE, **sizes)
+        # four codes to a word
+        words = (_E2M1_CODES if kind == "MXFP4" else _IQ4_CODES).view("<u4").tolist()
+        codes = {f"CODES_{index}": word for index, word in enumerate(words)}
+        _expand[grid](
+            out_MW, block_MB, half, out_MW.numel(), KIND=kind, TILE=_TILE, **sizes, **codes
+        )
 
 
 @jit(do_not_specialize=["num_numbers"])
@@ -277,6 +443,10 @@ def _expand(
     BYTES: tl.constexpr,
     NUMBERS: tl.constexpr,
     TILE: tl.constexpr,
+    CODES_0: tl.constexpr,
+    CODES_1: tl.constexpr,
+    CODES_2: tl.constexpr,
+    CODES_3: tl.constexpr,
 ) -> None:
     """Let each lane find the bytes of its number; those of a block are in the cache by then."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -284,8 +454,44 @@ def _expand(
     block = tl.minimum(place, num_numbers - 1) // NUMBERS
     at = byte + block * BYTES
     k = (place % NUMBERS).to(tl.int32)
-    scale = tl.load(half + block * (BYTES // 2)).to(tl.float32)
-    if KIND == "Q8_0":
+    if KIND == "MXFP4":
+        exponent = tl.load(at).to(tl.int32)
+        bits = tl.where(exponent < 2, (1 << 21) << exponent % 2, (exponent - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(half + block * (BYTES // 2)).to(tl.float32)
+    if (KIND == "IQ4_NL" or KIND == "IQ4_XS") or KIND == "MXFP4":
+        group = k // 32
+        q = tl.load(at + (BYTES - NUMBERS // 2) + 16 * group + k % 16)
+        q = (q >> (4 * (k // 16 % 2)).to(tl.uint8) & 15).to(tl.int64)
+        word = tl.where(
+            q < 8, tl.where(q < 4, CODES_0, CODES_1), tl.where(q < 12, CODES_2, CODES_3)
+        ).to(tl.int64)
+        code = (word >> 8 * (q % 4) & 255).to(tl.int32)
+        code = tl.where(code < 128, code, code - 256).to(tl.float32)
+        if KIND == "IQ4_XS":
+            low = tl.load(at + 4 + group // 2) >> (4 * (group % 2)).to(tl.uint8) & 15
+            high = tl.load(at + 2 + group // 4) >> (2 * (group % 4)).to(tl.uint8) & 3
+            scale = scale * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
+        value = scale * code
+    elif KIND == "Q2_K" or KIND == "Q3_K":
+        group = k // 16
+        words = at + (BYTES - 68 if KIND == "Q2_K" else BYTES - 78) + k // 128 * 32 + k % 32
+        q = tl.load(words) >> (2 * (k // 32 % 4)).to(tl.uint8) & 3
+        if KIND == "Q2_K":
+            both = tl.load(at + group)
+            by = tl.load(half + block * (BYTES // 2) + 40).to(tl.float32)
+            off_by = tl.load(half + block * (BYTES // 2) + 41).to(tl.float32)
+            value = by * (both & 15).to(tl.float32) * q.to(tl.float32)
+            value = value - off_by * (both >> 4).to(tl.float32)
+        else:
+            q |= (tl.load(at + k % 32) >> (k // 32).to(tl.uint8) & 1) << 2
+            low = tl.load(at + 96 + group % 8) >> (4 * (group // 8)).to(tl.uint8) & 15
+            high = tl.load(at + 104 + group % 4) >> (2 * (group // 4)).to(tl.uint8) & 3
+            by = tl.load(half + block * (BYTES // 2) + 54).to(tl.float32)
+            factor = ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
+            value = by * factor * (q.to(tl.int32) - 4).to(tl.float32)
+    elif KIND == "Q8_0":
         value = scale * tl.load(at + 2 + k).to(tl.int8, bitcast=True).to(tl.float32)
     elif KIND == "Q6_K":
         low = tl.load(at + (k // 128) * 64 + k % 64) >> (4 * (k // 64 % 2)).to(tl.uint8) & 15

@@ -13,13 +13,18 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from tiny import VOCAB_SIZE, build
 from transformers import (
+    CONFIG_MAPPING,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
@@ -35,9 +40,44 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 7}, head_dim=128, query_pre_attn_scalar=128,
         sliding_window=24, rope_local_base_freq=10000.0, rope_theta=1e6),
 }  # fmt: skip
-ARCH = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
-K_KINDS = ("Q4_K", "Q5_K", "Q6_K")  # which the package only reads
-KINDS = ("Q8_0", *K_KINDS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32")
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+_LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
+    "first_k_dense_replace": 1}  # fmt: skip
+_DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64, "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+
+
+def _known(kind: str, **changes: Any) -> PreTrainedConfig:
+    usual = CONFIG_MAPPING[kind]().to_dict()
+    return CONFIG_MAPPING[kind](**{**{key: value for key, value in SIZES.items() if key in usual}, **changes})
+
+
+# Experts, states, latent attention; most need a config beside the file.
+CURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3moe": lambda: Qwen3MoeConfig(**SIZES, head_dim=128, norm_topk_prob=True, **_EXPERTS),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "granite": lambda: GraniteConfig(**SIZES, logits_scaling=4.0, residual_multiplier=0.5, embedding_multiplier=3.0),
+    "phi3": lambda: Phi3Config(**SIZES),
+    "glm4moe": lambda: _known("glm4_moe", n_routed_experts=6, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=256, n_shared_experts=1, first_k_dense_replace=1, head_dim=64, attention_bias=True,
+        use_qk_norm=True),
+    "deepseek2": lambda: _known("deepseek_v3", **_LATENT),
+    "qwen35": lambda: _known("qwen3_5_text", **_DELTA),
+    "qwen35moe": lambda: _known("qwen3_5_moe_text", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=256),
+    "gemma4": lambda: _known("gemma4_text", num_hidden_layers=4, sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        head_dim=64, global_head_dim=128, num_kv_shared_layers=0, hidden_size_per_layer_input=32, num_experts=6,
+        top_k_experts=2, moe_intermediate_size=64, enable_moe_block=True, vocab_size_per_layer_input=VOCAB_SIZE),
+}  # fmt: skip
+ARCH = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3",
+        "qwen3_moe": "qwen3moe", "mixtral": "llama", "granite": "granite", "phi3": "phi3", "glm4_moe": "glm4moe",
+        "deepseek_v3": "deepseek2", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+        "gemma4_text": "gemma4"}  # fmt: skip
+K_KINDS = ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")  # which the package only reads
+KINDS = ("Q8_0", *K_KINDS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "F16", "BF16", "F32")
 
 
 class Written(NamedTuple):
@@ -50,8 +90,14 @@ class Written(NamedTuple):
 def random_blocks(kind: str, num_blocks: int, rng: np.random.Generator) -> np.ndarray:
     """Blocks (uint8, M x bytes) of any bits, with scales that make weights of a usual size."""
     block_MB = rng.integers(0, 256, (num_blocks, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]), dtype=np.uint8)
-    places = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2]}.get(kind, [0])
-    size = {"Q6_K": 3e-5, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q8_0": 1e-3}.get(kind, 1e-2)
+    if kind == "MXFP4":  # whose scales are exponents
+        block_MB[:, :1] = rng.integers(117, 123, (num_blocks, 1))
+        return block_MB
+    places = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q2_K": [80, 82],
+              "Q3_K": [108]}.get(kind, [0])  # fmt: skip
+    sizes = {"Q6_K": 3e-5, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q8_0": 1e-3, "Q2_K": 2e-3, "Q3_K": 1e-3, "IQ4_XS": 3e-5,
+             "IQ4_NL": 1e-3}  # fmt: skip
+    size = sizes.get(kind, 1e-2)
     for place in places:
         scale_M1 = (rng.standard_normal((num_blocks, 1)) * size).astype(np.float16)
         block_MB[:, place : place + 2] = scale_M1.view(np.uint8)
@@ -75,19 +121,24 @@ def write_gguf(
     model, rng = build(config, seed).float(), np.random.default_rng(seed)
     arch, stored, weights = ARCH[config.model_type], {}, {}
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 99)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    is_turned = arch in ("llama", "granite")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if is_turned else {}
     tied = set(model.all_tied_weights_keys)
     for name, tensor in model.state_dict().items():
         if name in tied:
             continue
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        part = own.split(".")[-2]
-        num_heads = heads.get(part, 0) if arch == "llama" else 0
-        added = np.float32(arch == "gemma3" and own.endswith("norm.weight"))
-        used = _kind_of(own, kind) if tensor.dim() > 1 else vectors
-        raw, values = _stored(tensor.numpy() + added, used, num_heads, rng)
-        weights[name] = torch.from_numpy(values - added)
-        stored[own] = raw, used
+        pieces, rebuild = _pieces(arch, config, name, tensor.numpy().copy())
+        numbers = []
+        for full, values in pieces:
+            own = OWN_NAMES.get(full.rpartition("layers.")[2].partition(".")[2])
+            own = own and f"blk.{full.split('.')[2]}.{own}"
+            own = own or names.get_name(full, try_suffixes=(".weight", ".bias"))
+            assert own is not None, full
+            used = _kind_of(own, kind) if values.ndim > 1 and not own.endswith("ssm_conv1d.weight") else vectors
+            raw, number = _stored(values, used, heads.get(own.split(".")[-2], 0), rng)
+            stored[own] = raw, used
+            numbers.append(number)
+        weights[name] = torch.from_numpy(rebuild(numbers)).reshape(tensor.shape)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     if arch == "llama" and (factors := _factors(config)) is not None:
@@ -96,6 +147,68 @@ def write_gguf(
     if changed is not None:
         stored = {own: (changed(own, raw).astype(raw.dtype), used) for own, (raw, used) in stored.items()}
     return Written(_write(config, path, arch, stored, max_tensors, says or {}), model)
+
+
+# of layers, which the package's table does not have
+OWN_NAMES = {
+    "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+_Rebuild = Callable[[list[np.ndarray]], np.ndarray]
+
+
+def _pieces(
+    arch: str, config: PreTrainedConfig, name: str, values: np.ndarray
+) -> tuple[list[tuple[str, np.ndarray]], _Rebuild]:
+    """What a converter makes of a tensor, by transformers' names in files, and the way back."""
+    if name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+        base = name.replace("mlp.experts", "block_sparse_moe.experts") if arch == "llama" else name
+        if name.endswith("down_proj"):
+            name = base.replace("down_proj", "w2") if arch == "llama" else base
+            return [(f"{name}.weight", values)], lambda found: found[0]
+        ends = ("w1", "w3") if arch == "llama" else ("gate_proj", "up_proj")
+        both = zip(ends, np.split(values, 2, 1), strict=True)
+        return [
+            (base.replace("gate_up_proj", end) + ".weight", half) for end, half in both
+        ], lambda found: np.concatenate(found, 1)
+    if arch == "llama":
+        name = name.replace("mlp.gate.", "block_sparse_moe.gate.")
+    if name.endswith("kv_b_proj.weight"):
+        nope, heads = config.qk_nope_head_dim, config.num_attention_heads
+        value_HRD = values.reshape(heads, -1, values.shape[1])
+        keys, rows = value_HRD[:, :nope].swapaxes(1, 2), value_HRD[:, nope:]
+        pieces = [(name.replace("kv_b", "k_b"), np.ascontiguousarray(keys)), (name.replace("kv_b", "v_b"), rows)]
+        return pieces, lambda found: np.concatenate([found[0].swapaxes(1, 2), found[1]], 1)
+    added = np.float32(
+        name.endswith("norm.weight") and "linear_attn" not in name and arch in ("gemma3", "qwen35", "qwen35moe")
+    )
+    if "linear_attn." not in name or name.endswith("norm.weight"):
+        return [(name, values + added)], lambda found: found[0] - added
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if "conv1d" in name:
+        values = values.squeeze(1)
+    order = _tiled_order(config, name, values)
+    axis = int("out_proj" in name)
+    log = np.log if name.endswith("A_log") else None
+    back = lambda found: np.take(found[0], order.argsort(), axis)  # noqa: E731
+    rebuild = (lambda found: log(-back(found))) if log is not None else back
+    return [(name, np.ascontiguousarray(np.take(values, order, axis)))], rebuild
+
+
+def _tiled_order(config: PreTrainedConfig, name: str, values: np.ndarray) -> np.ndarray:
+    """Of rows, or columns: the first value head of each key head, then the second ones, as ggml repeats key heads."""
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    width = (
+        1
+        if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"))
+        else config.linear_value_head_dim
+    )
+    first = 2 * groups * config.linear_key_head_dim if "in_proj_qkv" in name or "conv1d" in name else 0
+    tiled = np.arange(heads * width).reshape(groups, heads // groups, width).swapaxes(0, 1).ravel()
+    return np.concatenate([np.arange(first), first + tiled])
 
 
 def interleaved(row_RD: np.ndarray, num_heads: int) -> np.ndarray:
@@ -115,7 +228,7 @@ def _stored(values: np.ndarray, kind: str, num_heads: int, rng: np.random.Genera
         return raw, number[interleaved(np.arange(len(values)), num_heads).argsort()]
     used = GGMLQuantizationType[kind]
     if kind in K_KINDS:
-        raw = random_blocks(kind, values.size // 256, rng).reshape(*values.shape[:-1], -1)
+        raw = random_blocks(kind, values.size // GGML_QUANT_SIZES[used][0], rng).reshape(*values.shape[:-1], -1)
     else:
         raw = quants.quantize(values, used)
     number = quants.dequantize(raw, used).reshape(values.shape).astype(np.float32)
@@ -146,16 +259,25 @@ def _factors(config: PreTrainedConfig) -> np.ndarray | None:
 
 def metadata_of(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
     """What the converter says of the model."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    settings = config.to_dict()  # which some configs do not let be read one by one
+    head_dim = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     theta = rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"]
+    num_experts = next((getattr(config, key) for key in ("num_experts", "num_local_experts", "n_routed_experts")
+                        if getattr(config, key, None)), 0)  # fmt: skip
     said: dict[str, Any] = {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": settings.get("intermediate_size") or config.moe_intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": settings["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(theta),
         "attention.key_length": head_dim, "attention.value_length": head_dim, "vocab_size": config.vocab_size,
     }  # fmt: skip
+    if num_experts:
+        num_used = settings.get("num_experts_per_tok") or config.top_k_experts
+        said |= {"expert_count": num_experts, "expert_used_count": num_used}
+        width = getattr(config, "moe_intermediate_size", None)
+        said |= {"expert_feed_forward_length": width} if width else {}
     if arch == "llama":
         said["rope.dimension_count"] = head_dim
     if getattr(config, "sliding_window", None) and arch in ("llama", "gemma3"):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import MODELS, Written, write_gguf
+from gguf_files import CURRENT, MODELS, Written, write_gguf
+from matrix import matrix
 from shell import shell
 from test_tiny import prompts
 from tiny import VOCAB_SIZE, save, save_tokenizer
@@ -74,7 +75,60 @@ def test_norms_and_biases_may_be_of_any_kind(name: str, kind: str, tmp_path: Pat
         assert done.code == 0, done.err
 
 
-def mistaken(checkpoint: Checkpoint, part: str, **mistake: int) -> Checkpoint:
+# the others need a config of their own
+ALONE = ("qwen3moe", "mixtral")
+
+
+def written_with_config(name: str, kind: str, folder: Path, **more: Any) -> Written:
+    """A file, with the config of its model in the folder."""
+    config = CURRENT[name]()
+    config.eos_token_id = None
+    more = {"seed": 2 if name == "qwen35" else 0, **more}
+    written = write_gguf(config, folder / "m.gguf", kind, says={"tokenizer.ggml.eos_token_id": None}, **more)
+    if name not in ALONE:
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return written
+
+
+@matrix("name", CURRENT, always=["qwen35moe", "qwen3moe"], daily=2)
+def test_logits_of_current_families(name: str, tmp_path: Path) -> None:
+    written = written_with_config(name, "Q8_0", tmp_path)
+    assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))
+
+
+@matrix("kind", ["IQ4_XS", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q5_K", "BF16"], always=["MXFP4"], daily=1)
+def test_logits_of_mixtures_of_any_kind(kind: str, tmp_path: Path) -> None:
+    """In several parts of a file."""
+    written = written_with_config("qwen3moe", kind, tmp_path, max_tensors=9)
+    assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))
+
+
+@matrix("name", [one for one in CURRENT if "moe" in one or one == "mixtral"], always=["qwen3moe"], daily=1)
+def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
+    written = written_with_config(name, "Q4_0", tmp_path)
+    wanted = greedy(written, prompts()[1], 16)
+    options: dict[str, Any] = {"ram": "1GiB", "context": 128, "threads": 1, "dtype": "float32"}
+    for experts in ("demand", "layers"):
+        with offload.load(written.path, written.path, experts=experts, tree="16x8", **options) as decoder:
+            assert decoder.plan.has_experts == (experts == "demand")
+            assert decoder.generate(prompts()[1], max_new_tokens=16).token_ids == wanted
+
+
+@pytest.mark.parametrize("name", ["qwen35", "deepseek2"])
+def test_rules_that_no_file_states_need_a_config(name: str, tmp_path: Path) -> None:
+    written = write_gguf(CURRENT[name](), tmp_path / "m.gguf", "Q8_0")
+    with pytest.raises(UserError, match="give `config`, the folder or hub id of the original model"):
+        open_headers(written.path)
+
+
+def test_the_order_of_value_heads_would_be_seen(tmp_path: Path) -> None:
+    written = written_with_config("qwen35", "Q8_0", tmp_path)
+    for part in ("in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight", "conv1d.weight", "dt_bias"):
+        wrong = mistaken(open_headers(written.path), part, tiles=None)
+        assert not is_close(own_logits(wrong), wanted_logits(written)), part
+
+
+def mistaken(checkpoint: Checkpoint, part: str, **mistake: int | None) -> Checkpoint:
     """Read with another coding of one tensor of each layer."""
     tensors = dict(checkpoint.tensors)
     for name, entry in tensors.items():

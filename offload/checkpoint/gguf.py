@@ -13,11 +13,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload.checkpoint.files import open_regular
 from offload.checkpoint.gguf_config import config_of, require_factors, require_same, stated_config
 from offload.checkpoint.gguf_header import GgufHeader, Metadata, read_gguf_header
+from offload.checkpoint.gguf_names import ARCHITECTURES, FACTORS, tensors_of
 from offload.checkpoint.safetensors import (
     Checkpoint,
     damaged,
@@ -26,22 +27,11 @@ from offload.checkpoint.safetensors import (
     stamp_of,
     tokenizer_folder,
 )
-from offload.checkpoint.tensors import Coded, TensorEntry
-from offload.encoding.gguf import BLOCKS, GgufBlocks
+from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_FACTORS = "rope_freqs.weight"
-_OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-          "output.weight": "lm_head.weight"}  # fmt: skip
-_PROJECTIONS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-                "attn_output": "self_attn.o_proj"}  # fmt: skip
-_PARTS = {**_PROJECTIONS, "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}  # fmt: skip
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
+_KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetensors"
 
 
 def require_reader(file: Path) -> None:
@@ -51,26 +41,6 @@ def require_reader(file: Path) -> None:
             f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
             "pip install gguf, or give `config`, the folder or hub id of the original model"
         )
-
-
-class _Architecture(NamedTuple):
-    """How llama.cpp stores the models of some types."""
-
-    model_types: tuple[str, ...]
-    parts: Mapping[str, str]  # GGUF's name of a layer's tensor -> Hugging Face's
-    has_interleaved_heads: bool = False  # the rows of query and key projections
-    added: int = 0  # what the writer has added to the weights of norms
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture(("llama", "mistral", "mistral3"), _PARTS, has_interleaved_heads=True),
-    "qwen2": _Architecture(("qwen2",), _PARTS),
-    "qwen3": _Architecture(("qwen3",), {**_PARTS, **_HEAD_NORMS}),
-    "gemma3": _Architecture(
-        ("gemma3_text", "gemma3"), {**_PARTS, **_HEAD_NORMS, **_GEMMA_NORMS}, added=1
-    ),
-}
-_KNOWN = "those of Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are: take this model in safetensors"
 
 
 def gguf_file(model: str | os.PathLike[str]) -> Path | None:
@@ -112,21 +82,28 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     kind = metadata.get("general.architecture")
     if (
         not isinstance(kind, str)
-        or kind not in _ARCHITECTURES
+        or kind not in ARCHITECTURES
         or metadata.get("general.type", "model") != "model"
     ):
         what = f"{metadata.get('general.type', 'model')!s:.40} of architecture {kind!s:.40}"
         raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
-    factors = _factors(files, stored.get(_FACTORS))
+    factors = _factors(files, stored.get(FACTORS) if kind == "llama" else None)
     folder = _folder_of_config(files[0], config)
     config_stamp = None if folder is None else stamp_of(folder / "config.json")
+    if folder is None and ARCHITECTURES[kind].needs_config:
+        raise UserError(
+            f"{where}: a file of architecture {kind} does not say all of its model: "
+            "give `config`, the folder or hub id of the original model"
+        )
     if folder is None:
         settings = config_of(
             where, metadata, {name: entry.shape for name, entry in stored.items()}, factors
         )
     else:
         settings = _checked_config(where, folder, metadata, factors)
-    tensors = _tensors(where, kind, stored, stated_config(where, metadata))
+    inner = settings.get("text_config")
+    own = inner if isinstance(inner, dict) else settings
+    tensors = tensors_of(where, kind, stored, stated_config(where, metadata), own)
     _require_biases(where, settings, tensors)
     texts = next(
         (one for one in (folder, file.parent) if one is not None and has_tokenizer(one)), None
@@ -207,7 +184,7 @@ def _checked_config(
     stated = stated_config(where, metadata)
     kind = metadata["general.architecture"]
     source = folder / "config.json"
-    if settings.get("model_type") not in _ARCHITECTURES[kind].model_types:
+    if settings.get("model_type") not in ARCHITECTURES[kind].model_types:
         named = settings.get("model_type", "none")
         raise UserError(
             f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own model"
@@ -226,7 +203,7 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
         return ()
     where = files[entry.shard].name
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > 4096:
-        raise damaged(f"{where}: {_FACTORS} is {entry.dtype} of shape {list(entry.shape)}")
+        raise damaged(f"{where}: {FACTORS} is {entry.dtype} of shape {list(entry.shape)}")
     try:
         with open_regular(files[entry.shard]) as file:
             file.seek(entry.lo)
@@ -237,40 +214,8 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
         ) from None
     factors = struct.unpack(f"<{entry.shape[0]}f", raw)
     if not all(map(math.isfinite, factors)):
-        raise damaged(f"{where}: {_FACTORS} must be finite")
+        raise damaged(f"{where}: {FACTORS} must be finite")
     return factors
-
-
-def _tensors(
-    where: str, kind: str, stored: Mapping[str, TensorEntry], stated: Mapping[str, Any]
-) -> dict[str, TensorEntry]:
-    """Return the tensors by Hugging Face's names. Raises `UserError` for an unknown tensor."""
-    architecture = _ARCHITECTURES[kind]
-    found = dict[str, TensorEntry]()
-    num_heads = stated.get("num_attention_heads", 0)
-    heads = {"attn_q": num_heads, "attn_k": stated.get("num_key_value_heads", num_heads)}
-    for own, entry in stored.items():
-        match = _BLOCK.fullmatch(own)
-        part, end = (match[2], match[3]) if match else ("", "")
-        name = architecture.parts.get(part) if end == "weight" or part in _PROJECTIONS else None
-        if own == _FACTORS and kind == "llama":
-            continue
-        if own not in _OUTER and name is None:
-            raise UserError(
-                f"{where}: {own:.80} is not known of architecture {kind}: take the model in safetensors"
-            )
-        full = _OUTER.get(own) or f"model.layers.{int(match[1])}.{name}.{end}"  # type: ignore[index]
-        is_norm = full.endswith("norm.weight")
-        added = architecture.added if is_norm else 0
-        interleaved = heads.get(part, 0) if architecture.has_interleaved_heads else 0
-        if part in heads and interleaved and entry.shape[0] % (2 * interleaved):
-            raise damaged(f"{where}: {own} has {entry.shape[0]} rows for {interleaved} heads")
-        if full in found:
-            raise damaged(f"{where}: {own:.80} is there twice")
-        is_coded = entry.dtype in BLOCKS or added or interleaved
-        coded = Coded(GgufBlocks(entry.dtype, interleaved, added)) if is_coded else None
-        found[full] = entry._replace(coded=coded)
-    return found
 
 
 def _require_biases(

@@ -23,6 +23,11 @@ _KNOWN = {*_SIZES.values(), "attention.head_count_kv", "attention.key_length", "
           "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
           "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
           "rope.scaling.finetuned", "expert_count", "expert_used_count", "tensor_data_layout"}  # fmt: skip
+_EXPERTS_KNOWN = {"expert_feed_forward_length", "expert_shared_feed_forward_length"}
+_USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+# architectures whose other sizes are told otherwise than a config tells them
+_FEW_STATED = {"deepseek2": _USUAL, "gemma4": _USUAL, "qwen35": _USUAL, "qwen35moe": _USUAL,
+               "glm4moe": _USUAL, "phi3": _USUAL}  # fmt: skip
 _GEMMA_KNOWN = {"attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
                 "attn_logit_softcapping"}  # fmt: skip
 _GEMMA_LOCAL_THETA = 10000.0
@@ -53,7 +58,10 @@ def config_of(
         UserError: the metadata lacks a size, or has a key that is not known.
     """
     said = _ArchMetadata(where, metadata)
-    unknown = said.keys() - _KNOWN - (_GEMMA_KNOWN if said.arch == "gemma3" else set())
+    more = {"gemma3": _GEMMA_KNOWN, "qwen3moe": _EXPERTS_KNOWN, "llama": _EXPERTS_KNOWN}.get(
+        said.arch, set()
+    )
+    unknown = said.keys() - _KNOWN - more
     if unknown:
         raise UserError(
             f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here: {_REMEDY}"
@@ -85,6 +93,8 @@ def config_of(
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
         return config | _gemma_config(said, config)
+    if said.get("expert_count"):
+        return config | _mixture_config(said)
     if said.arch == "llama" and config.get("sliding_window"):
         return config | {"model_type": "mistral"}
     if said.arch == "llama":
@@ -92,13 +102,28 @@ def config_of(
     return config
 
 
+def _mixture_config(said: "_ArchMetadata") -> Config:
+    """Return the settings of a mixture: Mixtral in `llama`, or Qwen3-MoE."""
+    counts = {"num_experts_per_tok": said.size("expert_used_count")}
+    if said.arch == "llama":
+        counts["num_local_experts"] = said.size("expert_count")
+    else:
+        counts["num_experts"] = said.size("expert_count")
+        counts["moe_intermediate_size"] = said.size("expert_feed_forward_length")
+    missing = next((key for key, value in counts.items() if value is None), None)
+    if missing or said.arch not in ("llama", "qwen3moe"):
+        raise UserError(f"{said.where}: its header does not say {missing or 'all'}: {_REMEDY}")
+    names = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
+    return {**counts, "model_type": names[said.arch], "norm_topk_prob": True}
+
+
 def stated_config(where: str, metadata: Metadata) -> Config:
     """Return the sizes that a file states. Raises `UserError` for models that are not read."""
     said = _ArchMetadata(where, metadata)
-    if said.get("expert_count"):
-        raise UserError(
-            f"{where}: experts in GGUF files are not read: take the model in safetensors"
-        )
+    if said.arch in _FEW_STATED:
+        few: Config = {key: said.size(_SIZES[key]) for key in _FEW_STATED[said.arch]}
+        few["rms_norm_eps"] = said.real("attention.layer_norm_rms_epsilon")
+        return _without_extra_layers(said, few)
     stated: Config = {key: said.size(own) for key, own in _SIZES.items()}
     stated["num_key_value_heads"] = said.size("attention.head_count_kv")
     stated["head_dim"] = said.size("attention.key_length")
@@ -109,6 +134,15 @@ def stated_config(where: str, metadata: Metadata) -> Config:
         raise UserError(
             f"{where}: keys and values of different widths are not known here: take it in safetensors"
         )
+    return _without_extra_layers(said, stated)
+
+
+def _without_extra_layers(said: "_ArchMetadata", stated: Config) -> Config:
+    """Return what is stated; layers that guess further ahead are no layers of the model."""
+    num_extra = said.get("nextn_predict_layers", 0)
+    num_layers = stated.get("num_hidden_layers")
+    if num_layers and type(num_extra) is int and 0 < num_extra < num_layers:
+        stated["num_hidden_layers"] = num_layers - num_extra
     return {key: value for key, value in stated.items() if value is not None}
 
 

@@ -26,7 +26,8 @@ _SIZED = ("BF16", "F16", "F32", "F64")  # of others scales beside them say how l
 # of GPT-NeoX and GPT-J: -1e9, infinite in float16; no weight, but it lies between weights
 _MASK = "masked_bias"
 # others: (0, 2)
-_BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
+_BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210), "Q2_K": (80, 84),
+                 "Q3_K": (108, 110)}  # fmt: skip
 
 
 class Form(NamedTuple):
@@ -52,6 +53,8 @@ def form_of(dtype: str, name: str = "") -> Form | None:
     """
     if name.endswith(_MASK):
         return None
+    if dtype == "MXFP4":  # whose scales are exponents
+        return Form(BLOCKS[dtype][1], 1, _ENDLESS["F8_E8M0"], (0, 1), "F8_E8M0")
     if dtype in BLOCKS:
         return Form(BLOCKS[dtype][1], 2, _ENDLESS["F16"], _BLOCK_SCALES.get(dtype, (0, 2)))
     if dtype not in STORED:

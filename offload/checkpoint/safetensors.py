@@ -29,6 +29,7 @@ from offload.checkpoint.held import Held
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
+from offload.checkpoint.turned_stacks import with_turned_stacks
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
 from offload.encoding.exponents import Exponents
 from offload.errors import UnreadError, UserError, reason
@@ -166,7 +167,7 @@ def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntr
         raise UserError(
             f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}"
         )
-    return found._replace(tensors=weights)
+    return found._replace(tensors=with_turned_stacks(config, weights))
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:

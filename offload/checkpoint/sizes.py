@@ -27,7 +27,7 @@ from offload.errors import UserError
 # Not `shared_experts.`, which every row meets.
 ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 SCRATCH_ALIGN_BYTES = 256
 _MOST_EXPERTS = 65_536  # of any model, in a layer
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
@@ -453,19 +453,24 @@ def coded_companion_bytes(entry: TensorEntry) -> int:
 
 
 def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: Encoding) -> int:
-    """Return the expanded bytes of the module with the most coded weights.
+    """Return the expanded bytes of the module with the most coded weights, and of the one with the
+    most around others.
 
-    The experts of a layer are one module.
+    The experts of a layer are one module; a convolution is expanded with what is around it.
     """
     sizes = Counter[str]()
     around = set(rest)
     for name, entry in checkpoint.tensors.items():
         if entry.coded is not None and entry not in around:
             module = (
-                _EXPERT.sub(".experts", name) if _EXPERT.search(name) else name.rpartition(".")[0]
+                _EXPERT.sub(".experts", name)
+                if _EXPERT.search(name)
+                else name.rpartition(".")[0].removesuffix(".conv1d")
             )
             sizes[module] += computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES
-    return max(sizes.values(), default=0)
+    outer = {module.rpartition(".")[0] for module in sizes} & sizes.keys()
+    inner = [size for module, size in sizes.items() if module not in outer]
+    return max(inner, default=0) + max((sizes[module] for module in outer), default=0)
 
 
 def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:

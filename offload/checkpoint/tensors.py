@@ -22,6 +22,9 @@ from offload.encoding.formats import FORMATS
 from offload.errors import UserError
 from offload.units import require
 
+# behind the name of a weight that is stored in several tensors, and before the number of one
+ROWS = ".rows."
+
 
 class TensorEntry(NamedTuple):
     """A tensor on disk; for a coded weight, its words with the weight's shape."""

@@ -3,13 +3,16 @@
 llama.cpp's rotary embedding rotates adjacent pairs where Hugging Face's rotates halves, so files of
 Llama models have the rows of query and key projections in another order: head by head, both halves
 interleaved. Gemma's norms are stored with 1 added, which its model adds again. Rows are whole
-blocks, so their order is undone before anything is expanded.
+blocks, so their order is undone before anything is expanded. Value heads of Qwen3.5's recurrent
+layers go round the key heads, where the model has those of one key head together; columns in that
+order cut blocks, and so do matrices that are stored the other way round: these are put in order
+after they were expanded.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from offload.encoding.base import ENCODINGS
 
@@ -28,7 +31,32 @@ BLOCKS = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
+
+
+_CHUNK_ROWS = 64  # whose columns are put in order at once
+
+
+class Tiles(NamedTuple):
+    """Rows, or columns, from `first` on: value heads of `num_groups` key heads in turn."""
+
+    num_groups: int
+    num_heads: int  # of each group
+    first: int = 0
+    is_columns: bool = False
+
+    def in_order(self, number: "Tensor", dim: int) -> "Tensor":
+        """Return a copy along `dim` in which the heads of a group lie together."""
+        import torch
+
+        before, tiled = number.tensor_split([self.first], dim)
+        heads = tiled.unflatten(dim, (self.num_heads, self.num_groups, -1))
+        return torch.cat([before, heads.transpose(dim, dim + 1).flatten(dim, dim + 2)], dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +66,9 @@ class GgufBlocks:
     kind: str  # GGUF's name: one of `BLOCKS`, or plain numbers that the writer has changed
     num_heads: int = 0  # heads whose rows are interleaved; 0 where rows lie in order
     added: int = 0  # what the writer added to each number
+    tiles: Tiles | None = None
+    is_exponential: bool = False  # stored is -exp of each number
+    is_flipped: bool = False  # rows are stored as columns
     align_bytes: int = 4
     is_transposed: bool = False
 
@@ -75,14 +106,36 @@ class GgufBlocks:
         expansion: "Expansion",
     ) -> None:
         """See `Coding`."""
+        if self.is_flipped:
+            number = self._numbers(stored_B, out.new_empty(out.shape[::-1]), expansion)
+            out.copy_(number.T)
+            return
+        if self.tiles is not None:
+            self._expand_tiled(self.tiles, stored_B, out, expansion)
+            return
         # Reordering moves the rows of a matrix, but single numbers of a vector, which cut blocks.
         moves_blocks = out.dim() > 1 or not self.num_heads
         if self.kind in BLOCKS and moves_blocks and not self.added:
             stored_B = self._in_order(stored_B.view(len(out), -1)) if self.num_heads else stored_B
             self._expand_blocks(stored_B, out, expansion)
             return
-        number = self._numbers(stored_B, out, expansion)
-        out.copy_(self._in_order(number).float() - self.added)
+        number = self._in_order(self._numbers(stored_B, out, expansion)).float()
+        out.copy_((-number).log() if self.is_exponential else number - self.added)
+
+    def _expand_tiled(
+        self, tiles: Tiles, stored_B: "Tensor", out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        if out.dim() == 1 or self.kind not in BLOCKS:
+            number = self._numbers(stored_B, out, expansion).float()
+            number = (-number).log() if self.is_exponential else number
+            out.copy_(tiles.in_order(number, 1 if tiles.is_columns else 0))
+        elif not tiles.is_columns:
+            rows = tiles.in_order(stored_B.view(len(out), -1), 0)
+            self._expand_blocks(rows, out, expansion)
+        else:
+            self._expand_blocks(stored_B, out, expansion)
+            for lo in range(0, len(out), _CHUNK_ROWS):
+                out[lo : lo + _CHUNK_ROWS] = tiles.in_order(out[lo : lo + _CHUNK_ROWS], 1)
 
     def _numbers(self, stored_B: "Tensor", like: "Tensor", expansion: "Expansion") -> "Tensor":
         """Return the numbers as stored, in a type that rounds none of them."""

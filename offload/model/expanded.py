@@ -36,6 +36,8 @@ class _Parameter(NamedTuple):
     # each with its place in what was sent of the slab
     parts: Sequence[tuple[TensorPart, slice]]
     scratch_lo: int
+    # in use while modules inside of its own are expanded, and so behind what those take
+    is_around: bool = False
 
 
 class CodedWeight(NamedTuple):
@@ -69,7 +71,6 @@ class ExpandedWeights:
 
     Attributes:
         hooks: what has to be taken off when the model is closed.
-        scratch_bytes: what the largest module needs.
     """
 
     def __init__(
@@ -90,9 +91,15 @@ class ExpandedWeights:
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
-        self.scratch_bytes = max((self._end_of(record) for record in records), default=0)
+        self._inner_bytes = max((self._end_of(record) for record in records), default=0)
+        self._around_bytes = 0
         for layer, (layout, own) in enumerate(zip(layouts, places, strict=True)):
             self._hook_modules(layer, layout, own)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return what the largest module needs, and the largest around others."""
+        return self._inner_bytes + self._around_bytes
 
     def expand_with(self, expansion: Expansion) -> None:
         """Expand by these functions from now on."""
@@ -185,17 +192,21 @@ class ExpandedWeights:
     ) -> None:
         owned = defaultdict[nn.Module, list[tuple[str, ParameterSlot]]](list)
         for name in layout.coded:
-            owned[places[name].module].append((name, places[name]))
+            owned[_runs_with(name, places)].append((name, places[name]))
         for module, named in owned.items():
             parameters = []
             end = 0
+            is_around = any(inner in owned for inner in module.modules() if inner is not module)
             for name, place in named:
                 parts = [
                     (one.part, _within(layout, one.part, one.slab_lo)) for one in layout.coded[name]
                 ]
-                parameters.append(_Parameter(place, parts, end))
+                parameters.append(_Parameter(place, parts, end, is_around))
                 end += _up(place.empty.numel() * place.empty.element_size())
-            self.scratch_bytes = max(self.scratch_bytes, end)
+            if is_around:
+                self._around_bytes = max(self._around_bytes, end)
+            else:
+                self._inner_bytes = max(self._inner_bytes, end)
             fill = partial(self._fill, layer, parameters)
             hooks = [module.register_forward_pre_hook(fill)]
             hooks.append(
@@ -208,7 +219,8 @@ class ExpandedWeights:
         sent = self._sent[layer]
         # none of this is a product for a torch-function mode to watch
         with torch._C.DisableTorchFunction():
-            for place, parts, lo in parameters:
+            for place, parts, lo, is_around in parameters:
+                lo += self._inner_bytes if is_around else 0
                 out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()]
                 out = out.view(place.empty.dtype)
                 for part, words in parts:
@@ -219,7 +231,7 @@ class ExpandedWeights:
                 )
 
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
-        for place, _parts, _lo in parameters:
+        for place, *_rest in parameters:
             place.table[place.key] = place.empty
 
 
@@ -297,6 +309,19 @@ class CompanionScratch:
                 _expand(one.part, words, companions_of[one.part], out, REFERENCE)
             weights[name] = _as_in_model(parts[0], out)
         return weights
+
+
+def _runs_with(name: str, places: Mapping[str, ParameterSlot]) -> nn.Module:
+    """Return the module whose pass uses a parameter: of a convolution in a recurrent layer that is
+    the one around it, which takes its weights and never calls it.
+    """
+    own = places[name].module
+    around = name.rpartition(".")[0].rpartition(".")[0]
+    if not isinstance(own, nn.Conv1d):
+        return own
+    return next(
+        (slot.module for other, slot in places.items() if other.rpartition(".")[0] == around), own
+    )
 
 
 def _num_weights(several: Sequence[Words]) -> int:

@@ -62,7 +62,7 @@ def find_experts(
         }
         count = int(module.num_experts)
         # transformers 5.17 does not have the second flag
-        is_known = module.has_gate and not getattr(module, "has_post_expert_norm", False)
+        is_known = not getattr(module, "has_post_expert_norm", False)
         assert is_known and all(shape[0] == count for shape, _ in stacks.values()), (
             "a family that was tried"
         )
@@ -142,7 +142,10 @@ def _forward(
 
 def _multiply(module: Any, row_RD: Tensor, own: Weights) -> Tensor:
     """Apply up, gate and down projections, as the family has them."""
-    gated = module._apply_gate(_linear(module, row_RD, own, "gate_up_proj"))
+    if module.has_gate:
+        gated = module._apply_gate(_linear(module, row_RD, own, "gate_up_proj"))
+    else:
+        gated = module.act_fn(_linear(module, row_RD, own, "up_proj"))
     return _linear(module, gated, own, "down_proj")
 
 

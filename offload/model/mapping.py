@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 from offload.checkpoint.layout import TensorPart, slice_of
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import ROWS, TensorEntry
 from offload.checkpoint.text_part import is_wrapper
 from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
@@ -66,13 +66,14 @@ def sources_of_parameters(
         whole = _Table.of(get_checkpoint_conversion_mapping(checkpoint.config["model_type"]) or [])
     by_pattern = {**whole.by_pattern, **own.by_pattern}
     found: dict[str, _Found] = defaultdict(list)
-    for name, entry in checkpoint.tensors.items():
+    for full, entry in checkpoint.tensors.items():
+        name, rows, _ = full.partition(ROWS)
         renamed, pattern = own.renamed(name, model.base_model_prefix, shapes)
         if renamed not in shapes:
             inner, inner_pattern = whole.renamed(name, model.base_model_prefix, shapes)
             inner = inner.replace("language_model.", "", 1)
             renamed, pattern = (inner, inner_pattern) if inner in shapes else (renamed, pattern)
-        found[renamed].append((pattern, name, entry))
+        found[renamed].append((rows or pattern, full, entry))
     shared = _shared(found, model.all_tied_weights_keys)
     stored = {name: shape for name, shape in shapes.items() if name not in shared}
     where = checkpoint.directory.name
@@ -154,9 +155,12 @@ def _parts(
     ):
         names = " and ".join(name for _, name, _ in found[:2])
         raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
-    entries = (
-        [found[0][2]] if pattern is None else _fused(where, parameter, found, by_pattern[pattern])
-    )
+    if pattern is None:
+        entries = [found[0][2]]
+    elif pattern == ROWS:
+        entries = [*_natural_order(found, ROWS)]
+    else:
+        entries = _fused(where, parameter, found, by_pattern[pattern])
     parts = _placed(shape, entries, is_whole=pattern is None)
     if parts is None and len(shape) == 3 and entries[0].shape == (shape[0], shape[2], shape[1]):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
@@ -211,7 +215,7 @@ def _fused(
     ):
         raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
     dtypes = sorted({entry.dtype for _, _, entry in found})
-    if len({dtype for dtype in dtypes if dtype in ENCODINGS}) and len(dtypes) > 1:
+    if len(dtypes) > 1 and any(entry.coded is None for _, _, entry in found):
         raise UserError(
             f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}"
         )

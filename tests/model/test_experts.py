@@ -12,6 +12,7 @@ import torch
 from matrix import matrix, rows
 from quantised import save_quantised
 from rounding import Promise, assert_same_bits
+from safetensors.torch import load_file, save_file
 from test_families import config_of, tiny_model
 from test_wrappers import saved
 from tiny import save
@@ -30,6 +31,8 @@ from offload.streaming.experts import ExpertPool, open_pool
 
 WRAPPED = sorted(one for one in ON_DEMAND if one.endswith("_text"))  # language models inside of others
 FAMILIES = sorted(ON_DEMAND - {*WRAPPED})
+# Some have layers without experts, too, unless told otherwise.
+MIXED = {"gemma4": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}}
 _NUM_ROWS = 24
 _TOKEN_T = torch.randint(3, 199, (_NUM_ROWS,), generator=torch.Generator().manual_seed(3))
 
@@ -175,8 +178,33 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
 
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_experts_inside_of_models_that_see(kind: str, tmp_path: Path) -> None:
-    saved(kind.removesuffix("_text"), tmp_path)
+    family = kind.removesuffix("_text")
+    saved({"qwen3_omni_moe": "qwen3_omni_moe_thinker"}.get(family, family), tmp_path, **MIXED.get(family, {}))
     wanted = whole_layers(tmp_path, (9, 15))
+    with opened(tmp_path, 5) as (model, pool):
+        assert_same_bits(logits_of(model, pool, (9, 15)), wanted, Promise.SAME_PRODUCTS)
+
+
+def turn_stacks(folder: Path) -> int:
+    """Write stacks of experts as the makers of Qwen3-VL-MoE do: columns before rows."""
+    num_turned = 0
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in [one for one in tensors if one.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+            num_turned += 1
+        save_file(tensors, path, metadata={"format": "pt"})
+    return num_turned
+
+
+@pytest.mark.parametrize("is_on_demand", [True, False])
+def test_stacks_that_are_stored_the_other_way_round(is_on_demand: bool, tmp_path: Path) -> None:
+    saved("qwen3_vl_moe", tmp_path, moe_intermediate_size=24)  # a square would not tell
+    wanted = whole_layers(tmp_path, (9, 15))
+    assert turn_stacks(tmp_path) == 8, "two in each layer"
+    if not is_on_demand:
+        assert_same_bits(whole_layers(tmp_path, (9, 15)), wanted, Promise.SAME_PRODUCTS)
+        return
     with opened(tmp_path, 5) as (model, pool):
         assert_same_bits(logits_of(model, pool, (9, 15)), wanted, Promise.SAME_PRODUCTS)
 

@@ -146,7 +146,7 @@ def many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 UNREAD: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Path], str]] = {
-    "IQ4_XS": (lambda folder, _: gguf_of_a_kind(folder, 23), "is IQ4_XS, which is not read"),
+    "IQ2_XXS": (lambda folder, _: gguf_of_a_kind(folder, 16), "is IQ2_XXS, which is not read"),
     "a type to come": (lambda folder, _: gguf_of_a_kind(folder, 77), "is of type 77, which is not read"),
     "version 1": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\1"), "GGUF version 1 is not read"),
     "big-endian": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\0\0\0\3"), "big-endian GGUF files are not"),
