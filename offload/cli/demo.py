@@ -41,8 +41,6 @@ _CONTEXT = 512
 _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
 _CHAT_TREE = "dynamic:64x16"
-# what the demo asks the pair that answers, in the form that it was taught
-QUESTION = "Q: How does offload work?\nA:\n"
 PROMPT = '''"""Read settings from a file."""
 
 import os
@@ -86,16 +84,14 @@ def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     )
 
 
-def budget(
-    size_bytes: int, ram: str | int | None, tree: str, rule: str, pair: Path = PAIR
-) -> str | int:
+def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str | int:
     """What a target of that size may take: a quarter of it, or the least that works. Raises
     `UserError`.
 
     Args:
         ram: what was asked for instead.
     """
-    plan = _planned(pair, size_bytes, tree, context=_CONTEXT, rule=rule)
+    plan = _planned(PAIR, size_bytes, tree, context=_CONTEXT, rule=rule)
     if ram is None:
         return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
     try:
@@ -133,7 +129,7 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOp
     return str(folder), replace(options, **named)
 
 
-def check(request: Request, pair: Path = PAIR) -> None:
+def check(request: Request) -> None:
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
     require(
         request.max_new_tokens > 1,
@@ -141,8 +137,8 @@ def check(request: Request, pair: Path = PAIR) -> None:
         request.max_new_tokens,
         "try -n 96",
     )
-    vocab_size = model_shape(open_checkpoint(pair / "target")).vocab_size
-    request.ids(load_tokenizer(pair / "target"), vocab_size, _CONTEXT)
+    vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
+    request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
 
 
 def inflated_target(
@@ -169,7 +165,6 @@ def compare(
     num_plain: int,
     num_tree: int,
     show: Callable[[str, Run], None],
-    pair: Path = PAIR,
 ) -> DemoResult:
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
@@ -184,7 +179,11 @@ def compare(
             num_plain,
             "none",
         ),
-        (f"with guesses, at most {plural(num_tree, 'token')}: several tokens per pass", num_tree, None),
+        (
+            f"with guesses, at most {plural(num_tree, 'token')}: several tokens per pass",
+            num_tree,
+            None,
+        ),
     ):
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
         show(heading, run)
@@ -200,7 +199,7 @@ def compare(
     gaps = [
         gap
         for result in results
-        for gap in draw_gaps(pair / "target", prompt_ids, result.token_ids, sampling)
+        for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)
     ]
     if max(gaps) > rounding(sampling):
         raise UserError(
@@ -222,14 +221,10 @@ def _require_same_text(plain: Generation, tree: Generation) -> int:
 
 
 def open_demo(
-    target: Path,
-    options: LoadOptions,
-    console: Console,
-    request: Request | None = None,
-    pair: Path = PAIR,
+    target: Path, options: LoadOptions, console: Console, request: Request | None = None
 ) -> Decoder:
     """The inflated target with its packaged draft."""
-    return open_decoder(target, pair / "draft", options, request, hooks=console.hooks)
+    return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
 
 
 def comparison_lines(found: DemoResult) -> str:

@@ -47,21 +47,15 @@ def demo(
         from offload.cli import demo as run
         from offload.engine.request import Request
 
-        # the pair that answers explains the program; the pair of code goes on with code
-        pair = run.CHAT_PAIR if text.prompt is None else run.PAIR
-        prompt = run.QUESTION if text.prompt is None else read_prompt(text.prompt, None)
+        prompt = run.PROMPT if text.prompt is None else read_prompt(text.prompt, None)
         request = Request(prompt, sampling, max_tokens, raw=True)
         options = run.demo_options(
-            run.budget(size_bytes, ram, tree, rule, pair),
-            tree,
-            rule=rule,
-            link_limit=load.link_limit,
+            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=load.link_limit
         )
-        run.check(request, pair)
+        run.check(request)
         landed = partial(console.bytes_landed, label="making the target")
-        name = "chat" if text.prompt is None else "demo"
-        target = run.inflated_target(size_bytes, landed, pair / "target", name)
-        with run.open_demo(target, options, console, request, pair) as decoder:
+        target = run.inflated_target(size_bytes, landed)
+        with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
             console.open(
                 ModelNames(target.name, "of the package"), decoder, decoder.tree_choice(sampling)
@@ -71,7 +65,7 @@ def demo(
             console.say(prompt.rstrip())
             show = partial(_show, console, decoder, is_silent=output.as_json)
             limits = {"num_plain": min(16, max_tokens), "num_tree": max_tokens}
-            result = run.compare(decoder, prompt, sampling, show=show, pair=pair, **limits)
+            result = run.compare(decoder, prompt, sampling, show=show, **limits)
     if output.as_json:
         both = {"none": result.plain.as_dict(), "tree": result.tree.as_dict()}
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))

@@ -61,7 +61,7 @@ def is_drawn(token_ids: list[int]) -> bool:
 
 def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "-p", PROMPT, "--json"]
+    arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "--temp", "0", "--json"]
     monkeypatch.setattr("sys.argv", ["offload", "demo", *arguments])
     with pytest.raises(SystemExit) as exit_:
         main()

@@ -48,7 +48,7 @@ def test_two_demos_inflate_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     demo = ("demo", "--size", "40MB", "-n", 2, "-q")
     texts = {outcome.out for outcome in together(*demo) if outcome.code == 0}
     folder = tmp_path / "offload"
-    assert [path.name for path in folder.iterdir()] == ["chat-40MB"], "nothing that was begun is left"
+    assert [path.name for path in folder.iterdir()] == ["demo-40MB"], "nothing that was begun is left"
     before = contents(folder)
     assert texts == {shell(*demo).out} and contents(folder) == before
 
