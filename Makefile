@@ -12,6 +12,7 @@
 #   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own (Python 3.12)
 #   make audit   known holes in all that is installed, by pip-audit; fails where the advisory database is out of reach
 #   make licences   of what the wheel needs; make sbom   the same as a CycloneDX list in build/sbom.json
+#   make pictures   record the demo and the chat page for README and docs anew
 #   make clean   remove the virtual environments, caches and builds
 # `make PYTHON=python3.12 test` names another interpreter.
 
@@ -30,7 +31,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-full test-rest test-isa test-costs test-eval fuzz faults test-floor check lint types audit licences sbom clean
+.PHONY: demo test test-full test-rest test-isa test-costs test-eval fuzz faults test-floor check lint types audit licences sbom pictures clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -127,6 +128,9 @@ sbom: $(VENV)/.installed-dev $(AUDIT)/.installed
 	@$(AUDIT)/bin/python -W ignore -m cyclonedx_py requirements build/requirements.txt --pyproject pyproject.toml --mc-type library \
 	  --output-reproducible --validate -o build/sbom.json
 	@echo "build/sbom.json lists $$(wc -l < build/requirements.txt) packages"
+
+pictures: $(VENV)/.installed-dev
+	@$(BIN)/python .ci/pictures.py
 
 clean:
 	rm -rf $(VENV) $(FLOOR) $(EVAL) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from offload.declaration import option, unset
+from offload.errors import require
 from offload.units import DTYPES, EXPERTS, RULES, Sampling
 
 # A table: what an option is, who takes it, what is said of it.
 # fmt: off
 
+CHAT_PAIR = Path(__file__).parent / "chat_pair"
 PathLike = str | os.PathLike[str]
 _WRITE = ("generate", "chat")
 _RUN = (*_WRITE, "serve")
@@ -33,6 +35,7 @@ class ModelChoice:
         "--model", "-m", default="", kind=str, is_required=True, metavar="MODEL", commands=_LOAD,
         is_main=True,
         help="folder, GGUF file or hub id of the target model",
+        differs={one: {"is_required": False} for one in ("chat", "serve")},  # `demo` brings one
         doc="the target: folder or hub id, [quantised](quantised.md) or not, or a [GGUF "
         "file](gguf.md)",
     )
@@ -50,6 +53,27 @@ class ModelChoice:
     def given(self) -> tuple[str, str | None]:
         """Both, as text."""
         return str(self.model), None if self.draft is None else str(self.draft)
+
+
+@dataclass(frozen=True)
+class TalkingModels(ModelChoice):
+    """Which models a conversation is with."""
+
+    demo: bool = option(
+        "--demo", default=False, commands=("chat", "serve"), is_setting=False, is_main=True,
+        help="the packaged pair, made larger than its memory: it answers questions about Python",
+    )
+
+    @property
+    def given(self) -> tuple[str, str | None]:
+        """Return both, as text; the packaged pair where it is asked for. Raises `UserError`."""
+        named = [str(one) for one in (self.model, self.draft) if one]
+        if self.demo:
+            rule = "`demo` brings its own models"
+            require(not named, rule, " and ".join(named), "leave out `model` and `draft`, or `demo`")
+            return str(CHAT_PAIR / "target"), str(CHAT_PAIR / "draft")
+        require(bool(self.model), "`model` says what is to run", "none", "`demo` takes the packaged one")
+        return super().given
 
 
 @dataclass(frozen=True)
@@ -484,6 +508,7 @@ class VerifyOptions:
 # In the order of docs/flags.md.
 RECORDS: tuple[type, ...] = (
     ModelChoice,
+    TalkingModels,
     ModelOptions,
     Sampling,
     SamplingOptions,

@@ -61,12 +61,14 @@ class Sampling:
     temperature: float = option(
         "--temp", "--temperature", is_main=True, default=0.0, metavar="T", within="0 or more",
         remedy="0 is greedy", help="how freely tokens are drawn; 0 is greedy", commands=(*_WRITE, "tune", "demo"),
-        differs={name: {
-            "help": "how freely tokens are drawn; 0 is greedy; default: as the model suggests",
-        } for name in _WRITE},
+        # greedy, the packaged pair repeats itself, which flatters every guess
+        differs={"demo": {"default": 0.7}} | {
+            name: {"help": "how freely tokens are drawn; 0 is greedy; default: as the model suggests"}
+            for name in _WRITE
+        },
         is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
         doc="0 is greedy; `generate` and `chat` [ask the model](#sampling) where neither this "
-        "nor `--top-p`, `--top-k` or `--min-p` is given, other commands are greedy",
+        "nor `--top-p`, `--top-k` or `--min-p` is given; `tune` is greedy",
         page=("0", "10"),
     )
     top_p: float = option(

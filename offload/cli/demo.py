@@ -2,11 +2,12 @@
 own.
 
 The target of a packaged pair is inflated to about a gigabyte without changing what it computes,
-allowed a quarter of that in memory, and decodes first one token per sweep, then with a tree. Both
+allowed a quarter of that in memory, and decodes first one token per pass, then with a tree. Both
 speeds are printed only after every token was found to be the original model's own.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from offload.checkpoint.inflate import inflate, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
+from offload.cli.progress import plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.hooks import Progress
@@ -24,7 +26,9 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.options import CHAT_PAIR
 from offload.planning.options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
 from offload.stats import Stats
@@ -34,6 +38,9 @@ from offload.units import Sampling, require
 
 PAIR = Path(__file__).parents[1] / "demo_pair"
 _CONTEXT = 512
+_CHAT_BYTES = 10**9
+_CHAT_CONTEXT = 1024
+_CHAT_TREE = "dynamic:64x16"
 PROMPT = '''"""Read settings from a file."""
 
 import os
@@ -50,7 +57,7 @@ class Settings:
 class DemoResult(NamedTuple):
     """Both runs of the demo and what the proof found."""
 
-    plain: Generation  # one token per sweep
+    plain: Generation  # one token per pass
     tree: Generation
     num_exact: int  # tokens of both runs that are the float32 draw of the original model
     num_near: int  # tokens that lie within bf16 rounding of it
@@ -84,15 +91,7 @@ def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str 
     Args:
         ram: what was asked for instead.
     """
-    target = checkpoint_of_config(
-        inflated_config(PAIR / "target", size_bytes), PAIR / "target" / "config.json"
-    )
-    spec = parse_tree(tree)
-    files = ModelFiles(target, open_checkpoint(PAIR / "draft"))
-    num_nodes = 1 if spec.is_chosen else spec.num_nodes
-    plan = partial(
-        plan_memory, files, dtype="auto", context=_CONTEXT, num_nodes=num_nodes, rule=rule
-    )
+    plan = _planned(PAIR, size_bytes, tree, context=_CONTEXT, rule=rule)
     if ram is None:
         return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
     try:
@@ -100,6 +99,34 @@ def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str 
     except UserError as error:  # and no --context can be lowered
         raise UserError(str(error).partition(" or lower `context`")[0]) from None
     return ram
+
+
+def _planned(pair: Path, size_bytes: int, tree: str, **how: Any) -> Callable[..., MemoryPlan]:
+    """Return what plans memory for a pair whose target is inflated to that size."""
+    target = checkpoint_of_config(
+        inflated_config(pair / "target", size_bytes), pair / "target" / "config.json"
+    )
+    spec = parse_tree(tree)
+    num_nodes = 1 if spec.is_chosen else spec.num_nodes * how.get("parallel", 1)
+    files = ModelFiles(target, open_checkpoint(pair / "draft"))
+    return partial(plan_memory, files, dtype="auto", num_nodes=num_nodes, **how)
+
+
+def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOptions]:
+    """Return the packaged target that answers questions, inflated, and how it is loaded.
+
+    It streams: a quarter of it is allowed in memory, or the least that works. What the user has
+    named stays as it is. Raises `UserError`.
+    """
+    named: dict[str, Any] = {"tree": options.tree if options.tree != "auto" else _CHAT_TREE}
+    named["device"] = options.device if options.device != "auto" else "cpu"
+    named["context"] = options.context or _CHAT_CONTEXT
+    if options.ram is None:
+        how = {"context": named["context"], "rule": options.rule, "parallel": options.parallel}
+        plan = _planned(CHAT_PAIR, _CHAT_BYTES, named["tree"], **how)
+        named["ram"] = max(_CHAT_BYTES // 4, least_budget(lambda size: plan(ram=size)))
+    folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
+    return str(folder), replace(options, **named)
 
 
 def check(request: Request) -> None:
@@ -147,8 +174,16 @@ def compare(
     """
     results: list[Generation] = []
     for heading, num_tokens, tree in (
-        ("one token per sweep", num_plain, "none"),
-        ("with a tree", num_tree, None),
+        (
+            f"without guesses, the first {plural(num_plain, 'token')}: one token per pass",
+            num_plain,
+            "none",
+        ),
+        (
+            f"with guesses, at most {plural(num_tree, 'token')}: several tokens per pass",
+            num_tree,
+            None,
+        ),
     ):
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
         show(heading, run)
@@ -196,32 +231,41 @@ def comparison_lines(found: DemoResult) -> str:
     """Both speeds side by side, and what was proved of both texts."""
     plain = found.plain.stats
     tree = found.tree.stats
-    num_proved = found.num_exact + found.num_near
-    head = f"{'':>20} {'tokens/s':>9} {'a sweep':>8} {'s/token':>8}"
+    head = f"{'':>20} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     rows = [
-        _speed_row("one token per sweep", plain),
+        _speed_row("without guesses", plain),
         _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
     ]
-    # all came at once, those of the tree with the prompt's sweep
+    # all came at once, those of the tree with the prompt's pass
     fast = "too few tokens to tell how fast: raise -n"
     if found.speedup:
         fast = f"{found.speedup:.1f} times as fast"
+    return "\n".join([head, *rows, fast, proof_line(found)])
+
+
+def proof_line(found: DemoResult) -> str:
+    """What the comparison has shown, for somebody who has not heard of it."""
+    num_proved = found.num_exact + found.num_near
     if not num_proved:
-        drawn = (
-            "this rule draws afresh, so only the distribution of the tokens is the original model's"
-        )
-        return "\n".join([head, *rows, f"{fast}; {drawn}"])
-    near = f", {found.num_near} within bf16 rounding of it" if found.num_near else ""
-    proof = f"{found.num_exact} of {num_proved} tokens are the original model's own draw in float32{near}"
-    same = (
-        []
-        if found.num_same is None
-        else [
-            f"identical to the text without a tree, bit for bit: all {found.num_same} tokens that both have"
-        ]
+        return "this rule draws afresh: the tokens have the model's distribution, and no text is compared"
+    return (
+        f"proof: the model alone, held in memory as a whole, writes the same text: all "
+        f"{plural(num_proved, 'token')} compared"
     )
-    return "\n".join([head, *rows, fast, *same, proof])
+
+
+def proof_details(found: DemoResult) -> str:
+    """How exactly the tokens were compared."""
+    if not found.num_exact + found.num_near:
+        return ""
+    lines = [
+        f"{found.num_exact} tokens are the original model's own draw in float32, "
+        f"{found.num_near} lie within bf16 rounding of it"
+    ]
+    if found.num_same is not None:
+        lines.append(f"{found.num_same} tokens that both runs have are the same, bit for bit")
+    return "\n".join(lines)
 
 
 def _speed_row(label: str, stats: Stats) -> str:

@@ -8,13 +8,15 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, ModelNames
 from offload.cli.libraries import libraries
+from offload.cli.progress import plural
 from offload.cli.prompt_input import read_prompt
-from offload.memory.plan import MemoryPlan
 from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.units import Sampling, parse_size
 
 if TYPE_CHECKING:
+    from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
+    from offload.engine.sequence import PassFigures
 
 
 @flags.command(
@@ -45,42 +47,52 @@ def demo(
         from offload.cli import demo as run
         from offload.engine.request import Request
 
-        request = Request(
-            run.PROMPT if text.prompt is None else read_prompt(text.prompt, None),
-            sampling,
-            max_tokens,
-            raw=True,
-        )
+        prompt = run.PROMPT if text.prompt is None else read_prompt(text.prompt, None)
+        request = Request(prompt, sampling, max_tokens, raw=True)
         options = run.demo_options(
             run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=load.link_limit
         )
         run.check(request)
-        target = run.inflated_target(
-            size_bytes, partial(console.bytes_landed, label="making the target")
-        )
+        landed = partial(console.bytes_landed, label="making the target")
+        target = run.inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
             console.open(
                 ModelNames(target.name, "of the package"), decoder, decoder.tree_choice(sampling)
             )
-            show = partial(_show, console, decoder.plan, is_silent=output.as_json)
+            num_prompt = len(decoder.encode(prompt, raw=True))
+            console.say(f"--- the prompt, {plural(num_prompt, 'token')}")
+            console.say(prompt.rstrip())
+            show = partial(_show, console, decoder, is_silent=output.as_json)
             limits = {"num_plain": min(16, max_tokens), "num_tree": max_tokens}
-            result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
+            result = run.compare(decoder, prompt, sampling, show=show, **limits)
     if output.as_json:
         both = {"none": result.plain.as_dict(), "tree": result.tree.as_dict()}
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))
     console.say(run.comparison_lines(result))
+    console.detail(run.proof_details(result))
 
 
-def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_silent: bool) -> None:
-    """Print one run of the demo as it goes."""
+def _show(
+    console: Console, decoder: "Decoder", heading: str, run: "Run", *, is_silent: bool
+) -> None:
+    """Print one run of the demo as it goes, and draw one of its passes."""
+    from offload.cli.tree_lines import tree_lines, usual_pass
+
     console.say(f"--- {heading}")
-    console.follow(run, plan, run.sequence.limits.max_new_tokens)
+    console.follow(run, decoder.plan, run.sequence.limits.max_new_tokens)
+    passes: list[PassFigures] = []
     try:
         for piece in run:
             if not is_silent:
                 console.text(piece)
+            last = run.sequence.last_pass
+            if last is not None and last not in passes[-1:]:
+                passes.append(last)
     finally:
         if not is_silent:
             console.text("\n")
-    console.wait("proving every token")
+    tokenizer = decoder.tokenizer
+    if (shown := usual_pass(passes)) is not None and tokenizer is not None:
+        console.say(tree_lines(shown, lambda token: tokenizer.decode([token])))
+    console.wait("comparing every token with the model alone")

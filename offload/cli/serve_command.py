@@ -1,5 +1,6 @@
 """`offload serve`: a model for many callers, over OpenAI's protocol."""
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.errors import UserError, reason
-from offload.options import ModelChoice, ModelOptions, OutputOptions, ServerOptions
+from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
 from offload.units import parse_size
 
@@ -21,12 +22,14 @@ from offload.units import parse_size
 
     offload serve -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
 
+    offload serve --demo    # a packaged toy, when there is no model at hand
+
     offload serve -m big -d small --port 8000 --queue 16
 
     offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others need a key""",
 )
 def serve(
-    names: ModelChoice, load: ModelOptions, server: ServerOptions, output: OutputOptions
+    names: TalkingModels, load: ModelOptions, server: ServerOptions, output: OutputOptions
 ) -> None:
     """Answer OpenAI's protocol with a model larger than memory, until SIGTERM or Ctrl-C."""
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
@@ -47,6 +50,11 @@ def serve(
         with libraries(console):
             from offload.cli.serving import serve_model
 
+            if names.demo:
+                from offload.cli.demo import packaged_chat
+
+                landed = partial(console.bytes_landed, label="making the target")
+                model, options = packaged_chat(options, landed)
             serve_model(model, draft, options, console, server, keys=keys, early=early)
 
 

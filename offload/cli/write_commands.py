@@ -1,5 +1,7 @@
 """The commands that write text: `generate` and `chat`."""
 
+from functools import partial
+
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
@@ -10,7 +12,14 @@ from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
 from offload.cli.session_file import found_session
 from offload.errors import require
-from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
+from offload.options import (
+    ModelChoice,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    TalkingModels,
+    TextOptions,
+)
 
 
 @flags.command(
@@ -103,12 +112,14 @@ def generate(
 
     offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
 
+    offload chat --demo    # a packaged toy, when there is no model at hand
+
     offload chat -m big -d small --session talk.session
 
     offload chat -m big -d small --quiet < questions.txt""",
 )
 def chat(
-    names: ModelChoice,
+    names: TalkingModels,
     load: ModelOptions,
     text: TextOptions,
     sampling: SamplingOptions,
@@ -132,4 +143,9 @@ def chat(
         with libraries(console, before_leaving=terminal.end):
             from offload.cli.repl import converse
 
+            if names.demo:
+                from offload.cli.demo import packaged_chat
+
+                landed = partial(console.bytes_landed, label="making the target")
+                model, options = packaged_chat(options, landed)
             converse(model, draft, options, console, text, chosen, note=note, terminal=terminal)

@@ -18,7 +18,7 @@ from offload.cli.console import (
     place_line,
     turn_line,
 )
-from offload.cli.demo import DemoResult, comparison_lines
+from offload.cli.demo import DemoResult, comparison_lines, proof_details, proof_line
 from offload.cli.live_line import LiveLine
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.planning.cost_model import Prediction, StepTime
@@ -70,6 +70,17 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
     assert candidate_rows([predicted(label)])[0].strip().startswith(f"{label}: ")
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_dynamic": is_dynamic}
+
+
+def test_a_proof_is_one_plain_sentence() -> None:
+    found: Any = DemoResult(SimpleNamespace(), SimpleNamespace(), num_exact=111, num_near=1, num_same=16)  # type: ignore[arg-type]
+    assert proof_line(found).endswith("writes the same text: all 112 tokens compared")
+    assert "float32" not in proof_line(found) and "bf16" not in proof_line(found)
+    details = proof_details(found).splitlines()
+    assert details[0].startswith("111 tokens are") and "1 lie within bf16 rounding" in details[0]
+    assert details[1].startswith("16 tokens that both runs have are the same, bit for bit")
+    drawn = found._replace(num_exact=0, num_near=0, num_same=None)
+    assert "no text is compared" in proof_line(drawn) and proof_details(drawn) == ""
 
 
 def test_hits_without_misses_are_told() -> None:

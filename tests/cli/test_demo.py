@@ -61,7 +61,7 @@ def is_drawn(token_ids: list[int]) -> bool:
 
 def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "--json"]
+    arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "--temp", "0", "--json"]
     monkeypatch.setattr("sys.argv", ["offload", "demo", *arguments])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -91,7 +91,9 @@ def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: 
     assert result["tree"]["stats"]["tpot_s"] == 0 and result["speedup"] is None
     said = demo("--size", "40MB", "-n", "3").err.splitlines()
     assert "too few tokens to tell how fast: raise -n" in said
-    assert said[-2] == "identical to the text without a tree, bit for bit: all 3 tokens that both have"
+    assert said[-1].startswith("proof: the model alone") and said[-1].endswith(": all 6 tokens compared")
+    told = [line for line in said if line.startswith("---")]
+    assert [line.split(",")[0] for line in told] == ["--- the prompt", "--- without guesses", "--- with guesses"]
 
 
 def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
