@@ -99,7 +99,7 @@ def _decoder_class(config: Any) -> Any:
         and issubclass(one, PreTrainedModel)
         and one.__name__.endswith("TextModel")
         and one.__module__ == home
-        and one.config_class is type(config)
+        and getattr(one, "config_class", None) is type(config)
     ]
     if len(found) != 1:
         raise ValueError(f"transformers has no language model of type {config.model_type}")
