@@ -433,6 +433,28 @@ def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
         )
 
 
+@jit
+def _q23_value(at: tl.tensor, half: tl.tensor, k: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return number `k` of a block of Q2_K or Q3_K, which begins at `at`, seen as halves at `half`."""
+    group = k // 16
+    words = at + (16 if KIND == "Q2_K" else 32) + k // 128 * 32 + k % 32
+    q = tl.load(words) >> (2 * (k // 32 % 4)).to(tl.uint8) & 3
+    if KIND == "Q2_K":
+        both = tl.load(at + group)
+        by = tl.load(half + 40).to(tl.float32)
+        off_by = tl.load(half + 41).to(tl.float32)
+        value = by * (both & 15).to(tl.float32) * q.to(tl.float32)
+        value = value - off_by * (both >> 4).to(tl.float32)
+    else:
+        q |= (tl.load(at + k % 32) >> (k // 32).to(tl.uint8) & 1) << 2
+        low = tl.load(at + 96 + group % 8) >> (4 * (group // 8)).to(tl.uint8) & 15
+        high = tl.load(at + 104 + group % 4) >> (2 * (group // 4)).to(tl.uint8) & 3
+        by = tl.load(half + 54).to(tl.float32)
+        factor = ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
+        value = by * factor * (q.to(tl.int32) - 4).to(tl.float32)
+    return value
+
+
 @jit(do_not_specialize=["num_numbers"])
 def _expand(
     out: tl.tensor,
@@ -475,22 +497,7 @@ def _expand(
             scale = scale * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
         value = scale * code
     elif KIND == "Q2_K" or KIND == "Q3_K":
-        group = k // 16
-        words = at + (BYTES - 68 if KIND == "Q2_K" else BYTES - 78) + k // 128 * 32 + k % 32
-        q = tl.load(words) >> (2 * (k // 32 % 4)).to(tl.uint8) & 3
-        if KIND == "Q2_K":
-            both = tl.load(at + group)
-            by = tl.load(half + block * (BYTES // 2) + 40).to(tl.float32)
-            off_by = tl.load(half + block * (BYTES // 2) + 41).to(tl.float32)
-            value = by * (both & 15).to(tl.float32) * q.to(tl.float32)
-            value = value - off_by * (both >> 4).to(tl.float32)
-        else:
-            q |= (tl.load(at + k % 32) >> (k // 32).to(tl.uint8) & 1) << 2
-            low = tl.load(at + 96 + group % 8) >> (4 * (group // 8)).to(tl.uint8) & 15
-            high = tl.load(at + 104 + group % 4) >> (2 * (group // 4)).to(tl.uint8) & 3
-            by = tl.load(half + block * (BYTES // 2) + 54).to(tl.float32)
-            factor = ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
-            value = by * factor * (q.to(tl.int32) - 4).to(tl.float32)
+        value = _q23_value(at, half + block * (BYTES // 2), k, KIND)
     elif KIND == "Q8_0":
         value = scale * tl.load(at + 2 + k).to(tl.int8, bitcast=True).to(tl.float32)
     elif KIND == "Q6_K":

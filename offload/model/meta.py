@@ -30,10 +30,10 @@ Invariant: no weights are needed.
 import copy
 import math
 import re
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -94,7 +94,7 @@ def _decoder_class(config: Any) -> Any:
     home = type(config).__module__.replace(".configuration_", ".modeling_")
     found = [
         one
-        for one in vars(import_module(home)).values()
+        for one in vars(sys.modules.get(home, object)).values()
         if isinstance(one, type)
         and issubclass(one, PreTrainedModel)
         and one.__name__.endswith("TextModel")
@@ -185,8 +185,10 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     if whole.is_encoder_decoder:
         return _encoder_decoder(checkpoint, whole, dtype)
     if config is not whole:
-        if not any(type(whole) in family._model_mapping for family in _WRITING):
+        mappings = [one._model_mapping for one in _WRITING if type(whole) in one._model_mapping]
+        if not mappings:
             raise _unsupported(checkpoint, "it does not write text")
+        _ = mappings[0][type(whole)]  # loads the module in which its text model is
         if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
             config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)

@@ -106,7 +106,9 @@ def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
 @matrix("cuts", [(24,), (9, 1, 1, 4, 9)], always=[(9, 1, 1, 4, 9)])
 def test_bits_are_those_of_all_experts_at_once(folder: Path, cuts: tuple[int, ...]) -> None:
     wanted = whole_layers(folder, cuts)
-    torch.testing.assert_close(wanted, reference(folder, cuts), rtol=1e-4, atol=1e-4)
+    # transformers' Mamba begins anew where several rows follow a state
+    theirs = (_NUM_ROWS,) if folder.name.startswith("jamba") else cuts
+    torch.testing.assert_close(wanted, reference(folder, theirs), rtol=1e-4, atol=1e-4)
     for num_slots, ahead_rows in ((2, NEVER), (2, 1), (9, NEVER), (9, 4), (100, 4)):
         with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
             assert_same_bits(logits_of(model, pool, cuts), wanted, Promise.SAME_PRODUCTS, "cold")
