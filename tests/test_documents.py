@@ -1,0 +1,100 @@
+"""README and docs as a reader meets them: short, with links that lead somewhere and commands that exist.
+
+Invariant: for each rule there is a planted breach below that it must report.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.cli.main import app  # with all commands
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+MOST_WORDS = 1200
+MOST_PICTURE_BYTES = 200_000
+PAGES = sorted([README, *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md"), ROOT / "tests" / "README.md"])
+
+
+def headings(text: str) -> set[str]:
+    """Return the anchors that a page's headings have on a forge."""
+    bare = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ +(.+?)\s*$", bare, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    """Yield the links of a page that lead to no file, or to no heading of one."""
+    for target in re.findall(r"(?<!`)\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or ROOT not in file.parents:
+            yield f"{target}: no such file"
+        elif anchor and anchor not in headings(text if file == page else file.read_text()):
+            yield f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert list(broken_links(page, page.read_text())) == []
+
+
+@pytest.mark.parametrize("planted", ["[a](docs/none.md)", "[a](docs/flags.md#none)", "![a](none.png)", "[a](../x.md)"])
+def test_a_broken_link_is_found(planted: str) -> None:
+    assert list(broken_links(README, planted))
+
+
+def test_readme_is_for_somebody_with_60_seconds() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= MOST_WORDS
+    commands = [line.split("#")[0].strip() for line in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0].splitlines()]
+    assert commands == ["make demo", "make test"]
+    assert all(f"\n{command.removeprefix('make ')}:" in (ROOT / "Makefile").read_text() for command in commands)
+    promise = text.index("The big model checks every guess; a wrong guess costs time, never text.")
+    formula = re.search(r"argmax|\blog p\b", text)
+    assert formula is None or promise < formula.start()
+    assert len(re.findall(r"tokens per second \|", text)) == 1, "one table of speeds, under one condition"
+
+
+def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of `offload` in the blocks of a page, each with its long flags."""
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            words = line.split("#")[0].split()
+            if words[:1] == ["offload"] and len(words) > 1 and words[1] != "launch":
+                yield words[1], [word for word in words[2:] if word.startswith("--")]
+
+
+def unknown(text: str) -> list[str]:
+    """Return the commands and flags of a page that the program does not have."""
+    import typer
+
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = []
+    for name, flags in commands_of(text):
+        if name not in known:
+            found.append(name)
+        elif not hasattr(known[name], "commands"):
+            own = {flag for param in known[name].params for flag in [*param.opts, *param.secondary_opts]}
+            found += [f"{name} {flag}" for flag in flags if flag not in own]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_are_those_of_the_program(page: Path) -> None:
+    assert unknown(page.read_text()) == []
+
+
+def test_a_command_that_there_is_not_is_found() -> None:
+    assert unknown("```sh\noffload dance\noffload plan --rma 3GB  # x\n```") == ["dance", "plan --rma"]
+
+
+def test_pictures_are_there_and_small() -> None:
+    shown = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", README.read_text())
+    assert len(shown) == 2 and all(len(told) > 20 for told, _ in shown)
+    pictures = list((ROOT / "docs" / "pictures").iterdir())
+    assert pictures and all(one.stat().st_size <= MOST_PICTURE_BYTES for one in pictures)
