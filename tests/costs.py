@@ -1,8 +1,8 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
 `costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a second or
-more together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into a second,
-drawn by the seed of the day, or one that takes up to two. The others are marked `full`.
+more together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into 0.7 seconds,
+drawn by the seed of the day, or one that takes up to 1.5. The others are marked `full`.
 """
 
 import resource
@@ -17,8 +17,8 @@ from matrix import random_of_the_day
 _TABLE = Path(__file__).with_suffix(".tsv")
 _LISTED_S = 1.0
 # of all cases of one function in a quick run, and of one case that is the only one there
-_QUICK_S = 1.0
-_SINGLE_S = 2.0
+_QUICK_S = 0.7
+_SINGLE_S = 1.5
 
 
 class Cost(NamedTuple):

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(
     ("seconds", "num_cases", "num_quick"),
-    [(1.0, 1, 1), (2.0, 1, 1), (2.1, 1, 0), (30.0, 60, 2), (9.0, 10, 1), (9.0, 5, 1), (9.0, 3, 0), (1.5, 100, 66)],
+    [(1.0, 1, 1), (1.5, 1, 1), (1.6, 1, 0), (18.0, 60, 2), (9.0, 10, 1), (9.0, 6, 1), (9.0, 5, 0), (1.75, 100, 40)],
 )
 def test_a_quick_run_takes_what_it_can_afford(seconds: float, num_cases: int, num_quick: int) -> None:
     assert Cost(seconds, num_cases).num_quick == num_quick
@@ -29,7 +29,7 @@ class _Item:
 
 
 def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(6.0, 1), "a::many": Cost(8.0, 16)})
+    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(6.0, 1), "a::many": Cost(4.8, 16)})
     items = [_Item("a::dear"), _Item("a::cheap"), _Item("a::many[x]", ("full",))]
     items += [_Item(f"a::many[{case}]") for case in range(15)]
     mark_costly(items)  # type: ignore[arg-type]
