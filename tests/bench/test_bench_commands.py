@@ -213,7 +213,7 @@ def test_unknown_flags_are_refused_before_anything_is_imported(name: str) -> Non
     """By a look at the source, which knows every flag that the parser knows."""
     for param in suite.load_command(name).params:
         suite.refuse_unknown_flags(name, [flag for flag in param.opts if flag.startswith("--")])
-    with pytest.raises(UserError, match=f"No such option: --nope .see offload bench {name} --help"):
+    with pytest.raises(UserError, match=f"No such option: --nope.*see offload bench {name} --help"):
         suite.refuse_unknown_flags(name, ["--nope=3"])
 
 
