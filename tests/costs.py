@@ -1,8 +1,8 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
 `costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a second or
-more together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into 0.7 seconds,
-drawn by the seed of the day, or one that takes up to 1.5. The others are marked `full`.
+more together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into 0.7 s,
+drawn by the seed of the day, or one that takes up to 1.5 s. The others are marked `full`.
 """
 
 import resource

@@ -29,7 +29,7 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
     assert outcome.code == 0 and outcome.out == ""
     last = outcome.err.splitlines()[-1]
     assert last.startswith(f"{packed}: ") and last.endswith("files; read back and decoded, the same bits")
-    assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].endswith("already: --verify looks at it")
+    assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].endswith("already: --verify reads it")
     told = json.loads(shell("pack", "-m", bf16, "--out", packed, "--json").out)
     assert told["was_there"] and "is_sound" not in told, "nothing was looked at"
     told = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)

@@ -140,7 +140,7 @@ def test_a_card_has_a_pool_and_pinned_memory_a_second_one(gpu_mib: int, ram_mib:
 def test_what_cannot_come_on_demand_is_refused_and_names_what_to_do() -> None:
     how: dict[str, Any] = {"ram": "8GiB", "dtype": "auto", **SIZES}
     files = (mixture(model_type="dbrx"), None)
-    with pytest.raises(UserError, match="read one by one, got model type dbrx: try `experts` layers"):
+    with pytest.raises(UserError, match=r"read one by one, got model type dbrx: try `experts=.layers.`"):
         plan_memory(files, experts="demand", **how)
     assert not plan_memory(files, **how).has_experts
     with pytest.raises(UserError, match="`experts` must be one of auto, demand, layers, got 'all': try `experts` auto"):

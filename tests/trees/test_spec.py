@@ -61,4 +61,4 @@ BOUNDS = "`tree` must have numbers of 1 or more and at most 65536 nodes"
 def test_what_is_refused_is_told_the_forms_or_the_bounds(text: str, rule: str) -> None:
     with pytest.raises(UserError) as error:
         parse_tree(text)
-    assert str(error.value) == f"{rule}, got {text!r}: try `tree` 64x16"
+    assert str(error.value) == f'{rule}, got {text!r}: try `tree="64x16"`'
