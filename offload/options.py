@@ -60,7 +60,7 @@ class TalkingModels(ModelChoice):
     """Which models a conversation is with."""
 
     demo: bool = option(
-        "--demo", default=False, commands=("chat", "serve"), is_setting=False, is_main=True,
+        "--demo", default=False, commands=("chat", "serve"), is_setting=False,
         help="the packaged pair, made larger than its memory: it answers questions about Python",
     )
 

@@ -37,6 +37,7 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
                 "activation_sparsity_pattern": [0.0] * 4, "tie_word_embeddings": True},
     "gemma4": {**_SLIDING, **_SHARING, "global_head_dim": 16, "tie_word_embeddings": True, "num_hidden_layers": 8,
                "layer_types": ["sliding_attention", "full_attention"] * 4},
+    "gemma4_unified": {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4},
     "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "qwen3_vl": _MROPE, "glm46v": _MROPE, "glm_ocr": _MROPE,
     "qwen3_5": {**_MROPE, **_DELTA}, "qwen3_5_moe": {**_MROPE, **_DELTA, **_DELTA_EXPERTS},
     "glm4v_moe": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, **_ROUTED},

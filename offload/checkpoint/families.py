@@ -7,16 +7,13 @@ the model, and refuses many more. Invariant: a family stands here only if that r
 from offload.checkpoint.safetensors import Checkpoint, unsupported
 
 _NO_LAYERS = "its decoder has no layers[i] with rotary positions"
-_OWN_CACHE = "it makes a cache of its own for its layers"
 _NO_TEXT = "it does not write text"
 REFUSED = {
     "bart": "of encoder-decoder models t5 and mt5 are known",
     "bloom": _NO_LAYERS,
     "clip": _NO_TEXT,
     "falcon": _NO_LAYERS,
-    "falcon_mamba": _OWN_CACHE,
     "gpt2": _NO_LAYERS,
-    "mamba": _OWN_CACHE,
     "opt": _NO_LAYERS,
     "rwkv": _NO_LAYERS,
     "umt5": "of encoder-decoder models t5 and mt5 are known",

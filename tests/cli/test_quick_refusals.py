@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "serve -m sound --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text prompts.jsonl --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "generate -m gpt2 -p x": ("gpt2: model type gpt2 is not supported",),
-    "plan -m mamba": ("mamba: model type mamba is not supported",),
+    "plan -m bloom": ("bloom: model type bloom is not supported",),
     "generate -m mute -p x": ("mute has no tokenizer: put its tokenizer.json beside it",),
     "chat -m mute": ("mute has no tokenizer",),
     "serve -m mute": ("mute has no tokenizer",),
@@ -56,9 +56,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory, sound: Path) -> dict[str, 
     from tiny import FAMILIES, build, save
 
     folder = tmp_path_factory.mktemp("refused")
-    for name in ("sound", "gpt2", "mamba", "mute"):
+    for name in ("sound", "gpt2", "bloom", "mute"):
         shutil.copytree(sound, folder / name)
-    for name in ("gpt2", "mamba"):
+    for name in ("gpt2", "bloom"):
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps({**config, "model_type": name}))
     drop("tokenizer*")(folder / "mute")

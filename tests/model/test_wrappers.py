@@ -274,15 +274,6 @@ def test_a_language_model_that_is_stored_twice_is_refused(tmp_path: Path) -> Non
         open_checkpoint(tmp_path)
 
 
-def test_experts_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:
-    """As the hub has them; transformers turns them as it loads."""
-    model = saved("qwen3_vl_moe", tmp_path, moe_intermediate_size=24)
-    turned = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in model.state_dict().items()}
-    rewritten(tmp_path, turned)
-    with pytest.raises(offload.UserError, match=r"experts\.gate_up_proj is stored transposed, .* save the model once"):
-        offload.load(tmp_path, ram="1GiB", context=64)
-
-
 def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:
     """As Qwen 3.5 has them, beside towers that have more layers than the text, by the same numbers."""
     model = saved("qwen3_vl", tmp_path)

@@ -171,15 +171,19 @@ def test_nothing_is_left_of_clients_that_come_and_go(served: Served) -> None:
                 if number % 2:
                     assert b"[DONE]" in read_until(client, b"[DONE]")
 
-    def things() -> tuple[int, int]:
+    def left() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     go()
     until(served.is_idle)
-    before = things()
+    before = left()
     for _ in range(3):
         go()
-    until(lambda: served.is_idle() and all(map(le, things(), before)))  # neither files nor threads
+    try:
+        until(lambda: served.is_idle() and all(map(le, left(), before)))  # neither files nor threads
+    except AssertionError:
+        threads = sorted(thread.name for thread in threading.enumerate())
+        raise AssertionError(f"{left()} files and threads, {before} before; now {threads}") from None
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
