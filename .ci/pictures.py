@@ -151,8 +151,8 @@ def served() -> Iterator[str]:
         try:
             for line in process.stderr:
                 lines.append(line)
-                if found := re.search(r"http://[\d.]+:\d+", line):
-                    yield found[0] + "/"
+                if found := re.search(r"chat page +(http://\S+)", line):
+                    yield found[1]
                     break
             else:
                 raise SystemExit("".join(lines))

@@ -15,13 +15,13 @@ from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
 from offload.cli.progress import BatchProgress, Phase, Progress, TextProgress, plural
 from offload.engine.hooks import Hooks
-from offload.memory.plan import LayerTier, MemoryPlan
 from offload.stats import Stats
 from offload.units import format_bytes, is_decimal
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
+    from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
     from offload.planning.selector import TreeChoice
@@ -114,7 +114,7 @@ class Console:
         """Progress of something that is counted."""
         self._phase(label).reach(done, total)
 
-    def follow(self, run: "Run", plan: MemoryPlan, max_new_tokens: int | None) -> None:
+    def follow(self, run: "Run", plan: "MemoryPlan", max_new_tokens: int | None) -> None:
         """A text is about to be written: the next calls of `layer_done` are its sweeps."""
         stats = run.sequence.stats
         num_sweeps = plan.num_prompt_sweeps(stats.num_prompt_tokens - stats.num_kept_tokens)
@@ -183,8 +183,10 @@ def opening_lines(
     )
 
 
-def place_line(name: str, plan: MemoryPlan, *, is_decimal: bool = False) -> str:
+def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> str:
     """Where the layers lie, and what a sweep moves."""
+    from offload.memory.plan import LayerTier
+
     num_layers = len(plan.layer_bytes)
     moved = format_bytes(plan.streamed_bytes, is_decimal=is_decimal)
     if plan.gpu_bytes is not None:
@@ -302,7 +304,7 @@ def _curve_line(label: str, curve: "Curve") -> str:
 
 
 def closing_lines(
-    stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: bool = False
+    stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
 ) -> str:
     """Speed, what one sweep yields, the link and memory; `own_bytes` is what the program took
     before it loaded.
@@ -348,7 +350,9 @@ def alpha_line(stats: Stats) -> str:
     return f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {positions}"
 
 
-def memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: bool = False) -> str:
+def memory_line(
+    stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
+) -> str:
     """Return the most memory that was held, beside all that may be: the budget, and the program."""
     sizes = (stats.peak_rss_bytes, plan.ram_bytes, own_bytes, stats.peak_device_bytes)
     peak, budget, own, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
@@ -357,7 +361,7 @@ def memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: b
     return f"{line}; {on_gpu} on the GPU" if stats.peak_device_bytes else line
 
 
-def clipped_line(asked: int, num_new: int, num_prompt: int, plan: MemoryPlan) -> str:
+def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") -> str:
     """Return what becomes of more new tokens than there is room for; nothing where they fit."""
     if num_new >= asked:
         return ""
@@ -366,7 +370,7 @@ def clipped_line(asked: int, num_new: int, num_prompt: int, plan: MemoryPlan) ->
     return f"at most {num_new} new tokens and not {asked}: {room} {behind}{_longer(plan)}"
 
 
-def cut_line(stats: Stats, finish_reason: str, plan: MemoryPlan) -> str:
+def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
     """Return that a text is cut off, and by what; nothing where it has come to its end."""
     if finish_reason != "length":
         return ""
@@ -376,7 +380,7 @@ def cut_line(stats: Stats, finish_reason: str, plan: MemoryPlan) -> str:
     return f"the text is cut off after {num}: -n -1 writes as many as the context has room for"
 
 
-def _longer(plan: MemoryPlan) -> str:
+def _longer(plan: "MemoryPlan") -> str:
     longest = ", the longest that this model was made for"
     return longest if plan.has_longest_context else ": --context N makes it longer"
 

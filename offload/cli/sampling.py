@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_given
-from offload.checkpoint.generation_config import suggested_sampling
 from offload.declaration import listed, options_of
 from offload.errors import UserError
 from offload.options import SamplingOptions, TextOptions
@@ -64,6 +63,8 @@ def choose_sampling(
     """The user's own, or the model's suggestion. Raises `UserError` for one that makes no sense."""
     if given.sampling is not None:
         return SamplingChoice(given.sampling, "")
+    from offload.checkpoint.generation_config import suggested_sampling
+
     if not os.path.isdir(os.path.expanduser(model)):
         on_phase("asking the hub")
     suggested = suggested_sampling(model, given.laid_over["seed"])

@@ -6,7 +6,6 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.many_texts import prompts_of, write_many
 from offload.cli.prompt_input import read_prompt, with_system
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
@@ -46,6 +45,9 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Write text with a model larger than memory."""
+    # with what it imports it would take a third of the time of `--help`
+    from offload.cli.many_texts import prompts_of, write_many
+
     prompts = prompts_of(text)
     found = found_session(text.session, load.ranks)
     said = given_sampling(sampling)
