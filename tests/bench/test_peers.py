@@ -212,10 +212,12 @@ def test_last_line_of_a_traceback() -> None:
     ],
     ids=str,
 )
-def test_transformers_in_all_its_ways(options: dict[str, object], right_tokens: list[int]) -> None:
+def test_transformers_in_all_its_ways(options: dict[str, object]) -> None:
+    """It need not write what ours does: in 16 bits two tokens that lie closer than rounding may swap."""
     options = {"weights": "mmap", "assistant": None, **options}
     peer = hugging_face.open_peer(order(options=options, cap_bytes=rss_bytes() + (258 << 20)))
-    assert tokens_of(peer) == right_tokens
+    written = Outcome(runs=[Measured(0, [(1.0, tokens_of(peer))])])
+    assert proved(written, PAIR / "target", [PROMPT]).reason == ""
     if options["weights"] == "disk":
         assert "disk" in peer._model.hf_device_map.values()
     if options["assistant"]:
