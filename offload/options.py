@@ -103,7 +103,6 @@ class ModelOptions:
                 "default": None, "metavar": "NxD",
                 "help": "largest tree to time; default: what fits, up to 512x24",
             },
-            "demo": {"default": "dynamic:128x20"},
         },
         doc="`auto`: the most tokens per second; `NxD`: static, N nodes, at most D deep; "
         "`dynamic:NxD`: the same bounds, shaped anew in every step (`grown:NxD` is its older"

@@ -1,6 +1,6 @@
 """What users meet of the options is what it was: help, settings, doors, refusals, plans.
 
-`GOLDENS=write pytest tests/goldens` writes the files anew, after a change that is meant; the diff shows it.
+`GOLDENS=write pytest --full tests/goldens` writes the files anew, after a change that is meant; the diff shows it.
 """
 
 import json
