@@ -40,7 +40,6 @@ PAIR = Path(__file__).parents[1] / "demo_pair"
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
-_CHAT_TREE = "dynamic:64x16"
 PROMPT = '''"""Read settings from a file."""
 
 import os
@@ -118,12 +117,13 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOp
     It streams: a quarter of it is allowed in memory, or the least that works. What the user has
     named stays as it is. Raises `UserError`.
     """
-    named: dict[str, Any] = {"tree": options.tree if options.tree != "auto" else _CHAT_TREE}
-    named["device"] = options.device if options.device != "auto" else "cpu"
-    named["context"] = options.context or _CHAT_CONTEXT
+    named: dict[str, Any] = {
+        "device": options.device if options.device != "auto" else "cpu",
+        "context": options.context or _CHAT_CONTEXT,
+    }
     if options.ram is None:
         how = {"context": named["context"], "rule": options.rule, "parallel": options.parallel}
-        plan = _planned(CHAT_PAIR, _CHAT_BYTES, named["tree"], **how)
+        plan = _planned(CHAT_PAIR, _CHAT_BYTES, options.tree, **how)
         named["ram"] = max(_CHAT_BYTES // 4, least_budget(lambda size: plan(ram=size)))
     folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
     return str(folder), replace(options, **named)

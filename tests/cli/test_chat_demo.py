@@ -55,7 +55,7 @@ def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     _, options = demo.packaged_chat(named, lambda *_: None)
     assert options == named
     _, chosen = demo.packaged_chat(LoadOptions(), lambda *_: None)
-    assert (chosen.tree, chosen.device, chosen.context) == ("dynamic:64x16", "cpu", 1024)
+    assert (chosen.tree, chosen.device, chosen.context) == ("auto", "cpu", 1024)
     assert chosen.ram is not None and int(chosen.ram) >= demo._CHAT_BYTES // 4
 
 
