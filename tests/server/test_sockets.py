@@ -176,14 +176,16 @@ def test_nothing_is_left_of_clients_that_come_and_go(served: Served) -> None:
 
     go()
     until(served.is_idle)
-    before = left()
+    num_files, num_threads = left()
+    # Pools of readers and of libraries may still fill up, by fewer threads than there are clients of either kind.
+    most = num_files, num_threads + 6
     for _ in range(3):
         go()
     try:
-        until(lambda: served.is_idle() and all(map(le, left(), before)))  # neither files nor threads
+        until(lambda: served.is_idle() and all(map(le, left(), most)))
     except AssertionError:
         threads = sorted(thread.name for thread in threading.enumerate())
-        raise AssertionError(f"{left()} files and threads, {before} before; now {threads}") from None
+        raise AssertionError(f"{left()} files and threads, {most} allowed; now {threads}") from None
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
