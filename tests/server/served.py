@@ -42,6 +42,10 @@ class Served(NamedTuple):
         figures = self.engine.figures()
         return (figures.num_active, figures.num_waiting) == (0, 0)
 
+    def rests(self) -> bool:
+        """It is idle, and all that was done is counted: the engine's thread sleeps until it is asked."""
+        return bool(self.engine._changed._waiters) and self.is_idle()  # type: ignore[attr-defined]
+
 
 @contextmanager
 def serving(model: Path | Decoder, *, max_waiting: int = 8, **settings: Any) -> Iterator[Served]:
