@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, save_pair, streaming_ram
+from tiny import streaming_ram
 
 import offload
 from offload.drafting import dynamic
@@ -19,11 +19,6 @@ from offload.units import Sampling
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
 PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(range(9, 150)), [101, 2]]
 NUM_NEW = [24, 9, 40, 30, 16, 33]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def opened(pair: Sequence[Path | None], **more: Any) -> Decoder:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.engine import many
@@ -19,11 +18,6 @@ from offload.errors import UserError
 from offload.units import Sampling
 
 LONG, SHORT, NUM_NEW = list(range(20, 60)), [7, 3, 90], 6
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def opened(pair: Sequence[Path], **more: Any) -> Decoder:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.drafting import draft_model, dynamic
@@ -21,11 +20,6 @@ from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
 GREEDY, LONG, OTHER = Sampling(), list(range(9, 150)), list(range(150, 90, -1))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def opened(pair: Sequence[Path], tree: str = "none", **more: Any) -> Decoder:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -14,11 +13,6 @@ from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.planning.selector import Trees
 
 CONTEXT = 128
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from test_device_planner import CONFIGS, GIB
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.latency import prediction
@@ -79,11 +78,6 @@ def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield,
 
 COUNTED = (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=5.0, num_sweeps=40),)
 SMOOTHED = {"traces": (4.0, ()), "traces and dynamic yields": (4.0, COUNTED), "product form": (PRODUCT_FORM, ())}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from quantised import save_quantised
-from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
+from tiny import VOCAB_SIZE, streaming_ram
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -65,11 +65,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
     monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
     monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (DynamicShape(16, 8),))  # growing takes longest
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
