@@ -1,8 +1,9 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
-`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a second or
-more together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into 0.7 s,
-drawn by the seed of the day, or one that takes up to 1.5 s. The others are marked `full`.
+`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take half a second
+or more together; `make test-costs` measures them anew. On average over the days a quick run has half a second for each:
+as many cases as fit, drawn by the seed of the day, and on some days one more, so that a case of two seconds runs every
+fourth day. The others are marked `full`, and so is what takes longer than that by itself.
 """
 
 import resource
@@ -15,10 +16,10 @@ import pytest
 from matrix import random_of_the_day
 
 _TABLE = Path(__file__).with_suffix(".tsv")
-_LISTED_S = 1.0
-# of all cases of one function in a quick run, and of one case that is the only one there
-_QUICK_S = 0.7
-_SINGLE_S = 1.5
+_LISTED_S = 0.5
+# of all cases of one function in a quick run, on average over the days, and of one case at most
+_QUICK_S = 0.5
+_SINGLE_S = 2.5
 
 
 class Cost(NamedTuple):
@@ -27,11 +28,10 @@ class Cost(NamedTuple):
     seconds: float
     num_cases: int
 
-    @property
-    def num_quick(self) -> int:
-        """Return how many cases a quick run can afford."""
+    def num_quick(self, luck: float) -> int:
+        """Return how many cases a quick run can afford on a day with this luck in [0, 1)."""
         each_s = self.seconds / self.num_cases
-        return max(int(_QUICK_S / each_s), each_s <= _SINGLE_S)
+        return int(_QUICK_S / each_s + luck) if each_s <= _SINGLE_S else 0
 
 
 def mark_costly(items: Iterable[pytest.Item]) -> None:
@@ -43,8 +43,9 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
             cases[function_of(item.nodeid)].append(item)
     for function in cases.keys() & costs.keys():
         own = cases[function]
-        num_quick = min(len(own), costs[function].num_quick)
-        drawn = random_of_the_day(function).sample(range(len(own)), num_quick)
+        chance = random_of_the_day(function)
+        num_quick = min(len(own), costs[function].num_quick(chance.random()))
+        drawn = chance.sample(range(len(own)), num_quick)
         for index in set(range(len(own))).difference(drawn):
             own[index].add_marker("full")
 
