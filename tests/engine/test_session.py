@@ -18,7 +18,7 @@ from offload.checkpoint import identity
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import check_session
+from offload.engine.session import _caches, check_session
 from offload.errors import UserError
 from offload.model.target import BatchEntry
 from offload.planning.options import LoadOptions
@@ -112,6 +112,8 @@ def test_another_draft_is_no_hindrance(tmp_path: Path) -> None:
     for draft, tree in ((None, "none"), (target, "8x3")):  # the second of the target's weights
         with offload.load(target, draft, "1GiB", tree, context=CONTEXT, dtype="float32", threads=1) as decoder:
             session = decoder.load_session(path)
+            kept = {part: cache.length for part, cache in _caches(decoder._pool).items()}
+            assert kept.pop("target") == len(session.tokens) - 1 and not any(kept.values()), "of another draft nothing"
             run = decoder.run(session.tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
             list(run)
             assert run.result().token_ids == whole[NUM_FIRST:] and run.result().stats.num_kept_tokens
