@@ -299,7 +299,15 @@ def test_broken_files_are_refused(
     with pytest.raises(UserError, match=words) as error:
         decoder.load_session(path)
     assert "\n" not in str(error.value)
-    assert decoder.generate(PROMPT, max_new_tokens=2).token_ids, "and the decoder goes on"
+
+
+def test_a_decoder_goes_on_behind_a_broken_file(saved: tuple[Decoder, Path], tmp_path: Path) -> None:
+    decoder, sound = saved
+    wanted = decoder.generate(PROMPT, max_new_tokens=2).token_ids
+    (tmp_path / "broken").write_bytes(flipped(sound.read_bytes()))
+    with pytest.raises(UserError, match="checksum"):
+        decoder.load_session(tmp_path / "broken")
+    assert decoder.generate(PROMPT, max_new_tokens=2).token_ids == wanted
     decoder.load_session(sound)
 
 
