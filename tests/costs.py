@@ -1,9 +1,9 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
 `costs.tsv` has the processor seconds, those of children included, of every test function whose cases take half a second
-or more together; `make test-costs` measures them anew. On average over the days a quick run has half a second for each:
+or more together; `make test-costs` measures them anew. On average over the days a quick run has 0.4 s for each of them:
 as many cases as fit, drawn by the seed of the day, and on some days one more, so that a case of two seconds runs every
-fourth day. The others are marked `full`, and so is what takes longer than that by itself.
+fifth day. The others are marked `full`, and so is what takes longer than that by itself.
 """
 
 import resource
@@ -18,8 +18,8 @@ from matrix import random_of_the_day
 _TABLE = Path(__file__).with_suffix(".tsv")
 _LISTED_S = 0.5
 # of all cases of one function in a quick run, on average over the days, and of one case at most
-_QUICK_S = 0.5
-_SINGLE_S = 2.5
+_QUICK_S = 0.4
+_SINGLE_S = 2.0
 
 
 class Cost(NamedTuple):
