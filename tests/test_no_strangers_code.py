@@ -37,7 +37,7 @@ ALLOWED = {
     (
         "bench/chat_pair/questions.py",
         "import_module",
-    ): "of the standard library's modules, from a table in the same file",
+    ): "of the standard library, from a table in the same file",
     ("bench/suite.py", "import_module"): "of the bench's own commands, from a table in the same file",
     ("bench/suite.py", "runpy"): "of the bench's own commands",
     ("bench/suite.py", "run_module"): "of the bench's own commands",
