@@ -25,7 +25,6 @@ from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.base import Drafter
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.generation import Generation, Run, RunInfo
-from offload.engine.many import in_order
 from offload.engine.request import (
     Prompt,
     Request,
@@ -37,6 +36,7 @@ from offload.engine.request import (
     whole_numbers,
     with_start,
 )
+from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
 from offload.engine.sequence import CachePool, Caches, DecoderLock, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
@@ -386,21 +386,11 @@ class Decoder:
             prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree)
         )
 
-    def advance(self, runs: abc.Sequence[Run]) -> list[str]:
-        """One pass over the weights for all of these runs: the piece of text that each has gained
-        by it.
+    def sweep(self, runs: abc.Sequence[Run]) -> None:
+        """Run one pass over the weights for all of these; what each gains is there to `take`.
 
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using
         it.
-        """
-        with self._turn.held():
-            self.sweep(runs)
-            return [run.take() for run in runs]
-
-    def sweep(self, runs: abc.Sequence[Run]) -> None:
-        """Run the pass of `advance`; what each has gained is there to `take`.
-
-        Raises what `advance` raises.
         """
         with self._turn.stepping():
             if writing := [run.sequence for run in runs if run.is_writing]:

@@ -33,7 +33,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.declaration import Option, options_at
-from offload.engine.scheduler import Engine, EngineFigures, PassDone, Ticket
+from offload.engine.job import Ticket
+from offload.engine.scheduler import EngineFigures, PassDone
+from offload.engine.service import Engine
 from offload.errors import RunError
 from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
 from offload.server.network import Guard, answer

@@ -21,8 +21,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from offload.declaration import options_at
+from offload.engine.job import Ticket
 from offload.engine.request import Request
-from offload.engine.scheduler import Closing, Engine, EngineFigures, QueueFull, Ticket
+from offload.engine.scheduler import EngineFigures
+from offload.engine.service import Closing, Engine, QueueFull
 from offload.errors import RunError, UserError
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.server.listening import LOADING, is_loopback

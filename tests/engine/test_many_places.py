@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair
+from tiny import FAMILIES, advance, save_pair
 
 import offload
 from offload.drafting import draft_model, dynamic
@@ -38,11 +38,11 @@ def test_what_a_cancelled_text_had_not_taken_in_yet_is_copied(
 ) -> None:
     with opened(pair, parallel=2) as decoder:
         first = decoder.start(Request(LONG, GREEDY, 20))
-        decoder.advance([first])
+        advance(decoder, [first])
         with monkeypatch.context() as patch:
             patch.setattr(decoder._forest, "_max_prompt_rows", 16)
             goner = decoder.start(Request(LONG, GREEDY, 20))
-            decoder.advance([goner])
+            advance(decoder, [goner])
             decoder.release(goner)
         again = decoder.start(Request(LONG, GREEDY, 20), continues=True)
         assert again.sequence.stats.num_kept_tokens == len(LONG) - 1
@@ -53,7 +53,7 @@ def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: tuple[Path, Path], mo
         wanted = decoder.generate(LONG, max_new_tokens=12).token_ids
         first = decoder.start(Request(LONG, GREEDY, 12))
         second = decoder.start(Request(OTHER, GREEDY, 12))
-        decoder.advance([first, second])
+        advance(decoder, [first, second])
         decoder.release(second)
         with monkeypatch.context() as patch:
             patch.setattr(Caches, "copy_from", lambda *_: _interrupt())
@@ -63,7 +63,7 @@ def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: tuple[Path, Path], mo
         decoder.release(first)
         runs = [decoder.start(Request(LONG, GREEDY, 12), continues=True) for _ in range(2)]
         while not all(run.is_finished for run in runs):
-            decoder.advance(runs)
+            advance(decoder, runs)
         assert [run.sequence.new_ids for run in runs] == [wanted, wanted]
 
 

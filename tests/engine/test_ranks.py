@@ -185,7 +185,7 @@ def test_a_draft_with_other_words_is_refused_before_any_weight_is_read(
 ) -> None:
     as_started_by_torchrun(monkeypatch, 3)
     for reads in ("resident_model", "open_layers"):
-        monkeypatch.setattr(f"offload.engine.stages.{reads}", None)
+        monkeypatch.setattr(f"offload.distributed.pipeline.{reads}", None)
     config = FAMILIES["llama"]()
     config.vocab_size += 8
     pair, options = (pairs("llama")[0], save_pair(config, tmp_path)[1]), _options("stages:0-1,draft:2", "4GiB")

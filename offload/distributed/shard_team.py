@@ -23,6 +23,7 @@ from offload.distributed.layout import (
     shard_files,
     share_layers,
 )
+from offload.distributed.meeting import capacity_of, meet_ranks
 from offload.distributed.orders import (
     agree_on,
     all_gather_objects,
@@ -32,7 +33,7 @@ from offload.distributed.orders import (
 from offload.distributed.shards import Exchange, ShardedTarget, cut_model, serve_shard
 from offload.distributed.transport import Transport
 from offload.engine.build import send_beside_layers
-from offload.engine.meeting import capacity_of, meet_ranks
+from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.team import Team
 from offload.machine import peak_rss_bytes, rss_bytes
@@ -138,7 +139,10 @@ class Shards(Team):
 
 
 def join_shards(
-    run: ResolvedRun, resources: ExitStack, transport: Transport | None = None
+    run: ResolvedRun,
+    request: Request | None,
+    resources: ExitStack,
+    transport: Transport | None = None,
 ) -> Shards:
     """The head's view, once all have agreed. On any other rank: follow the head to its end, then
     raise `SystemExit`.

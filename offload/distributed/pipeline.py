@@ -29,6 +29,7 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.distributed.draft import DraftTree, serve_draft
 from offload.distributed.head import Head, RowPrice
+from offload.distributed.meeting import capacity_of, meet_ranks
 from offload.distributed.orders import (
     agree_on,
     all_gather_objects,
@@ -48,7 +49,6 @@ from offload.engine.build import (
 from offload.engine.decoder import Decoder, DecoderConfig
 from offload.engine.generation import Run
 from offload.engine.identities import Identities
-from offload.engine.meeting import capacity_of, meet_ranks
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.sequence import Sequence
