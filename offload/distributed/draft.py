@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration
 from offload.drafting.static import point_mass_scores
+from offload.engine.sequence import num_shared
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
@@ -116,10 +117,7 @@ class DraftTree:
         What it shares with the last text is not run again. `sharpness` learns from the tokens that
         follow.
         """
-        agreed = takewhile(
-            lambda pair: pair[0] == pair[1], zip(self._tokens, tokens[:-1], strict=False)
-        )
-        self._cache.clear(sum(1 for _ in agreed))
+        self._cache.clear(num_shared(self._tokens, tokens[:-1]))
         self._tokens = list(tokens)
         self._sampler = sampler
         self._sharpness = sharpness

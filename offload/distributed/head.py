@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from itertools import takewhile
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -29,6 +28,7 @@ import torch
 from offload.distributed.orders import reset_message
 from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.engine.sequence import num_shared
 from offload.errors import RankError
 from offload.interrupts import held_back
 from offload.memory.plan import PROMPT_ROWS
@@ -241,8 +241,7 @@ class Head:
     def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int) -> None:
         self.end()
         known = self._tokens[: self._table.num_committed]
-        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(known, tokens[:-1], strict=False))
-        num_kept = min(sum(1 for _ in agreed), most_kept)
+        num_kept = min(num_shared(known, tokens[:-1]), most_kept)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
         self._time.begin()

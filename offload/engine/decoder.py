@@ -47,7 +47,7 @@ from offload.errors import UserError
 from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
-from offload.planning.selector import TreeChoice, Trees
+from offload.planning.selector import TreeChoice, TreeSelector
 from offload.sampling.grammar import Grammar
 from offload.sampling.grammar_mask import Grammars
 from offload.sampling.sampler import Sampler
@@ -66,7 +66,7 @@ class DecoderConfig(NamedTuple):
 
     plan: MemoryPlan
     models: Models
-    trees: Trees
+    trees: TreeSelector
     rule: Rule  # where a run names none
     threads: ThreadPolicy
     choice: KernelChoice = NO_KERNELS

@@ -53,7 +53,7 @@ from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
 from offload.options import ModelChoice, ModelOptions
 from offload.planning.options import LoadOptions
-from offload.planning.selector import RunSettings, Trees
+from offload.planning.selector import RunSettings, TreeSelector
 from offload.streaming.device import Device, computing_on
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.streaming.expert_cache import warm_order
@@ -290,7 +290,7 @@ def _check_request(request: Request | None, pair: ModelPair, models: Models) -> 
 
 def _plan_tree(
     run: ResolvedRun,
-    trees: Trees,
+    trees: TreeSelector,
     pair: ModelPair,
     settings: RunSettings,
     threads: ThreadPolicy,
@@ -383,7 +383,7 @@ def _pick_kernels(pair: ModelPair, plan: MemoryPlan, sampling: Sampling) -> Kern
 def _open_experts(
     pair: ModelPair,
     plan: MemoryPlan,
-    trees: Trees,
+    trees: TreeSelector,
     settings: RunSettings,
     on_bytes: Progress,
     resources: ExitStack,

@@ -16,7 +16,7 @@ from offload.engine.request import Request
 from offload.engine.sequence import Caches
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Traffic
-from offload.planning.selector import Trees
+from offload.planning.selector import TreeSelector
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
@@ -89,7 +89,7 @@ def test_chains_that_grow_leave_room_for_those_of_others(pair: tuple[Path, Path]
 def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wanted: int) -> None:
     """Of chains five nodes each, of guesses four: what one text has room for is too much for eight."""
     room = Traffic(1000, 100)
-    trees = Trees(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
+    trees = TreeSelector(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
     assert replace(trees, parallel=8, has_draft=has_draft).most_nodes == wanted
 
 
