@@ -29,7 +29,7 @@ from offload.distributed.orders import error_message, sampling_of, text_of
 from offload.distributed.transport import Channel, Kind, Message, RankError, Transport
 from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DraftCalibration
+from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
 from offload.engine.sequence import num_shared
 from offload.kernels.registry import REFERENCES, KernelSet
@@ -37,7 +37,6 @@ from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.units import Sampling
 
-_NUM_CHILDREN = 32  # that a node may have
 _ROWS_PER_PASS = 8  # at most
 
 
@@ -187,13 +186,11 @@ class DraftTree:
         score_WV = point_mass_scores(
             logits_WV, self._sampler, [node.position + 1 for node in nodes]
         ).float()
-        log_p_WV = (self._sharpness.exponent * score_WV).log_softmax(1)
-        best_WK = log_p_WV.topk(min(_NUM_CHILDREN, log_p_WV.shape[1]))
-        for row, (log_p_K, token_K) in enumerate(
-            zip(best_WK.values.tolist(), best_WK.indices.tolist(), strict=True)
-        ):
-            node = nodes[row]
-            node.score_V = score_WV[row].clone()  # a view would keep those of all the pass
+        log_p_WV, token_WK = ranked_children(score_WV, self._sharpness.exponent)
+        log_p_WK = log_p_WV.gather(1, token_WK)
+        columns = (nodes, score_WV, log_p_WK.tolist(), token_WK.tolist())
+        for node, score_V, log_p_K, token_K in zip(*columns, strict=True):
+            node.score_V = score_V.clone()  # a view would keep those of all the pass
             node.children = [
                 DraftNode(token, node.position + 1, node, math.exp(log_p), node.log_f + log_p)
                 for log_p, token in zip(log_p_K, token_K, strict=True)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from offload.calibration.invariance import Invariance
-from offload.calibration.kernels import NO_KERNELS
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
@@ -338,10 +337,15 @@ def _settled(rank: _Rank, plan: MemoryPlan, tokenizer: Tokenizer | None) -> Deco
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context, identities)
     mode = Mode(torch.get_num_threads())
     threads = ThreadPolicy([mode.num_threads], StepModes(mode, mode))
-    invariance = Invariance(reason="several ranks run it")
-    text = tokenizer, end_ids_of(files.target)
     return DecoderConfig(
-        plan, models, trees, find_rule(options.rule), threads, NO_KERNELS, *text, invariance
+        plan=plan,
+        models=models,
+        trees=trees,
+        rule=find_rule(options.rule),
+        threads=threads,
+        tokenizer=tokenizer,
+        end_ids=end_ids_of(files.target),
+        invariance=Invariance(reason="several ranks run it"),
     )
 
 

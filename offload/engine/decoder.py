@@ -120,31 +120,27 @@ class Decoder:
         resources: ExitStack,
         notes: list[str],
     ) -> None:
-        (
-            self.plan,
-            self._models,
-            self._trees,
-            self.rule,
-            self.threads,
-            choice,
-            self.tokenizer,
-            self.end_ids,
-            self.invariance,
-            self.sources,
-            grammars,
-        ) = settled
-        self._kernels, self.comparisons = choice
+        self.plan = settled.plan
+        self._models = settled.models
+        self._trees = settled.trees
+        self.rule = settled.rule
+        self.threads = settled.threads
+        self._kernels, self.comparisons = settled.choice
+        self.tokenizer = settled.tokenizer
+        self.end_ids = settled.end_ids
+        self.invariance = settled.invariance
+        self.sources = settled.sources
         self.identities = self._models.identities
         self.target = target
         self.drafter = drafter
         self._resources = resources
-        self._vocab_size, self._start = target.vocab_size, target.start
-        self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
-        self._turn, self._waiting, self._encoding = (
-            DecoderLock(target.computing),
-            ThreadWaiting(),
-            threading.Lock(),
-        )
+        self._vocab_size = target.vocab_size
+        self._start = target.start
+        own_grammars = Grammars(self.tokenizer, self._vocab_size, self.end_ids)
+        self._grammars = settled.grammars or own_grammars
+        self._turn = DecoderLock(target.computing)
+        self._waiting = ThreadWaiting()
+        self._encoding = threading.Lock()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]

@@ -246,11 +246,20 @@ def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = 
             device=device,
         )
         rule = find_rule(options.rule, options.lenience)
-        text = (pair.tokenizer, pair.end_ids)
         inexact = [] if rule.is_exact else [not_exact_line(rule)]
         pair.notes.extend([*run.notes, *team.notes, *inexact])
         settled = DecoderConfig(
-            plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars
+            plan=plan,
+            models=models,
+            trees=trees,
+            rule=rule,
+            threads=threads,
+            choice=choice,
+            tokenizer=pair.tokenizer,
+            end_ids=pair.end_ids,
+            invariance=invariance,
+            sources=sources,
+            grammars=pair.grammars,
         )
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)

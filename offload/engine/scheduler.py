@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from offload.engine.generation import Generation, Run
@@ -315,17 +316,27 @@ def write_all(
         on_pass: hears of all runs under way before every pass over the weights.
     """
     scheduler = Scheduler(decoder)
+    left = iter(enumerate(requests))
     numbers = dict[Job, int]()
-    for number, request in enumerate(requests):
-        job = Job(request, tree=tree, rule=rule)
-        numbers[job] = number
-        scheduler.add(job)
+
+    def begin() -> Generator[Finished, None, None]:
+        """Begin as many as there are places for; a job takes memory, so few wait."""
+        while True:
+            num_more = max(0, decoder.num_parallel - scheduler.num_waiting)
+            for number, request in islice(left, num_more):
+                job = Job(request, tree=tree, rule=rule)
+                numbers[job] = number
+                scheduler.add(job)
+            if not (ended := scheduler.admit()):
+                return
+            yield from _finished(ended, numbers)
+
     try:
-        while scheduler.has_work:
-            yield from _finished(scheduler.admit(), numbers)
-            if runs := scheduler.runs:
-                on_pass(runs)
-                yield from _finished(scheduler.sweep(), numbers)
+        yield from begin()
+        while runs := scheduler.runs:
+            on_pass(runs)
+            yield from _finished(scheduler.sweep(), numbers)
+            yield from begin()
     finally:
         scheduler.end_all(Cancelled("the others were given up"))
 
