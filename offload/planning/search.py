@@ -54,6 +54,9 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 SOURCE = "arXiv 2402.12374"
 _LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as large
+# of the tree by which smoothings are compared
+_TRIED_NODES = 128
+_TRIED_DEPTH = 16
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
 _FIRST_NODES = 512  # larger trees are ordered only where they might be better
 _SPARE = 3  # times the largest tree's nodes are ordered, since a bound on the depth drops some
@@ -400,13 +403,11 @@ def _may_pay(
     )
 
 
-def best_smoothing(
-    p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, depth: int = 16
-) -> float:
+def best_smoothing(p_K: Floats, traces: Sequence[Trace]) -> float:
     """Return the weight of the product form beside the traces that serves held-out traces best."""
 
     def held_out(smoothing: float) -> float:
-        return TreeSearch(p_K, traces, smoothing, num_nodes).expected(num_nodes, depth)
+        return TreeSearch(p_K, traces, smoothing, _TRIED_NODES).expected(_TRIED_NODES, _TRIED_DEPTH)
 
     best = max(SMOOTHINGS, key=held_out)
     return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM
