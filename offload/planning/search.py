@@ -294,30 +294,6 @@ class _Candidate(NamedTuple):
         return Prediction(label_of(shape), shape, self.step, (self.tokens,) * 2)
 
 
-def rank_trees(
-    trees: TreeSearch,
-    costs: Costs,
-    traffic_of: Callable[[int], Traffic | None],
-    max_depth: int = DEPTHS[-1],
-    *,
-    is_dynamic: bool = False,
-    num_texts: int = 1,
-) -> list[Prediction]:
-    """Return all trees that memory can hold, the one with the most tokens per second first.
-
-    With several texts in a pass each has such a tree, and a prediction is for all of them together.
-
-    Args:
-        traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
-            does not fit.
-        is_dynamic: whether trees are dynamic.
-    """
-    ranked = _ranked(
-        trees, costs, traffic_of, max_depth, is_dynamic=is_dynamic, num_texts=num_texts
-    )
-    return [one.built(trees) for one in ranked]
-
-
 def _ranked(
     trees: TreeSearch,
     costs: Costs,
@@ -327,7 +303,10 @@ def _ranked(
     is_dynamic: bool,
     num_texts: int,
 ) -> list[_Candidate]:
-    """Return the trees of `rank_trees` before they are built."""
+    """Return all trees that memory can hold, the one with the most tokens per second first.
+
+    With several texts in a pass each has such a tree, and a candidate is for all of them together.
+    """
     candidates = []
     for size in (size for size in SIZES if size <= trees.max_nodes):
         traffic = traffic_of(num_texts * size)
@@ -357,9 +336,15 @@ def search(
     num_texts: int = 1,
     most: int | None = None,
 ) -> tuple[TreeSearch, list[Prediction]]:
-    """Return the trees of the whole grid, ranked by `rank_trees`, and where they come from.
+    """Return the trees of the whole grid that memory can hold, and where they come from.
+
+    The one with the most tokens per second comes first. With several texts in a pass each has such
+    a tree, and a prediction is for all of them together.
 
     Args:
+        traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
+            does not fit.
+        is_dynamic: whether trees are dynamic.
         trees_of: returns the trees of at most so many nodes; large ones take long to order.
         most: how many of the best static trees are built and returned; None for all of them.
     """

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from mixture_headers import mixture
+from ranking import rank_trees
 
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, ModelFiles, make_plan
@@ -20,7 +21,7 @@ from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffi
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
 from offload.planning.room import MemoryBudget
-from offload.planning.search import TreeSearch, rank_trees
+from offload.planning.search import TreeSearch
 from offload.planning.selector import TreeSelector, routing_in, with_experts
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance

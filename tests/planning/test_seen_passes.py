@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from matrix import matrix
+from ranking import rank_trees
 
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
-from offload.planning.search import TreeSearch, rank_trees
+from offload.planning.search import TreeSearch
 from offload.planning.seen import ObservedPass, with_misses
 from offload.planning.selector import TreeSelector
 from offload.trees.spec import parse_tree

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expected import expected_tokens
 from test_device_planner import CONFIGS, GIB
 from tiny import FAMILIES, save_pair
 
@@ -38,7 +39,6 @@ from offload.trees.topology import (
     Topology,
     best_first,
     chain,
-    expected_tokens,
     isotonic,
 )
 from offload.units import Sampling

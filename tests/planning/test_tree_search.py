@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from expected import expected_tokens
+from ranking import rank_trees
 
 from offload import timer
 from offload.calibration import startup as probe
@@ -32,7 +34,7 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.profile import Profile
-from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, rank_trees, search
+from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, search
 from offload.planning.selector import TreeSelector
 from offload.trees.spec import parse_tree
 from offload.trees.topology import (
@@ -43,7 +45,6 @@ from offload.trees.topology import (
     best_first,
     chain,
     check_acceptance,
-    expected_tokens,
     grow_order,
     sequences,
     tree_of,
