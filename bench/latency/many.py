@@ -25,8 +25,8 @@ from offload.drafting.lookup import NO_GUESSES
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
-from offload.engine.many import write_all
 from offload.engine.request import Request
+from offload.engine.scheduler import write_all
 from offload.units import Sampling
 
 CONTEXT = 512

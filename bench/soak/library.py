@@ -21,8 +21,8 @@ from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
-from offload.engine.many import in_order
 from offload.engine.request import Request
+from offload.engine.scheduler import in_order
 
 TREES = ("none", "chain:4", "chain:auto", "16x4", "dynamic:24x6", "sequences:4x4", "auto")
 RULES = ("match", "match", "topk")

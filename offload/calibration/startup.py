@@ -27,7 +27,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import product_for
 from offload.planning.cost_model import NOTHING, Costs, Curve
-from offload.planning.selector import RunSettings, Trees
+from offload.planning.selector import RunSettings, TreeSelector
 from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
 from offload.streaming.disk import ByteSource
@@ -154,7 +154,7 @@ _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
 def calibrate(
-    trees: Trees,
+    trees: TreeSelector,
     target: StreamedModel,
     draft: StreamedModel | None,
     store: ByteSource,

@@ -182,7 +182,7 @@ def _overlap_penalty(
 def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
     """Scale the curve of bare draft steps to what whole trees took.
 
-    Trees also rank, draw noise and catch up.
+    TreeSelector also rank, draw noise and catch up.
     """
     predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
     scale = (

@@ -181,7 +181,8 @@ def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], usu
         assert "temperature 0.0, not 0.5" in other.why
     with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
         named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
-        assert named == TreeSelector("match", profile).choose(parse_tree("24x6")) and "traced tokens" in named.why
+        selector = TreeSelector(parse_tree("24x6"), lambda *_: (profile, ""))
+        assert named == selector.for_run(Sampling(), "match") and "traced tokens" in named.why
 
 
 class Counting:

@@ -13,7 +13,7 @@ import torch
 from reciting import open_decoder
 
 from offload.engine.decoder import Decoder
-from offload.engine.scheduler import Engine
+from offload.engine.service import Engine
 from offload.engine.step import SpeculationStep
 from offload.server.app import create_app
 from offload.server.listening import bind
