@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from test_chat import CONTEXT, QUESTIONS, open_pair, said
 
 import offload
 from offload.checkpoint import identity
+from offload.checkpoint.identity import PARTS, SUM, ModelIdentity
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import _caches, check_session
+from offload.engine.session import Models, _caches, check_session
 from offload.errors import UserError
 from offload.model.target import BatchEntry
 from offload.planning.options import LoadOptions
@@ -190,6 +192,29 @@ def test_a_session_of_weights_that_differ_in_one_byte_is_refused(
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"computed with another model \(weights differ\)"):
         open_decoder(copy, None, options, Request(session=tmp_path / "text.session"))
+
+
+SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype", "is_taken"),
+    [
+        (SAME, "float32", True),
+        (SAME, "bfloat16", False),
+        (SAME._replace(parts={**SAME.parts, "weights": "b"}), "float32", False),
+        (SAME._replace(proofs={SUM: "2" * 32}), "float32", False),
+        (SAME._replace(proofs={"files": "3"}), "float32", False),
+        (None, "float32", False),
+    ],
+    ids=["same", "another type", "other weights", "another sum", "nothing proves it", "no draft"],
+)
+def test_states_are_taken_of_the_same_weights_in_the_same_type(
+    told: ModelIdentity | None, dtype: str, is_taken: bool
+) -> None:
+    models: Any = SimpleNamespace(identities=SimpleNamespace(of=lambda _: SAME), dtypes={"draft": "float32"})
+    notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
+    assert Models.can_use(models, "draft", notes) == is_taken
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:

@@ -113,9 +113,11 @@ def first_failure(copy: Copy, mistake: Mistake) -> tuple[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Return 0 where all mistakes were noticed."""
     parser = argparse.ArgumentParser(prog="make planted", description=__doc__)
-    parser.add_argument("--only", default="", help="mistakes against promises, or in files, with this in them")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="mistakes against promises, or in files, with one of these in them"
+    )
     options = parser.parse_args(arguments)
-    mistakes = [one for one in read_mistakes() if options.only in f"{one.promise} {one.file}"]
+    mistakes = [one for one in read_mistakes() if any(word in f"{one.promise} {one.file}" for word in options.only)]
     os.environ.update(_ALIKE)
     for name in _LIBRARIES:
         importlib.import_module(name)
