@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from offload.calibration.expansions import choose_expansion
 from offload.calibration.invariance import Invariance
-from offload.calibration.kernels import NO_KERNELS, choose_expansion
+from offload.calibration.kernels import NO_KERNELS
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape

@@ -20,18 +20,18 @@ from offload.bench.harness.gate import (
     Proof,
     Written,
     prove,
-    reference,
     surprise_sigmas,
 )
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Guard, Result, new_result, read, store, whole, writable
-from offload.bench.harness.timeline import Event, Timeline, write_trace
-from offload.bench.latency.decode import FULL, QUICK, Effort, need_of
+from offload.bench.harness.reference import reference
+from offload.bench.harness.timeline import Event, Timeline
+from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflated_config
+from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.demo import PAIR
 from offload.memory.planner import ModelFiles, plan_memory
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
@@ -55,7 +55,7 @@ def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Effort, 
     """A quarter of a small target would not hold two layers beside the tree; and of a large one it is a quarter."""
     config = inflated_config(PAIR / "target", size_bytes)
     files = ModelFiles(checkpoint_of_config(config, PAIR / "target" / "config.json"), open_checkpoint(PAIR / "draft"))
-    need = need_of(effort)
+    need = effort.need()
     budget_bytes = need.budget_bytes(files)
     num_nodes = parse_tree(need.tree).num_nodes
     how: dict[str, Any] = {"dtype": "auto", "context": need.context, "num_nodes": num_nodes, "rule": need.rule}
@@ -121,7 +121,7 @@ def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.
     new_ids = list(range(40, 60))
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as resident:
         wanted = resident([5, 6, 7], new_ids)
-    monkeypatch.setattr("offload.bench.harness.gate.available_ram_bytes", lambda: 0)
+    monkeypatch.setattr("offload.bench.harness.reference.available_ram_bytes", lambda: 0)
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as streamed:
         for _ in range(2):  # a second text begins afresh
             assert torch.allclose(streamed([5, 6, 7], new_ids), wanted, atol=1e-3)
@@ -285,7 +285,7 @@ def test_copies_follow_each_other_in_a_trace(tmp_path: Path) -> None:
         Event("copy", 1, 2.0, 3.0),
         Event("copy", 2, 7.0, 8.0),
     ]
-    write_trace(events, tmp_path / "t.json")
+    timeline.write(tmp_path / "t.json")
     told = [one for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if one["ph"] == "X"]
     spans = [(one["cat"], one["args"]["layer"], one["ts"], one["ts"] + one["dur"]) for one in told]
     assert spans == [(event.kind, event.layer, event.start_s * 1e6, event.end_s * 1e6) for event in events]

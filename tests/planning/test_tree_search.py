@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offload import timer
-from offload.calibration import startup as probe
+from offload.calibration import curves as probe
 from offload.errors import UserError
 from offload.planning.acceptance import (
     PRODUCT_FORM,
