@@ -65,7 +65,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "device": _flag(
         str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"
     ),
-    "gpu_mem": _flag(str | None, "device memory budget", metavar="SIZE"),
+    "gpu_mem": _flag(str | None, "memory budget on the GPU, such as 24GiB", metavar="SIZE"),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
     "ranks": _flag(
         str | None, "of offload launch: shards", metavar="ROLES", envvar="OFFLOAD_RANKS"
