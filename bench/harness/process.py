@@ -103,13 +103,13 @@ class Talker:
         self._log.seek(0)
         raise RunError(f"a process has ended: {last_line(self._log.read())}")
 
-    def close(self) -> int:
-        """End the process, by force where it does not end; return its exit status."""
+    def close(self, patience_s: float = _END_S) -> int:
+        """End the process, by force where it does not end by itself; return its exit status."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
+            self.process.wait(patience_s)
         self.process.kill()
         self.process.stdout.close()
         return self.process.wait()

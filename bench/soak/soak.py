@@ -114,6 +114,7 @@ class Server:
                 return
             except (OSError, URLError):
                 if self.process.poll() is not None or time.monotonic() > give_up_s:
+                    self.process.kill()
                     raise RunError(f"the server has ended: {self._said()}") from None
                 time.sleep(0.2)
 
@@ -144,7 +145,7 @@ class Library:
 
     def close(self) -> str:
         """End the process; return why it has failed, if it has."""
-        status = self._talker.close()
+        status = self._talker.close(_END_S)
         self._log.close()
         return f"library ended with {status}" if status else ""
 

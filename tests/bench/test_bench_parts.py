@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +25,18 @@ from offload.bench.harness.gate import (
 )
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.record import Guard, Result, new_result, read, store, whole, writable
+from offload.bench.harness.record import (
+    Guard,
+    ProcessorClock,
+    Result,
+    new_result,
+    read,
+    store,
+    whole,
+    writable,
+)
 from offload.bench.harness.reference import reference
+from offload.bench.harness.tables import Column, check, medians, say_table
 from offload.bench.harness.timeline import Event, Timeline
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.checkpoint.hub import checkpoint_of_config
@@ -37,6 +48,7 @@ from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
 V = 50
+SIDES: tuple[Any, ...] = ("higher", "lower")
 
 
 def fixed_scores(seed: int) -> tuple[Tensor, object]:
@@ -302,3 +314,26 @@ def test_plain_reader_goes_round_small_files(how: Reading, tmp_path: Path, monke
     block_bytes = min(how.block_bytes, 3 << 20)
     assert counts == [block_bytes] * ((20 << 20) // block_bytes), "whole blocks, three times round both files"
     assert seconds > 0
+
+
+def test_medians_are_of_rows_that_agree_and_checks_know_their_side() -> None:
+    rows = [{"case": case, "tokens_per_s": speed, "n": 2} for case in "ab" for speed in (1.0, 5.0, 2.0)]
+    assert medians(rows, "case") == [{"case": case, "tokens_per_s": 2.0, "n": 2} for case in "ab"]
+    told = [check("x", [1.0, 3.0, 2.0], wanted, better)["is_met"] for wanted in (1.9, 2.1) for better in SIDES]
+    assert told == [True, False, False, True]
+
+
+def test_a_table_lines_up_and_a_row_without_figures_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [Column("case", "name"), Column("s", "s", ".2f"), Column("x", lambda row: row["s"] * 10, ".0f")]
+    say_table(columns, [{"name": "a", "s": 1.5}, {"name": "longer", "reason": "it was cut"}])
+    assert capsys.readouterr().out.splitlines() == ["case       s   x", "a       1.50  15", "longer  it was cut"]
+
+
+def test_what_others_take_of_the_processors_is_a_share() -> None:
+    clock = ProcessorClock()
+    ours_s = time.process_time()
+    while time.process_time() < ours_s + 0.2:
+        pass
+    assert 0 <= clock.others_share() <= 1
+    clock._others_s -= 0.5 * os.cpu_count() * (time.monotonic() - clock._started_s)  # type: ignore[operator]
+    assert clock.others_share() > 0.4, "half of all was taken by others"
