@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.main import app  # with all commands
+from offload.commands import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from offload import __version__
-from offload.bench.suite import app as bench
 
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
@@ -14,7 +13,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench", short_help="Measure speeds, each beside its ceiling.")
 
 
 def _say_version(is_asked: bool) -> None:

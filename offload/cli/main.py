@@ -16,7 +16,6 @@ import typer
 # In the order of --help: each registers its commands.
 from offload.cli import write_commands, measure_commands, demo_command, pack_commands  # noqa: F401  # isort: skip
 from offload.cli import verify_command, serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
-from offload.bench.suite import COMMANDS
 from offload.cli import flags, output, rank_process
 from offload.cli.app import app
 from offload.cli.console import error_line
@@ -95,11 +94,11 @@ def _named_command(command: Any, given: list[str]) -> str:
     """Return the words that name a command, where the option parser does not tell whose error it is."""
     words = ["offload"]
     for word in given:
-        # of a bench the parser is not asked, which may take seconds to import
-        known = COMMANDS if words[-1] == "bench" else getattr(command, "commands", {})
+        # names alone: a parser of the bench may take seconds to import
+        known = command.list_commands(None) if hasattr(command, "list_commands") else ()
         if word not in known:
             break
-        command = None if words[-1] == "bench" else known[word]
+        command = command.commands.get(word)
         words.append(word)
     return " ".join(words)
 

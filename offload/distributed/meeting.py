@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from offload.calibration.kernels import choose_expansion
+from offload.calibration.expansions import choose_expansion
 from offload.calibration.link import link_bytes_per_s
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.cuts import Section

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offload.calibration.curves import draft_curve
 from offload.calibration.link import link_bytes_per_s
-from offload.calibration.startup import draft_curve
 from offload.checkpoint.files import read_given, read_object
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder

@@ -10,7 +10,7 @@ import typer
 from refusals import BOTH, ENOUGH, GENERATE, PLAN, assert_refused, drop, generate
 from shell import shell
 
-from offload.cli.app import app
+from offload.commands import app
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("_instant_link")

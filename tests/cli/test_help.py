@@ -7,7 +7,7 @@ import typer
 from shell import shell
 
 from offload.bench.suite import COMMANDS, MEASURES, STUDIES
-from offload.cli.app import app
+from offload.commands import app
 from offload.declaration import GROUPS, options_of
 from offload.options import RECORDS
 

@@ -37,7 +37,7 @@ TREE = ("--tree", "64x16", "--tokens-per-sweep", "5.5")
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command by its whole name."""
-    from offload.cli.app import app
+    from offload.commands import app
 
     todo = [("offload", typer.main.get_command(app))]
     while todo:

@@ -13,7 +13,6 @@ from test_device_planner import CONFIGS, GIB
 
 import offload
 from offload.bench.latency import prediction
-from offload.bench.studies import choice as bench
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import ResolvedRun, resolve
@@ -122,7 +121,7 @@ def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files
             assert is_predicted(pair, tree, choice, path), "yields do not depend on the machine"
             if parse_tree(tree).kind == "best":
                 spec = parse_tree(tree)
-                assert choice.shape == bench.tree_for(profile, (spec.count, spec.depth)).shape
+                assert choice.shape == TreeSelector(profile.identity.rule, profile).choose(spec).shape
 
 
 def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
