@@ -20,7 +20,8 @@ from typing import NamedTuple
 from offload.errors import UserError, reason
 from offload.units import require
 
-LAUNCHER = "OFFLOAD_LAUNCHER"  # the process that the ranks' parent must be
+# the process that the ranks' parent must be; variables that set flags begin with OFFLOAD_
+LAUNCHER = "_OFFLOAD_LAUNCHER"
 EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
 # of others: they have not heard of rank 0 for too long, and the launcher says so
 EXIT_HEAD_SILENT = 4

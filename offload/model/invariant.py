@@ -18,7 +18,7 @@ the threads, or by where a row stands, is never used.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -297,20 +297,24 @@ class InvariantRows(TorchFunctionMode):
         out = in_parts(work, rows, sizes, None if is_host else len(widened))[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
-    def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:
         """Without gaps where padding was, as the product itself: model code looks at it in other
         shapes.
         """
         return self.multiply(product, *args, **kwargs).contiguous()
 
     def multiply(
-        self, product: Multiply, *args: Tensor, out: Tensor | None = None, **kwargs: Tensor
+        self, product: Multiply, *args: Tensor, out: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """By `matmul` or what is like it; of a stack the rows are those of each factor in it.
 
-        `out` is a place for the result, which need not be used.
+        `out` is a place for the result, which need not be used. GPUs may give another `out_dtype`
+        than that of the factors.
         """
+        out_dtype = kwargs.pop("out_dtype", None)
         left, right = (*args, *kwargs.values())
+        if out_dtype is not None:
+            product = _giving(product, out_dtype)
         # of a single number nothing is added up
         if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:
             return product(left, right)
@@ -398,6 +402,12 @@ class InvariantRows(TorchFunctionMode):
     def activate(self, work: Work, rows: Tensor) -> Tensor:
         """What is done with rows one by one; a check looks at it here."""
         return work(rows)
+
+
+@cache
+def _giving(product: Multiply, out_dtype: torch.dtype) -> Multiply:
+    """The same function for the same product and type: what was tried is found by it."""
+    return partial(product, out_dtype=out_dtype)
 
 
 def _linear_into(
