@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.tensors import TensorEntry
 
-_INDEX = re.compile(r"^(?:.*\.)?layers\.(\d{1,9})\.self_attn\.indexer\.(\w+)(?:\.weight)?$")
-_LATENT = re.compile(r"^(?:.*\.)?layers\.(\d{1,9})\.self_attn\.kv_a_proj_with_mqa\.weight$")
+_LAYER = r"^(?:.*?\.)?layers\.(\d{1,9})\.(?:self_attn|attention)\."
+_INDEX = re.compile(_LAYER + r"indexer\.(\w+)(?:\.weight)?$")
+_LATENT = re.compile(_LAYER + r"w?kv_a_(?:proj_)?with_mqa\.weight$")
 
 
 class IndexShape(NamedTuple):

@@ -32,10 +32,10 @@ class ChoosingMask:
     Attributes:
         seen: `PathRows`, or a `BatchMask` of such.
         chosen: the same with the choice in it, where there is one.
-        dtype: none that a mask could have.
+        dtype: of a mask that is added to scores.
     """
 
-    dtype = None
+    dtype = torch.float32
 
     def __init__(self, seen: Any, chosen: Any = None) -> None:
         self.seen = seen

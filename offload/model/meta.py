@@ -353,7 +353,8 @@ _OTHER_WAYS = {
 }
 # what families need of a config and transformers gives no value to
 _NEEDED = ("layer_types", "mlp_layer_types", "head_dim", "num_key_value_heads", "num_experts_per_tok",
-           "n_routed_experts", "num_experts", "vocabulary_map")  # fmt: skip
+           "n_routed_experts", "num_experts", "vocabulary_map", "indexer_n_heads", "indexer_kv_heads",
+           "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")  # fmt: skip
 # models around a language model, of any senses
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
