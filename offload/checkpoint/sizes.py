@@ -502,7 +502,9 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int, num_streams: int) -> int:
     This is residual, norms (partly in fp32), heads and feed-forward.
     """
     width = sizes["hidden_size"] * num_streams
-    feed_forward = sizes.get("intermediate_size", 4 * sizes["hidden_size"]) * sizes.get("num_experts_per_tok", 1)
+    feed_forward = sizes.get("intermediate_size", 4 * sizes["hidden_size"]) * sizes.get(
+        "num_experts_per_tok", 1
+    )
     heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
     return item_bytes * (4 * width + _INNER_COPIES * feed_forward + 3 * heads_width) + 4 * 3 * width
 

@@ -86,7 +86,8 @@ def folded_attention(
     themselves.
     """
     if isinstance(attention_mask, ChoosingMask):
-        attention_mask = (more.pop("indices", None) or attention_mask).chosen
+        chosen = (more.pop("indices", None) or attention_mask).chosen
+        return folded_attention(module, query, key, value, chosen, scaling=scaling, **more)
     if isinstance(attention_mask, BatchMask):
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None

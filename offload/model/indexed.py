@@ -159,13 +159,18 @@ def _follow_turn(known: dict[str, Any]) -> dict[str, Any]:
     return {_TURN: turn}
 
 
+def _own_class(indexer: Any) -> Any:
+    """The family's, of which that of a follower is made."""
+    return type(indexer).__mro__[1]
+
+
 def _by_token(indexer: Any, _: dict[str, Any], __: int) -> Choice:
     return Choice(indexer.index_topk)
 
 
 def _by_gated_pool(indexer: Any, _: dict[str, Any], __: int) -> Choice:
     def keys(packed_JRW: Tensor, __: Tensor) -> Tensor:
-        return type(indexer).__mro__[1].get_pooled_states(indexer, packed_JRW)[0][:, 0]
+        return _own_class(indexer).get_pooled_states(indexer, packed_JRW)[0][:, 0]
 
     size = indexer.index_kpool
     return Choice(indexer.index_topk // size, Pool(size, keys))
@@ -175,7 +180,7 @@ def _by_mean(indexer: Any, kwargs: dict[str, Any], num_rows: int) -> Choice:
     """Keys are turned where their block begins; a family's table has all positions before those of
     the rows.
     """
-    turn = inspect.unwrap(type(indexer).__mro__[1].forward).__globals__[_TURN]
+    turn = inspect.unwrap(_own_class(indexer).forward).__globals__[_TURN]
     cos_PK, sin_PK = (table[0, :-num_rows] for table in kwargs["position_embeddings"])
 
     def keys(raw_JRW: Tensor, first_J: Tensor) -> Tensor:

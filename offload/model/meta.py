@@ -200,8 +200,9 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
         decoder = meta_model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    is_following = follow_trees(layers) if isinstance(layers, nn.ModuleList) else []
+    found = getattr(decoder, "layers", None)
+    layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
+    is_following = follow_trees(layers)
     if is_following:
         with _refusing(checkpoint):
             is_choosing = follow_indices(layers)
@@ -532,7 +533,9 @@ def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
         raise _unsupported(checkpoint, "attention that looks ahead")
     if getattr(config, "ple_layer_ids", None):
         raise _unsupported(checkpoint, "tables of n-grams in its layers")
-    _refuse_kinds(checkpoint, set(_kinds_of(config)) - {*_ATTENTION, *_RECURRENT, *_INDEXED, *_BY_ROW})
+    _refuse_kinds(
+        checkpoint, set(_kinds_of(config)) - {*_ATTENTION, *_RECURRENT, *_INDEXED, *_BY_ROW}
+    )
 
 
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:

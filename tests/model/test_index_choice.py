@@ -62,9 +62,7 @@ def chosen(rows: PathRows, paths: list[list[int]]) -> list[set[int]]:
     """The columns that each row sees."""
     if rows.chosen_TS is None:
         return [{*path} for path in paths]
-    return [
-        {*path} & {*own.nonzero().flatten().tolist()} for path, own in zip(paths, rows.chosen_TS, strict=True)
-    ]
+    return [{*path} & {*own.nonzero().flatten().tolist()} for path, own in zip(paths, rows.chosen_TS, strict=True)]
 
 
 def assert_chooses(choice: Choice, num_prefix: int, num_rows: int, seed: int, num_earlier: int = 0) -> None:
@@ -73,8 +71,8 @@ def assert_chooses(choice: Choice, num_prefix: int, num_rows: int, seed: int, nu
     for row, own in enumerate(chosen(got, paths)):
         assert own == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW), row
     if got.chosen_TS is not None:
-        is_on_path = [{*own.nonzero().flatten().tolist()} <= {*path} for own, path in zip(got.chosen_TS, paths)]
-        assert all(is_on_path), "nothing beside the path"
+        found = ({*own.nonzero().flatten().tolist()} for own in got.chosen_TS)
+        assert all(own <= {*path} for own, path in zip(found, paths, strict=True)), "nothing beside the path"
 
 
 CHOICES = {"tokens": Choice(12), "pools": Choice(3, MEANS), "odd pools": Choice(2, MEANS._replace(size=5))}
@@ -93,7 +91,8 @@ def test_a_prompt_chooses_row_by_row() -> None:
     """Rows that lie in order, most of which end before the blocks that all have in common."""
     rows = path_rows(70, torch.ones(150, 150, dtype=torch.bool).tril(), path_attention)
     paths = [[*range(70 + row + 1)] for row in range(150)]
-    query_THK, weight_TH, state_SW = numbers(150, NUM_HEADS, WIDTH), numbers(150, NUM_HEADS, seed=1), numbers(220, WIDTH)
+    query_THK, weight_TH = numbers(150, NUM_HEADS, WIDTH), numbers(150, NUM_HEADS, seed=1)
+    state_SW = numbers(220, WIDTH)
     for choice in CHOICES.values():
         got = chosen(choose(choice, rows, query_THK, weight_TH, state_SW), paths)
         for row in (0, 5, 57, 58, 120, 149):
@@ -122,7 +121,8 @@ def test_texts_that_share_a_pass_choose_among_their_own() -> None:
 
 
 def test_scores_are_added_up_over_heads() -> None:
-    query_THK, weight_TH, key_JK = torch.randn(40, NUM_HEADS, WIDTH), torch.randn(40, NUM_HEADS), torch.randn(700, WIDTH)
+    query_THK, weight_TH = torch.randn(40, NUM_HEADS, WIDTH), torch.randn(40, NUM_HEADS)
+    key_JK = torch.randn(700, WIDTH)
     wanted_TJ = ((query_THK @ key_JK.T).relu() * weight_TH[..., None]).sum(1)
     torch.testing.assert_close(index_scores(query_THK, weight_TH, key_JK), wanted_TJ, atol=1e-4, rtol=1e-5)
     even_TJ = (query_THK @ key_JK.T).relu().sum(1)
@@ -140,5 +140,6 @@ def test_attention_sees_what_was_chosen(num_prefix: int, num_rows: int) -> None:
         columns = sorted(own)
         for head in range(4):
             weight_C = (0.3 * key_GSK[head // 2, columns] @ query_HTK[head, row]).softmax(0)
-            torch.testing.assert_close(got_THV[row, head], weight_C @ value_GSV[head // 2, columns], atol=1e-5, rtol=1e-5)
+            wanted_V = weight_C @ value_GSV[head // 2, columns]
+            torch.testing.assert_close(got_THV[row, head], wanted_V, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(got_THV, without, atol=1e-2), "a choice that is not heeded would show"

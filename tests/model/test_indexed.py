@@ -230,7 +230,8 @@ def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -
         decoder.generate(prompt_of(30), max_new_tokens=4)
         decoder.save_session(path)
         held = decoder.load_session(path).tokens
-        assert decoder.run(held, offload.Sampling(), max_new_tokens=8, continues=True).sequence.stats.num_kept_tokens > 30
+        run = decoder.run(held, offload.Sampling(), max_new_tokens=8, continues=True)
+        assert run.sequence.stats.num_kept_tokens > 30
         tensors = load_file(path)
         assert {name for name in tensors if ".index." in name} >= {"target.index.0", "target.index.2"}
         with safe_open(path, framework="pt") as file:

@@ -131,8 +131,9 @@ def test_the_text_of_a_tree_is_that_of_the_whole_model(kind: str, tmp_path: Path
 
 
 # Only the whole models have a head, which is built behind the text here.
-HEADED = ("cosmos3_edge", "glm_ocr", "glm5_next", "mistral_large4", "granite4_vision", "granite_docling", "muse_glimmer", "paddleocr_vl",
-          "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_vl", "step3p7")  # fmt: skip
+HEADED = ("cosmos3_edge", "glm5_next", "glm_ocr", "granite4_vision", "granite_docling", "mistral_large4",
+          "muse_glimmer", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_vl",
+          "step3p7")  # fmt: skip
 
 
 def scores(kind: str, directory: Path) -> tuple[Tensor, Tensor]:
