@@ -9,7 +9,10 @@ Invariant: a row's choice depends on its own path alone. Scores are products of 
 over heads one after another, and of equal scores the earliest count.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,6 +48,19 @@ class Choice(NamedTuple):
     pool: Pool | None = None
 
 
+_MOST_KEYS: ContextVar[float] = ContextVar("most_keys", default=math.inf)
+
+
+@contextmanager
+def choosing_few(num_keys: int) -> Iterator[None]:
+    """Meanwhile rows of this thread choose no more keys, so that a short trial is one of choices."""
+    token = _MOST_KEYS.set(num_keys)
+    try:
+        yield
+    finally:
+        _MOST_KEYS.reset(token)
+
+
 class _Columns(NamedTuple):
     """Where the tokens of index keys lie: columns of one text's cache."""
 
@@ -74,15 +90,15 @@ def choose(
         return BatchMask(tuple(parts))
     seen_TS = _kept(seen, "seen", lambda: _seen(seen, len(state_SW)))
     size = choice.pool.size if choice.pool else 1
-    num_most = int(seen.walk_TL[:, 0].max()) // size
-    if num_most <= choice.num_keys:
+    num_keys = int(min(choice.num_keys, _MOST_KEYS.get()))
+    if int(seen.walk_TL[:, 0].max()) // size <= num_keys:
         return seen
     if choice.pool is None:
-        best = _best(index_scores(query_THK, weight_TH, state_SW), seen_TS, choice.num_keys)
+        best = _best(index_scores(query_THK, weight_TH, state_SW), seen_TS, num_keys)
         return replace(seen, chosen_TS=best)
     columns = _kept(seen, size, lambda: _pools(seen, seen_TS, size))
     key_JK = _pooled(choice.pool, state_SW, columns)
-    best_TJ = _best(index_scores(query_THK, weight_TH, key_JK), columns.seen_TJ, choice.num_keys)
+    best_TJ = _best(index_scores(query_THK, weight_TH, key_JK), columns.seen_TJ, num_keys)
     return replace(seen, chosen_TS=_tokens_of(best_TJ, columns) | columns.tail_TS)
 
 

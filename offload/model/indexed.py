@@ -7,7 +7,7 @@ takes are the paths with that choice. Invariant: an indexer of another make is r
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import lru_cache
 from types import FunctionType
@@ -204,7 +204,7 @@ _MAKES = (
 )
 
 
-def follow_indices(layers: Sequence[nn.Module]) -> list[bool]:
+def follow_indices(layers: nn.ModuleList) -> list[bool]:
     """Let indexers of these layers choose along paths; tells which layers choose, by their own or
     by that of an earlier layer.
 

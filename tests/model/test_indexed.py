@@ -105,8 +105,8 @@ def decoder_of(folder: Path, tree: str, *, is_resident: bool = False, context: i
     return offload.load(folder, folder, **(how | more))
 
 
-@matrix("tree", TREES, always=["dynamic:64x12"], daily=1)
-@pytest.mark.parametrize("is_resident", [True, False])
+@matrix("tree", TREES, always=["dynamic:64x12"])
+@matrix("is_resident", [True, False], always=[False])
 def test_texts_are_transformers(tree: str, is_resident: bool, folder: Path) -> None:
     """Behind prompts that are shorter and longer than what a layer chooses, of which one takes two passes."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -131,8 +131,8 @@ def test_texts_of_more_families_are_transformers(kind: str, tmp_path: Path) -> N
 def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
     texts = []
     for tree in ("none", "64x12", "dynamic:64x12"):
-        with decoder_of(folder, tree) as decoder:
-            got = decoder.generate(prompt_of(40), max_new_tokens=40, temperature=0.8, seed=4)
+        with decoder_of(folder, tree, context=160) as decoder:
+            got = decoder.generate(prompt_of(30), max_new_tokens=32, temperature=0.8, seed=4)
             texts.append(got.token_ids)
     assert texts[0] == texts[1] == texts[2] and len({*texts[0]}) > 3
 
@@ -163,14 +163,14 @@ def test_a_step_that_is_cut_short_leaves_what_is_committed(folder: Path) -> None
     def on_layer() -> None:
         nonlocal num_layers
         num_layers += 1
-        if num_layers in (3, 14, 23):
+        if num_layers in (2, 6, 11):
             raise KeyboardInterrupt
 
     with opened(folder) as decoder:
         wanted = decoder.generate(prompt_of(30), max_new_tokens=24).token_ids
-    with opened(folder) as decoder:
-        hooks = [layer.register_forward_pre_hook(lambda *_: on_layer()) for layer in decoder.target._layers]
-        sequence = decoder.begin(prompt_of(30), offload.Sampling())
+    with opened(folder, on_layer=on_layer) as decoder:
+        shape = decoder.tree_choice(offload.Sampling()).shape
+        sequence = decoder.begin(prompt_of(30), offload.Sampling(), shape=shape)
         num_broken = 0
         while len(sequence.new_ids) < 24:
             try:
@@ -178,7 +178,6 @@ def test_a_step_that_is_cut_short_leaves_what_is_committed(folder: Path) -> None
             except KeyboardInterrupt:
                 num_broken += 1
         assert sequence.new_ids[:24] == wanted and num_broken == 3
-        assert len(hooks) == decoder.target.num_layers
 
 
 def test_a_text_goes_on_from_anywhere(glm: Path) -> None:
