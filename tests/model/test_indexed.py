@@ -140,10 +140,10 @@ def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
 def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     """In bfloat16, where every difference of order shows: texts and the chances of their tokens."""
     texts = []
-    for tree in ("none", "chain:8", "dynamic:64x12"):
-        with decoder_of(folder, tree, dtype="bfloat16", ram="2GiB", invariant=True) as decoder:
+    for tree in ("none", "dynamic:16x4"):
+        with decoder_of(folder, tree, dtype="bfloat16", context=160, ram="2GiB", invariant=True) as decoder:
             assert decoder.invariance.holds, decoder.invariance.reason
-            got = decoder.generate(prompt_of(70), max_new_tokens=32, num_logprobs=2)
+            got = decoder.generate(prompt_of(70), max_new_tokens=20, num_logprobs=2)
             texts.append((got.token_ids, got.logprobs))
     assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
 
@@ -245,20 +245,24 @@ def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "qwen4_exp_text"])
 def test_experts_come_one_by_one(kind: str, tmp_path: Path) -> None:
-    save(tiny_model(config_of(kind)), tmp_path)
+    folder_of(kind, tmp_path)
     texts = []
     for experts in ("layers", "demand"):
-        with decoder_of(tmp_path, "dynamic:64x12", ram="1GiB", experts=experts) as decoder:
+        with decoder_of(tmp_path, "dynamic:16x4", context=160, ram="1GiB", experts=experts) as decoder:
             texts.append(decoder.generate(prompt_of(30), max_new_tokens=16).token_ids)
             assert decoder.plan.has_experts == (experts == "demand")
     assert texts[0] == texts[1]
 
 
-def test_a_copy_of_itself_in_few_bits_drafts(glm: Path) -> None:
-    with offload.load(glm, "self:int8", ram="1GiB", context=160, tree="dynamic:16x4", threads=1) as decoder:
+def test_a_copy_of_itself_in_few_bits_drafts(tmp_path: Path) -> None:
+    config = short("glm_moe_dsa")
+    config.mlp_layer_types = ["dense"] * 3
+    save(tiny_model(config), tmp_path)
+    with offload.load(tmp_path, "self:int8", ram="1GiB", context=160, tree="dynamic:16x4", threads=1) as decoder:
         got = decoder.generate(prompt_of(30), max_new_tokens=24)
-    theirs = AutoModelForCausalLM.from_pretrained(glm, dtype=torch.float32).eval()
-    assert got.token_ids == greedy_choices(theirs, got.token_ids, prompt_of(30))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with choices_beyond_doubt():
+        assert got.token_ids == greedy_choices(theirs, got.token_ids, prompt_of(30))
     assert got.stats.tokens_per_sweep > 1.5
 
 
