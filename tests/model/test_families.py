@@ -6,13 +6,14 @@ None may be silently wrong. The list is what transformers 5.23 has; a family tha
 import copy
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from matrix import matrix
-from rounding import beyond_doubt
+from rounding import beyond_doubt, choices_beyond_doubt
 from tiny import FAMILIES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
     CONFIG_MAPPING,
@@ -237,7 +238,8 @@ def assert_decodes_like_transformers(directory: Path) -> None:
         cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
         layers = [layer for layer in cache.layers if layer.is_initialized]
         kv_bytes = sum(one.nbytes for layer in layers for one in layer.held.values())
-    assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
+    with choices_beyond_doubt() if theirs.config.model_type in INDEXED else nullcontext():
+        assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
     slots_bytes = got.plan.num_slots * got.plan.slot_bytes
     if max(got.plan.layer_bytes) < 2 * min(got.plan.layer_bytes):
         assert got.plan.num_slots == 3 and got.plan.num_resident == 0
