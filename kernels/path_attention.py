@@ -54,13 +54,16 @@ class PathRows:
             may stand.
         window: how far back a row sees.
         attend: computes the attention, as `path_attention_kernel` does.
-        kept: a cache of what was computed from these rows, for the following layers.
+        chosen_TS: bool; of all columns those that a layer lets each row see, where it chooses; what
+            is not on a row's path stays unseen.
+        kept: a cache of what was computed from these walks, for the following layers.
     """
 
     walk_TL: Tensor
     window: Window
     attend: Callable[..., Tensor]
-    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    chosen_TS: Tensor | None = None
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +83,7 @@ def path_attention_kernel(
     H is a multiple of G; head h belongs to key/value head h // (H / G). Values may be of another
     width than keys.
     """
+    assert rows.chosen_TS is None, "layers that choose take the reference"
     assert (
         query_HTK.stride(2)
         == key_GSK.stride(2)

@@ -31,6 +31,8 @@ _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
           "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"] * 2}  # fmt: skip
 _DELTA_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                   "shared_expert_intermediate_size": 32}  # fmt: skip
+_INDEX = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 8}  # fmt: skip
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {**_SLIDING, "tie_word_embeddings": True},
     "gemma3n": {**_SLIDING, **_SHARING, "laurel_rank": 8, "altup_num_inputs": 2,
@@ -52,6 +54,14 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
                         "residual_multiplier": 0.4},
     "muse_glimmer": {"final_logit_softcapping": 2.0, "output_multiplier": 0.5},
     "granite_docling": {"logits_scaling": 4.0},
+    "mistral_large4": {**_INDEX, **_ROUTED, "head_dim": 8, "indexer_types": ["full", "full", "shared", "full"],
+                       "no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 0, 3]},
+    "glm5_next": {**_INDEX, **_ROUTED, "qk_rope_head_dim": 0, "index_kpool": 4, "hc_mult": 2, "linear_head_dim": 16,
+                  "linear_num_heads": 4, "layer_types": ["linear_attention", "indexed_attention"] * 2,
+                  "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "qwen4_exp": {**_MROPE, **_DELTA, **_DELTA_EXPERTS, "layer_types": ["linear_attention", "indexed_attention"] * 2,
+                  "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1,
+                  "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4},
     "llama4": {"attention_chunk_size": 24, "floor_scale": 3, "attn_scale": 1.0, "intermediate_size_mlp": 96,
                "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
                "no_rope_layers": [1, 0, 1] * 2},

@@ -2,8 +2,8 @@
 
 No library promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
 layer is run with its real weights, once with all rows and in parts, and its activation functions
-are computed again for fewer rows. Of a model with recurrent layers one of each kind is run, with a
-tree as well.
+are computed again for fewer rows. Of a model with recurrent layers, or layers that choose by an index,
+one of each kind is run, with a tree as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
+from offload.model.index_choice import choosing_few
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
@@ -26,6 +27,7 @@ _NUM_ROWS = 72
 _CUTS = ((1, 1, 5), (12,))
 # of trees, two rows each; of the smaller one even large states take steps together
 _NUM_LEVELS = (12, 2)
+_NUM_KEYS = 2  # of an index: so few that rows of a trial choose
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
@@ -85,7 +87,7 @@ def _try_layer(
     """Raises `_DifferError`."""
     model.bind_layer(layer, fetch(model.layer_layouts[layer]))
     try:
-        with model.cut_to(slice(layer, layer + 1)):
+        with model.cut_to(slice(layer, layer + 1)), choosing_few(_NUM_KEYS):
             _require_invariance(model, rows)
     finally:
         model.unbind_layer(layer)
@@ -137,7 +139,7 @@ def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
                 raise _DifferError(
                     "a layer gives other bits when a text is taken in at once than in parts"
                 )
-    for num_levels in _NUM_LEVELS if model.has_states else ():
+    for num_levels in _NUM_LEVELS if model.has_states or model.has_index else ():
         if 2 * num_levels <= len(token_T):
             got = _logits_by_tree(model, token_T, num_levels)
             if not torch.equal(got, wanted_TV[: len(got)]):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.families import require_family
 from offload.checkpoint.held import FEW_ROWS, held_sizes
+from offload.checkpoint.index_sizes import IndexShape, index_shape
 from offload.checkpoint.layout import ON_DEMAND, group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
 from offload.checkpoint.remembered import remembered
@@ -227,6 +228,7 @@ _INNER_COPIES = 3  # of a row within a feed-forward: gate, what it lets through,
 _ALL_EXPERTS = ("llama4_text",)
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _MAX_SIZE = 1 << 63  # products of such numbers can still be told
+_MAX_STREAMS = 1 << 16
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings",
@@ -240,7 +242,7 @@ class ModelShape:
 
     layer_bytes: tuple[int, ...]
     rest_bytes: int  # embeddings, norm, head
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # and index keys
     row_bytes: int  # activations of one row of a forward pass
     logits_row_bytes: int
     # of a row and a position that it may see: masks, and scores where a family keeps them
@@ -268,6 +270,10 @@ class ModelShape:
     # whether functions that are compiled on the spot may expand its weights
     is_compiled: bool = False
     shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
+    # of keys by which layers choose what they attend to
+    index_bytes_per_token: int = 0
+    # of a position that a pass may see, in the layer that runs: keys and values, expanded
+    column_bytes: int = 0
     recurrent: RecurrentShape = NO_STATES  # of layers that keep states beside keys and values
     # that may come one by one; None without any, or where all are multiplied with
     experts: ExpertShape | None = None
@@ -307,6 +313,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     recurrent = recurrent_shape(
         text_config(checkpoint), checkpoint.tensors, num_layers, computed.align_bytes
     )
+    index = index_shape(text_config(checkpoint), checkpoint.tensors, sizes)
     item_bytes, (table, head) = (
         computed.align_bytes,
         table_and_head(checkpoint, rest, sizes.get("vocab_size", 0)),
@@ -316,9 +323,10 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
         encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
         rest_bytes=_rest_bytes(rest, computed),
-        kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes))
-        * item_bytes,
-        row_bytes=_row_bytes(sizes, item_bytes) + recurrent.row_bytes,
+        kv_bytes_per_token=_kv_width_of(checkpoint, sizes, index) * item_bytes,
+        index_bytes_per_token=index.index_width * item_bytes,
+        column_bytes=index.expanded_width * item_bytes,
+        row_bytes=_row_bytes(sizes, item_bytes, _num_streams(checkpoint)) + recurrent.row_bytes,
         recurrent=recurrent,
         inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
@@ -481,13 +489,22 @@ def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> i
     return slab_bytes_bound([*companions, *(entry for entry in rest if entry.coded is not None)])
 
 
-def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
+def _num_streams(checkpoint: Checkpoint) -> int:
+    """Return how many residual streams lie beside each other, in families that mix them."""
+    config = text_config(checkpoint)
+    found = (config.get(name) for name in ("hc_mult", "hc_count"))
+    return next((one for one in found if type(one) is int and 0 < one < _MAX_STREAMS), 1)
+
+
+def _row_bytes(sizes: dict[str, int], item_bytes: int, num_streams: int) -> int:
     """Return what one row holds at once inside a layer.
 
     This is residual, norms (partly in fp32), heads and feed-forward.
     """
-    width = sizes["hidden_size"]
-    feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
+    width = sizes["hidden_size"] * num_streams
+    feed_forward = sizes.get("intermediate_size", 4 * sizes["hidden_size"]) * sizes.get(
+        "num_experts_per_tok", 1
+    )
     heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
     return item_bytes * (4 * width + _INNER_COPIES * feed_forward + 3 * heads_width) + 4 * 3 * width
 
@@ -528,6 +545,14 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
     is_capped = bool(config.get("attn_logit_softcapping"))
     scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0
     return num_masks * item_bytes + 1 + scores_bytes
+
+
+def _kv_width_of(checkpoint: Checkpoint, sizes: dict[str, int], index: IndexShape) -> int:
+    """Return the numbers per token in what all layers keep."""
+    if index.latent_width:
+        return index.latent_width + index.index_width
+    usual = sizes["num_hidden_layers"] * _kv_width(sizes)
+    return (_projected_kv_width(checkpoint) or usual) + index.index_width
 
 
 def _projected_kv_width(checkpoint: Checkpoint) -> int:

@@ -18,10 +18,23 @@ from offload.errors import UserError, reason
 
 _INNER = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
 # tensors of a language model that lies beside the towers
-_BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|lm_head)\.")
+_BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|rotary_emb|lm_head)\.")
 _HEAD = re.compile(r"^(?:model\.)?lm_head\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _MULTI_TOKEN = re.compile(r"(?:^|\.)mtp(?![a-z])")
+# of files in Mistral's own form, by which they are told, and others that it has; where transformers
+# renames by two tables, one after the other, here the outer one is applied
+_MISTRAL = "tok_embeddings.weight"
+_MISTRAL_NAMES = (
+    (re.compile(r"^tok_embeddings\."), "model.embed_tokens."),
+    (re.compile(r"^output\."), "lm_head."),
+    (re.compile(r"^lerope\."), "model.rotary_emb."),
+    (re.compile(r"^(layers|norm)\."), r"model.\1."),
+    (re.compile(r"\.wo\."), ".o_proj."),
+    (re.compile(r"\.(feed_forward|shared_experts)\.w1\."), r".\1.gate_proj."),
+    (re.compile(r"\.(feed_forward|shared_experts)\.w2\."), r".\1.down_proj."),
+    (re.compile(r"\.(feed_forward|shared_experts)\.w3\."), r".\1.up_proj."),
+)
 _EXTRA = "extra layers"
 _OTHER = "other parts"
 _KINDS = {
@@ -61,8 +74,11 @@ def text_part(
     num_layers = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
     is_around = is_wrapper(config)
     is_named = any(map(_INNER.match, tensors))
+    is_mistral = is_around and _MISTRAL in tensors
     for name, entry in tensors.items():
         own = _text_model_name(name, is_named=is_named) if is_around else name
+        if is_mistral:
+            own = _text_model_name(_of_mistral(name), is_named=False)
         if own is None or _is_for_multi_token_prediction(own, num_layers):
             left_out[_kind(name) if own is None else _EXTRA] += entry.hi - entry.lo
         elif own in kept:
@@ -106,6 +122,12 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
         **config,
         "text_config": {**inner, **{key: size for key, size in usual.items() if size is not None}},
     }
+
+
+def _of_mistral(name: str) -> str:
+    for pattern, other in _MISTRAL_NAMES:
+        name = pattern.sub(other, name)
+    return name
 
 
 def _text_model_name(name: str, *, is_named: bool) -> str | None:

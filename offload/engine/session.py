@@ -14,6 +14,7 @@ budget's worth.
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
+from offload.checkpoint.index_sizes import index_layers
 from offload.checkpoint.recurrent_sizes import RecurrentLayer, recurrent_layers
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
@@ -35,7 +37,7 @@ from offload.encoding.base import PLAIN_OF, STORED, Encoding
 from offload.engine.identities import Identities
 from offload.engine.sequence import CachePool
 from offload.errors import ReadError, UserError, ensure, reason
-from offload.model.kv_cache import KVCache
+from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
 from offload.units import require
 
@@ -95,7 +97,7 @@ _FORMAT = "offload session, version 2"
 _TOLD = ("role", "content")
 _TOKENS = "tokens"
 _PARTS = ("target", "draft")
-_KINDS = ("keys", "values")
+_KINDS = (KEYS, VALUES)
 # of recurrent layers
 _TAILS = "tails"
 _STATES = "states"
@@ -154,10 +156,8 @@ def save_session(
     tokens = pool.tokens
     tensors = {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
     for part, cache in _caches(pool).items():
-        for index, pair in cache.states(len(tokens)).items():
-            tensors |= {
-                _name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)
-            }
+        for layer, held in cache.states(len(tokens)).items():
+            tensors |= {_name(part, kind, layer): state for kind, state in held.items()}
         tensors |= _recurrent_tensors(part, cache, len(tokens))
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
     try:
@@ -203,15 +203,20 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
             has_same_bits = part == "draft" or arithmetic in ("", file.metadata().get("arithmetic"))
             if has_same_bits and models.can_use(part, file.metadata()):
                 kept = _kept_layers(file, part)
-                states = (
-                    (index, *(file.get_tensor(_name(part, kind, index)) for kind in _KINDS))
-                    for index in kept
-                )
-                cache.refill(states, _num_kept(file, part) if kept else 0)
+                cache.refill(_held(file, part), _num_kept(file, part) if kept else 0)
                 if kept and isinstance(cache, RecurrentCache):
                     cache.restore(_point(file, part))
     pool.filled_for(session.tokens)
     return session
+
+
+def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """What layers hold of the text, one after another."""
+    of_layer = defaultdict[int, list[str]](list)
+    for name in _names(file, part, (*_KINDS, INDEX)):
+        of_layer[int(name.rsplit(".", 1)[1])].append(name)
+    for layer, names in sorted(of_layer.items()):
+        yield layer, {name.split(".")[1]: file.get_tensor(name) for name in names}
 
 
 def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
@@ -300,11 +305,14 @@ def _check_states(
         text_config(checkpoint).get("num_kv_shared_layers") or 0
     )
     recurrent = recurrent_layers(text_config(checkpoint), checkpoint.tensors, num_own)
-    is_sound = set(kept) <= set(range(num_own)) if recurrent else kept == list(range(num_own))
+    index = index_layers(text_config(checkpoint), checkpoint.tensors, num_own)
+    is_partly = bool(recurrent) or bool(index)
+    is_sound = set(kept) <= set(range(num_own)) if is_partly else kept == list(range(num_own))
     ensure(is_sound, f"{part} has {num_own} layers with keys and values, not {kept}")
     _check_recurrent(file, part, recurrent, computed)
     num_kept = _num_kept(file, part)
-    total_bytes = 0
+    _check_index(file, part, index, num_kept, computed)
+    total_bytes = sum(index.values()) * computed.align_bytes
     num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
     num_own = len(kept)
     per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
@@ -326,7 +334,7 @@ def _check_states(
 def _kept_layers(file: Any, part: str) -> list[int]:
     """Layers with keys and values in the file, each with both. Raises `ValueError`."""
     names = {name for name in file.keys() if name.startswith(f"{part}.")}  # noqa: SIM118
-    names -= _names(file, part, (_TAILS, _STATES))
+    names -= _names(file, part, (_TAILS, _STATES, INDEX))
     kept = sorted({int(name.rsplit(".", 1)[1]) for name in names})
     ensure(
         names == {_name(part, kind, index) for kind in _KINDS for index in kept},
@@ -345,6 +353,22 @@ def _names(file: Any, part: str, kinds: tuple[str, ...]) -> set[str]:
         for name in file.keys()  # noqa: SIM118
         if name.startswith(tuple(f"{part}.{kind}." for kind in kinds))
     }
+
+
+def _check_index(
+    file: Any, part: str, layers: Mapping[int, int], num_kept: int, computed: Encoding
+) -> None:
+    """Index keys are those that the model's headers tell of. Raises `ValueError`."""
+    wanted = {_name(part, INDEX, layer): width for layer, width in layers.items()}
+    found = _names(file, part, (INDEX,))
+    ensure(
+        found == {*wanted}, f"{part} has index keys of {len(wanted)} layers, not {sorted(found)}"
+    )
+    for name, width in wanted.items():
+        header = file.get_slice(name)
+        shape = [1, 1, num_kept, width]
+        is_sound = header.get_shape() == shape and header.get_dtype() == computed.name
+        ensure(is_sound, f"{name} has shape {header.get_shape()} and type {header.get_dtype()}")
 
 
 def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, Tensor]:

@@ -408,5 +408,5 @@ def activation_bytes(
     source_bytes = (
         context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
     )
-    pass_bytes += stepping_bytes(shape, num_rows)
+    pass_bytes += stepping_bytes(shape, num_rows) + shape.column_bytes * (context + num_rows)
     return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once

@@ -125,10 +125,16 @@ def plan_memory(
 
 
 def require_no_states(files: "ModelFiles", dtype: str) -> None:
-    """Raises `UserError` for models that ranks cannot share, since layers keep states."""
+    """Raises `UserError` for models that ranks cannot share, since layers keep states or choose."""
     for checkpoint in files:
-        if checkpoint is not None and model_shape(checkpoint, dtype).recurrent.state_bytes:
+        if checkpoint is None:
+            continue
+        shape = model_shape(checkpoint, dtype)
+        if shape.recurrent.state_bytes:
             what = "has recurrent or convolutional layers, whose states stay on one rank"
+            raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
+        if shape.index_bytes_per_token:
+            what = "has layers that choose by an index what they attend to, which stays on one rank"
             raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
 
 

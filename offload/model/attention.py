@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window, first_seen
+from offload.model.indexed import ChoosingMask
 from offload.model.parts import BatchMask
 
 NAME = "offload_tree"
@@ -74,7 +75,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PathRows | BatchMask | None,
+    attention_mask: Tensor | PathRows | BatchMask | ChoosingMask | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -84,6 +85,9 @@ def folded_attention(
     `more` is what transformers passes beside. Raises `UserError` where that would change the scores
     themselves.
     """
+    if isinstance(attention_mask, ChoosingMask):
+        chosen = (more.pop("indices", None) or attention_mask).chosen
+        return folded_attention(module, query, key, value, chosen, scaling=scaling, **more)
     if isinstance(attention_mask, BatchMask):
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None

@@ -148,8 +148,14 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """The first layer that is like most: with routed experts where these come alone."""
-        return next(iter(self._experts_of), 0)
+        """The first layer that is like most: with routed experts where these come alone, and with
+        keys and values of its own.
+        """
+        return next((layer for layer in self._experts_of if not self._borrows_keys(layer)), 0)
+
+    def _borrows_keys(self, layer: int) -> bool:
+        attention = getattr(self._layers[layer], "self_attn", None)
+        return bool(getattr(attention, "is_kv_shared_layer", False))
 
     def read_rest(
         self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None

@@ -186,6 +186,8 @@ def use_graphs(model: StreamedModel) -> str | None:
     """
     if model.has_states:
         return "the draft runs without CUDA graphs, which is slower (it has recurrent layers)"
+    if model.has_index:
+        return "the draft runs without CUDA graphs, which is slower (its layers choose by an index)"
     if model.attend is None:
         return "the draft runs without CUDA graphs, which is slower (its attention takes masks)"
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))

@@ -1,5 +1,8 @@
 """Keys and values of every layer in buffers of fixed size, with one place where the length changes.
 
+Layers that choose by an index what they attend to keep a third thing of each position, its index
+keys.
+
     [0, length) committed   [length, length + U) not committed, in the order in which they were run
     or kept
 
@@ -13,7 +16,7 @@ them and hand all of them on to attention, in which each row looks at the column
 alone (`parts.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -23,52 +26,56 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from offload.kernels.kv_commit import kv_commit_reference
 
+KEYS, VALUES, INDEX = "keys", "values", "index"
+# what one layer holds of some positions, (1, G, P, K) each, by these names
+Held = Mapping[str, Tensor]
+
 
 class _Window:
     """Where the running pass writes, shared by all layers of one cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[Tensor], Tensor] | None) -> None:
+        self.send = send or (lambda tensor: tensor)
         self.lo = 0
+        self.hi = 0  # behind the last row of the pass that was placed
         self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
         # of a recorded pass: where its rows go, read anew at each replay
         self.slot_T: Tensor | None = None
 
+    def all_positions(self) -> Tensor | None:
+        """(3, 1, M): those that rows of a pass may have, by three axes that are one for text."""
+        return self.send(torch.arange(self.hi)).expand(3, 1, -1) if self.hi else None
+
 
 class _Buffers:
-    """Keys and values of every layer, (1, G, B * S, K) each, of B texts side by side; made as
-    layers show shapes.
+    """What every layer holds, (1, G, B * S, K) each, of B texts side by side; made as layers show
+    shapes.
     """
 
     def __init__(self, num_texts: int, num_slots: int) -> None:
         self.num_texts = num_texts
         self._num_slots = num_slots
         self.is_fixed = False
-        self.of_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        self.of_layer: dict[int, dict[str, Tensor]] = {}
 
     @property
     def stride(self) -> int:
         """Slots from one text's first to the next one's."""
         return self._num_slots + self.is_fixed
 
-    def make(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of a layer with such states, as they are from then on."""
-        if layer not in self.of_layer:
+    def make(self, layer: int, name: str, states: Tensor) -> Tensor:
+        """The one of a layer with such states, as it is from then on."""
+        held = self.of_layer.setdefault(layer, {})
+        if name not in held:
             new = torch.zeros if self.is_fixed else torch.empty
-            num_slots = self.num_texts * self.stride
-            self.of_layer[layer] = tuple(  # type: ignore[assignment]
-                new(
-                    (*states.shape[:2], num_slots, states.shape[3]),
-                    dtype=states.dtype,
-                    device=states.device,
-                )
-                for states in (key_states, value_states)
-            )
-        return self.of_layer[layer]
+            shape = (*states.shape[:2], self.num_texts * self.stride, states.shape[3])
+            held[name] = new(shape, dtype=states.dtype, device=states.device)
+        return held[name]
 
 
 class _SlotLayer(DynamicLayer):
-    """One layer's keys and values of one text, (1, G, S, K) each: views of buffers that are made at
-    first use.
+    """What one layer holds of one text, (1, G, S, K) each: views of buffers that are made at first
+    use.
     """
 
     def __init__(self, window: _Window, buffers: _Buffers, layer: int, text: int) -> None:
@@ -77,14 +84,22 @@ class _SlotLayer(DynamicLayer):
         self._buffers = buffers
         self._layer = layer
         self._text = text
+        self.held: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        first = self._text * self._buffers.stride
-        stride = self._buffers.stride
-        whole = self._buffers.make(self._layer, key_states, value_states)
-        self.keys, self.values = (buffer[:, :, first : first + stride] for buffer in whole)
+        self.keys = self._view(KEYS, key_states)
+        self.values = self._view(VALUES, value_states)
         self.is_initialized = True
+
+    def _view(self, name: str, states: Tensor) -> Tensor:
+        """This text's part of a buffer."""
+        if name not in self.held:
+            stride = self._buffers.stride
+            first = self._text * stride
+            whole = self._buffers.make(self._layer, name, states)
+            self.held[name] = whole[:, :, first : first + stride]
+        return self.held[name]
 
     def write(self, first: int, key_states: Tensor, value_states: Tensor) -> int:
         """Put rows at positions from `first` on; returns the slot behind them."""
@@ -95,6 +110,21 @@ class _SlotLayer(DynamicLayer):
         self.keys[:, :, lo:hi] = key_states
         self.values[:, :, lo:hi] = value_states
         return hi
+
+    def write_index(self, first: int, states_1TW: Tensor) -> Tensor:
+        """Put index keys at positions from `first` on; returns those of all slots up to there."""
+        lo = first - self._window.num_elsewhere
+        hi = lo + states_1TW.shape[1]
+        index = self._view(INDEX, states_1TW[:, None])
+        index[:, 0, lo:hi] = states_1TW
+        return index[:, 0, :hi]
+
+    def take(self, held: Held, length: int, send: Callable[[Tensor], Tensor]) -> None:
+        """Take in what a layer holds of the first positions."""
+        if KEYS in held and not self.is_initialized:
+            self.lazy_initialization(*(send(held[name][:, :, :1]) for name in (KEYS, VALUES)))
+        for name, states in held.items():
+            self._view(name, send(states[:, :, :1]))[:, :, :length] = states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -107,6 +137,20 @@ class _SlotLayer(DynamicLayer):
         self.keys.index_copy_(2, self._window.slot_T, key_states)
         self.values.index_copy_(2, self._window.slot_T, value_states)
         return self.keys, self.values
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """See transformers' `DynamicIndexedLayer`: (1, S, W), of all rows so far."""
+        assert self._window.slot_T is None, "passes with an index are not recorded"
+        return self.write_index(self._window.lo, indexer_key_states)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Not of the slots, but all positions there are: a family turns index keys by them."""
+        return self._window.all_positions()
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: Tensor) -> None:
+        """A family would keep those of its rows there."""
 
     def get_seq_length(self) -> int:
         return self._window.lo
@@ -127,14 +171,14 @@ class KVCache(Cache):
         gather: Callable[..., None] = kv_commit_reference,
         send: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._lie_in(_Buffers(1, num_slots), 0, num_layers)
         self._gather = gather
         self._send = send
+        self._lie_in(_Buffers(1, num_slots), 0, num_layers)
         self.num_slots = num_slots
         self.length = self._num_placed = 0
 
     def _lie_in(self, buffers: _Buffers, text: int, num_layers: int) -> None:
-        self._window = _Window()
+        self._window = _Window(self._send)
         self._buffers = buffers
         self._text = text
         self._slot_layers = [
@@ -159,8 +203,12 @@ class KVCache(Cache):
         """Put rows of one layer into the slots of positions from this one on."""
         self._slot_layers[layer].write(position, key_states, value_states)
 
-    def buffers_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, (1, G, B * S, K) each, of this and all texts beside it."""
+    def write_index(self, layer: int, position: int, states_1TW: Tensor) -> None:
+        """Put rows' index keys of one layer into the same slots."""
+        self._slot_layers[layer].write_index(position, states_1TW)
+
+    def buffers_of(self, layer: int) -> Held:
+        """What a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
         return self._buffers.of_layer[layer]
 
     def is_beside(self, other: "KVCache") -> bool:
@@ -191,6 +239,7 @@ class KVCache(Cache):
         last = self._window.lo - self._window.num_elsewhere + num_rows
         assert last <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
         self._num_placed = num_uncommitted + num_rows
+        self._window.hi = self._window.lo + num_rows
         return self._window.lo
 
     def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
@@ -244,51 +293,38 @@ class KVCache(Cache):
         rows = [*path, *kept]
         # In some families the last layers share the keys and values of earlier ones and have none
         # of their own.
-        filled = [layer for layer in self._slot_layers if layer.is_initialized]
-        if filled and rows != list(range(len(rows))):
+        buffers = [buffer for layer in self._slot_layers for buffer in layer.held.values()]
+        if buffers and rows != list(range(len(rows))):
             row_A = torch.tensor(rows)
-            row_A = row_A.to(filled[0].keys.device) if self._send is None else self._send(row_A)
-            lo = self.length - self._window.num_elsewhere
-            self._gather(
-                [buffer for layer in filled for buffer in (layer.keys, layer.values)], lo, row_A
-            )
+            row_A = row_A.to(buffers[0].device) if self._send is None else self._send(row_A)
+            self._gather(buffers, self.length - self._window.num_elsewhere, row_A)
         self._end_at(self.length + len(path), len(kept))
 
-    def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer the keys and values of at most so many committed positions, (1, G, P, K) each:
-        views.
-        """
+    def states(self, most: int) -> dict[int, Held]:
+        """By layer what it holds of at most so many committed positions, (1, G, P, K) each: views."""
         num_kept = min(most, self.length)
-        filled = [
-            (index, layer)
-            for index, layer in enumerate(self._slot_layers)
-            if num_kept and layer.is_initialized
-        ]
         return {
-            index: (layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept])
-            for index, layer in filled
+            index: {name: states[:, :, :num_kept] for name, states in layer.held.items()}
+            for index, layer in enumerate(self._slot_layers)
+            if num_kept and layer.held
         }
 
     @torch.inference_mode()
-    def refill(self, states: Iterable[tuple[int, Tensor, Tensor]], length: int) -> None:
+    def refill(self, states: Iterable[tuple[int, Held]], length: int) -> None:
         """Take in what `states` gave, layer by layer. Where that fails half-way, the cache is
         empty.
         """
         self.clear()
-        for index, keys, values in states:
-            layer = self._slot_layers[index]
-            send = self._send or (lambda tensor: tensor)
-            if not layer.is_initialized:
-                layer.lazy_initialization(send(keys[:, :, :1]), send(values[:, :, :1]))
-            layer.keys[:, :, :length], layer.values[:, :, :length] = keys, values
+        send = self._send or (lambda tensor: tensor)
+        for index, held in states:
+            self._slot_layers[index].take(held, length, send)
         self._end_at(length)
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
         """Take over the first committed positions of another text, in place of all that there is
         here.
         """
-        states = [(layer, *both) for layer, both in other.states(num_positions).items()]
-        self.refill(states, min(num_positions, other.length))
+        self.refill(other.states(num_positions).items(), min(num_positions, other.length))
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""
@@ -340,7 +376,24 @@ class _JointLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         for cache, lo, hi, position, _ in self._parts:
             cache.write(self._layer, position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
-        return self._parts[0].cache.buffers_of(self._layer)
+        held = self._parts[0].cache.buffers_of(self._layer)
+        return held[KEYS], held[VALUES]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """See `_SlotLayer`: (1, B * S, W)."""
+        for cache, lo, hi, position, _ in self._parts:
+            cache.write_index(self._layer, position, indexer_key_states[:, lo:hi])
+        return self._parts[0].cache.buffers_of(self._layer)[INDEX][:, 0]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """See `_SlotLayer`."""
+        furthest = max(self._parts, key=lambda part: part.position + part.hi - part.lo)
+        return furthest.cache.layers[self._layer].indexer_position_ids
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: Tensor) -> None:
+        """See `_SlotLayer`."""
 
     def get_seq_length(self) -> int:
         return 0

@@ -61,7 +61,9 @@ from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
 from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
+from offload.model.indexed import ChoosingMask, follow_indices, has_index
 from offload.model.kv_cache import KVCache
+from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
 
 
@@ -191,17 +193,22 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         _ = mappings[0][type(whole)]  # loads the module in which its text model is
         if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
             config.tie_word_embeddings = whole.tie_word_embeddings
-    _refuse_unrollable(checkpoint, config)
     if config.model_type in _OTHER_WAYS:
         raise _unsupported(checkpoint, _OTHER_WAYS[config.model_type])
+    _refuse_unrollable(checkpoint, config)
     with _refusing(checkpoint, _missing(config)):
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
         decoder = meta_model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    is_following = follow_trees(layers) if isinstance(layers, nn.ModuleList) else []
+    found = getattr(decoder, "layers", None)
+    layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
+    is_following = follow_trees(layers)
     if is_following:
-        _refuse_states(checkpoint, config, is_following)
+        with _refusing(checkpoint):
+            is_choosing = follow_indices(layers)
+        _refuse_states(checkpoint, config, is_following, is_choosing)
+        if any(is_choosing):
+            meta_model.set_attn_implementation(attention.NAME)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
     if any(
@@ -343,10 +350,12 @@ _OTHER_WAYS = {
     "mllama_text_model": "layers that attend to pictures alone",
     "diffusion_gemma_text": "it takes noise away from whole passages instead of writing token by token",
     "ernie4_5_vl_moe_text": "experts for pictures in the layers of its text",
+    "deepseek_v4": "keys that stand for several tokens, made by a cache of its own as a text grows",
 }
 # what families need of a config and transformers gives no value to
 _NEEDED = ("layer_types", "mlp_layer_types", "head_dim", "num_key_value_heads", "num_experts_per_tok",
-           "n_routed_experts", "num_experts", "vocabulary_map")  # fmt: skip
+           "n_routed_experts", "num_experts", "vocabulary_map", "indexer_n_heads", "indexer_kv_heads",
+           "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")  # fmt: skip
 # models around a language model, of any senses
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
@@ -358,6 +367,7 @@ _ONE_AT_A_TIME = threading.Lock()
 _MAX_WINDOW = 1 << 31
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
+_INDEXED = ("indexed_attention",)
 _KIND_LISTS = ("layer_types", "layers_block_type")
 _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
 # parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
@@ -430,6 +440,8 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     meta = torch.device("meta")
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
+    for layer in filter(has_index, layer_stacks(trial)[0]):
+        layer.register_forward_pre_hook(_give_paths, with_kwargs=True)
     cache = _trial_cache(meta_model)
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
     more = {
@@ -448,6 +460,16 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     else:
         if logits.shape != (1, 2, meta_model.get_output_embeddings().weight.shape[0]):
             raise ValueError(f"its scores have shape {tuple(logits.shape)}")
+
+
+def _give_paths(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Of the two rows of a trial, to a layer that chooses."""
+    rows = path_rows(0, torch.ones(2, 2, dtype=torch.bool).tril(), _of_that_shape)
+    return args, {**kwargs, "attention_mask": ChoosingMask(rows)}
+
+
+def _of_that_shape(query_HTK: Tensor, _: Tensor, value_GSV: Tensor, *__: Any) -> Tensor:
+    return query_HTK.new_empty(*query_HTK.shape[1::-1], value_GSV.shape[2])
 
 
 def _trial_cache(meta_model: PreTrainedModel) -> KVCache:
@@ -509,7 +531,11 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
 def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _unsupported(checkpoint, "attention that looks ahead")
-    _refuse_kinds(checkpoint, set(_kinds_of(config)) - {*_ATTENTION, *_RECURRENT, *_BY_ROW})
+    if getattr(config, "ple_layer_ids", None):
+        raise _unsupported(checkpoint, "tables of n-grams in its layers")
+    _refuse_kinds(
+        checkpoint, set(_kinds_of(config)) - {*_ATTENTION, *_RECURRENT, *_INDEXED, *_BY_ROW}
+    )
 
 
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
@@ -530,17 +556,24 @@ def _missing(config: Any) -> str:
     return f"config.json has no {' and no '.join(missing)}" if missing else ""
 
 
-def _refuse_states(checkpoint: Checkpoint, config: Any, is_following: list[bool]) -> None:
-    """Layers that keep a state, and are of no kind that follows trees."""
+def _refuse_states(
+    checkpoint: Checkpoint, config: Any, is_following: list[bool], is_choosing: list[bool]
+) -> None:
+    """Layers that keep a state or an index, and are of no kind that follows trees."""
     kinds = _kinds_of(config)
     allowed = {*_ATTENTION, *_BY_ROW}
     if len(kinds) != len(is_following) and {*kinds} - allowed:
         raise _unsupported(
             checkpoint, f"{len(kinds)} kinds of layers for {len(is_following)} layers"
         )
-    pairs = zip(kinds, is_following, strict=False)
+    found = zip(kinds, is_following, is_choosing, strict=False)
     _refuse_kinds(
-        checkpoint, {kind for kind, follows in pairs if kind not in allowed and not follows}
+        checkpoint,
+        {
+            kind
+            for kind, follows, chooses in found
+            if kind not in allowed and not (chooses if kind in _INDEXED else follows)
+        },
     )
 
 

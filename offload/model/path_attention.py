@@ -111,9 +111,11 @@ def path_attention(
     scratch = scratch or Scratch(0)
     (num_heads, num_rows, _), num_groups = query_HTK.shape, len(key_GSK)
     group = num_heads // num_groups
-    pieces = rows.kept.get((num_rows, group))
+    kind = (rows.window, num_rows, group)
+    pieces = rows.kept.get(kind)
     if pieces is None:
-        pieces = rows.kept[num_rows, group] = _pieces(rows, num_rows, group, shared_columns)
+        pieces = rows.kept[kind] = _pieces(rows, num_rows, group, shared_columns)
+    chosen_TS = None if rows.chosen_TS is None else rows.chosen_TS[-num_rows:]
     query_GTIK = query_HTK.unflatten(0, (num_groups, group)).transpose(1, 2)
     out_TGIV = query_HTK.new_empty(num_rows, num_groups, group, value_GSK.shape[2])
     for piece in pieces:
@@ -121,7 +123,8 @@ def path_attention(
         for first in range(0, num_groups, step):
             some = slice(first, first + step)
             scratch.begin()
-            call = _Call(piece, rows.window, _terms_of(terms, some, num_groups), multiply, scratch)
+            own_terms = _terms_of(terms, some, num_groups)
+            call = _Call(piece, rows.window, own_terms, multiply, scratch, chosen_TS)
             mean_GTIV = call.attend(
                 query_GTIK[some, piece.lo : piece.hi], key_GSK[some], value_GSK[some]
             )
@@ -201,6 +204,12 @@ def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> boo
 def _extended_width(value_width: int) -> int:
     """Of values with ones behind them; a multiple of what processors handle at once, mostly."""
     return max(_LEAST_WIDTH, value_width) + _ONES
+
+
+def _mask_of(is_seen: Tensor) -> Tensor:
+    """0.0, or -inf for what is not seen."""
+    mask = torch.zeros(is_seen.shape, device=is_seen.device)
+    return mask.masked_fill_(~is_seen, -torch.inf)
 
 
 def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
@@ -338,12 +347,14 @@ class _Call:
         terms: ScoreTerms,
         multiply: MultiplyBy,
         scratch: Scratch,
+        chosen_TS: Tensor | None,
     ) -> None:
         self._piece = piece
         self._window = window
         self._terms = terms
         self._multiply = multiply
         self._scratch = scratch
+        self._chosen_TS = None if chosen_TS is None else chosen_TS[piece.lo : piece.hi]
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
         """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each
@@ -388,6 +399,8 @@ class _Call:
         seen_T11 = self._piece.seen_T[:, None, None]
         if self._window is not None or int(seen_T11.min()) < hi:
             self._hide(score_GTIS, lo, seen_T11.to(score_GTIS.device))
+        if self._chosen_TS is not None:
+            score_GTIS.add_(_mask_of(self._chosen_TS[:, None, lo:hi]))
         return score_GTIS
 
     def _hide(self, score_GTIS: Tensor, lo: int, seen_T11: Tensor) -> None:
@@ -416,6 +429,16 @@ class _Call:
         score_EAC = self._capped(self._times(query_EAK, key_ECK.transpose(1, 2)))
         score_GRTIC = score_EAC.reshape(num_groups, num_runs, runs.num_rows, group, num_columns)
         score_GRTIC.add_(runs.mask_RTC[:, :, None])
+        if self._chosen_TS is not None:
+            # rows that are made up see everything
+            chosen_TU = pad(
+                self._chosen_TS[:, self._piece.base :],
+                (0, 0, 0, runs.num_made_up - num_rows),
+                value=True,
+            )
+            chosen_RTU = chosen_TU.unflatten(0, (num_runs, -1))
+            column_RTC = runs.column_RC[:, None].expand(-1, runs.num_rows, -1)
+            score_GRTIC.add_(_mask_of(chosen_RTU.gather(2, column_RTC))[:, :, None])
         return score_GRTIC.flatten(1, 2)
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:

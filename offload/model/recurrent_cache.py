@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.memory.plan import WIDE_STATES_BYTES
-from offload.model.kv_cache import KVCache
+from offload.model.kv_cache import Held, KVCache
 from offload.model.recurrences import Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
 
@@ -292,7 +292,7 @@ class RecurrentCache(KVCache):
         assert known.length == length, "states are there"
         return known
 
-    def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def states(self, most: int) -> dict[int, Held]:
         """See `KVCache`; of as many positions as there are states for, see `point_at`."""
         return super().states(self.keepable(most))
 

@@ -29,6 +29,7 @@ from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
+from offload.model.indexed import ChoosingMask, has_index, shares_index
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
@@ -84,7 +85,10 @@ class StreamedModel(BoundModel):
         self._kernel: Attend | None = None
         self._invariant: InvariantRows | None = None
         self._invariant_attention: InvariantAttention | None = None
-        self._is_by_path = False
+        self._chooses = [has_index(layer) for layer in self._layers]
+        # layers that choose do so among the positions of paths
+        self._is_by_path = self.has_index
+        self._is_cut = False
         self._is_narrow = place.type == "cpu" and lacks_products(self.dtype)
         self._products = WideProducts() if self._is_narrow else nullcontext()
         config = self.meta_model.config
@@ -111,8 +115,12 @@ class StreamedModel(BoundModel):
         """Meanwhile the decoder has these layers only, so that one of them can be timed without the
         others.
         """
-        with cut_stack(self.meta_model, kept):
-            yield
+        self._is_cut = True
+        try:
+            with cut_stack(self.meta_model, kept):
+                yield
+        finally:
+            self._is_cut = False
 
     @torch.inference_mode()
     def forward(
@@ -314,11 +322,16 @@ class StreamedModel(BoundModel):
         return has_states(self._layers)
 
     @property
+    def has_index(self) -> bool:
+        """Whether layers choose what rows attend to."""
+        return any(self._chooses)
+
+    @property
     def layers_to_try(self) -> list[int]:
-        """By which all can be judged: the typical one, and where layers keep states one of every
-        kind.
+        """By which all can be judged: the typical one, and where layers keep states or choose one
+        of every kind.
         """
-        if not self.has_states:
+        if not self.has_states and not self.has_index:
             return [self.typical_layer]
         first: dict[object, int] = {}
         for index, layer in enumerate(self._layers):
@@ -327,7 +340,8 @@ class StreamedModel(BoundModel):
                 for name, one in layer.named_parameters()
                 if ".experts." not in name
             )
-            first.setdefault(tuple(own), index)
+            if not self._borrows_keys(index):
+                first.setdefault(tuple(own), index)
         return sorted({self.typical_layer, *first.values()})
 
     def replay_with(self, replay: Replay) -> None:
@@ -346,9 +360,10 @@ class StreamedModel(BoundModel):
 
     def attend_with(self, kernel: Attend | None) -> None:
         """From now on rows attend along their paths by this kernel, if the family's attention can
-        be ours.
+        be ours; where layers choose, the kernel's reference goes on.
         """
-        self._kernel = kernel if kernel is not None and self._takes_paths() else None
+        can_be = kernel is not None and not self.has_index and self._takes_paths()
+        self._kernel = kernel if can_be else None
 
     @property
     def attend(self) -> Attend | None:
@@ -386,15 +401,26 @@ class StreamedModel(BoundModel):
         return masks
 
     def _give_mask(
-        self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, window: Window, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         assert "attention_mask" in kwargs, "this family does not pass masks by name"
         mask = self._masks[window]
+        if has_index(layer):
+            return args, {**kwargs, **self._choosing(layer, mask, kwargs)}
         hidden = args[0] if args else kwargs["hidden_states"]
         if isinstance(mask, Tensor):
             # some families run their last layers on the rows to be scored alone
             mask = mask[:, :, -hidden.shape[-2] :]
         return args, {**kwargs, "attention_mask": mask}
+
+    def _choosing(self, layer: nn.Module, mask: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a layer that chooses gets. One that shares a choice of a layer which is cut off sees
+        everything.
+        """
+        given = {"attention_mask": ChoosingMask(mask)}
+        if self._is_cut and shares_index(layer) and kwargs.get("prev_topk_indices") is None:
+            given["prev_topk_indices"] = ChoosingMask(mask, mask)
+        return given
 
 
 _HOST_SECTION = torch.device("cpu")

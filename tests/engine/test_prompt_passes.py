@@ -67,7 +67,7 @@ def states_after(decoder: Decoder) -> list[torch.Tensor]:
     for _ in run:
         pass
     states = run.sequence.caches.target.states(len(TOKENS))
-    return [one.clone() for both in states.values() for one in both] + [torch.tensor(run.sequence.new_ids)]
+    return [one.clone() for held in states.values() for one in held.values()] + [torch.tensor(run.sequence.new_ids)]
 
 
 def test_a_slow_link_takes_a_prompt_in_one_pass_with_the_same_bits(

@@ -149,7 +149,7 @@ def test_whoever_keeps_nothing_starts_behind_the_committed_rows() -> None:
     cache.commit([], [1])
     cache.clear(2)
     assert committed(cache) == [2, 3] and cache.num_uncommitted == 0
-    states = [(index, keys.clone(), values.clone()) for index, (keys, values) in cache.states(9).items()]
+    states = [(layer, {name: one.clone() for name, one in held.items()}) for layer, held in cache.states(9).items()]
     write(cache, [6])
     cache.refill(states, 2)
     assert committed(cache) == [2, 3] and cache.num_uncommitted == 0
