@@ -15,6 +15,7 @@ from offload.checkpoint.tensors import TensorEntry
 _LAYER = re.compile(
     r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv1d\.weight|conv\.conv\.weight|A_log)$"
 )
+_GATE = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.self_attn\.output_gate\.weight$")
 _FLOAT_BYTES = 4  # states and what they are computed with
 # of a row's heads, while a prompt is read: what `torch_chunk_gated_delta_rule` holds at once
 _COPIES = 12
@@ -75,7 +76,18 @@ def recurrent_layers(
             elif len(entry.shape) == 3:
                 convolutions[int(match[1])].append(entry.shape)
     layers = sorted({*convolutions, *decays})
-    return {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
+    found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
+    if config.get("model_type") == "minimax":
+        matches = ((_GATE.match(name), entry) for name, entry in tensors.items())
+        gates = {int(match[1]): entry.shape[0] for match, entry in matches if match is not None}
+        found |= {at: _lightning(config, width) for at, width in gates.items() if at < num_layers}
+    return found
+
+
+def _lightning(config: Mapping[str, Any], width: int) -> RecurrentLayer:
+    """Linear attention whose heads are so wide together."""
+    head_dim = _size(config, "head_dim") or width // max(1, _size(config, "num_attention_heads"))
+    return RecurrentLayer(1, 0, width * head_dim, 2 * width, 0, 8 * width + _CHUNK_ROWS * width)
 
 
 def _layer(

@@ -56,6 +56,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, unsupported
+from offload.checkpoint.shared_layers import FAMILIES
 from offload.checkpoint.t5 import ENCODER_DECODERS
 from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
@@ -204,7 +205,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         _refuse_states(checkpoint, config, is_following)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    if any(
+    if config.model_type not in FAMILIES and any(
         ".layers." in f".{name}"
         for pair in meta_model.all_tied_weights_keys.items()
         for name in pair
@@ -304,6 +305,8 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
         "sliding_attention": window,
         "chunked_attention": AttentionChunk(chunk) if chunk else None,
     }
+    if config.model_type == "minimax":  # calls them so whatever their window
+        reach["full_attention"] = window
     return [reach.get(kind) for kind in kinds]
 
 
@@ -405,6 +408,8 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     if "cache_params" in signature(type(meta_model).forward).parameters:
         meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
+    if config.model_type == "minimax":
+        meta_model.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
     meta_model.set_attn_implementation(
         "eager" if is_capped or not meta_model._supports_sdpa else attention.NAME
     )
@@ -417,6 +422,13 @@ def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     if "past_key_values" in more:
         more["cache_params"] = more.pop("past_key_values")
     return args, more
+
+
+def _ask_for_no_cache(
+    _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """MiniMax refuses any cache but its own where one is asked for; what is given it hands on."""
+    return args, {**kwargs, "use_cache": False}
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:

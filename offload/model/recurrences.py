@@ -16,6 +16,7 @@ from torch.nn import functional
 
 RowInputs = dict[str, Tensor]  # (T, ...) each
 _LEAST_CHUNK = 16  # rows: fewer are as quick one by one
+_LIGHTNING_CHUNK = 64  # rows
 _UNLIMITED = (0.0, float("inf"))
 
 
@@ -219,6 +220,68 @@ class Mamba:
     def give(self, out_T: Tensor) -> Tensor:
         """See `Recurrence`."""
         return out_T.T[None]
+
+
+class Lightning:
+    """Linear attention with a fixed decay for each head (MiniMax-01): S = S e^-slope + k v^T.
+
+    transformers has no functions for it, so the arithmetic is here, in float32: a state that is
+    rounded to bfloat16 at every token, as transformers has it in that type, forgets.
+    """
+
+    kept: tuple[str, ...] = ("key", "value")
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, H, K, K) in float32."""
+        value = inputs.rows["value"]
+        return value.new_zeros(1, *value.shape[1:], value.shape[2], dtype=torch.float32)
+
+    def read(self, query: Tensor, key: Tensor, value: Tensor, decay_H: Tensor) -> Inputs:
+        """Rows are (1, T, H, K); `decay_H` is what a state keeps from row to row."""
+        rows = {"query": query[0], "key": key[0], "value": value[0]}
+        return Inputs(rows, {"decay_H": decay_H})
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        query, key, value = (rows[name].float() for name in ("query", "key", "value"))
+        state = state * fixed["decay_H"][:, None, None]
+        state = state + key[..., None] * value[..., None, :]
+        out = (state * query[..., None]).sum(-2)
+        return out.to(rows["value"].dtype), state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        rows = {"query": rows["key"]} | rows
+        if is_exact or len(rows["key"]) < _LEAST_CHUNK:
+            return one_by_one(self, state, rows, fixed)
+        outs = list[Tensor]()
+        for first in range(0, len(rows["key"]), _LIGHTNING_CHUNK):
+            chunk = {name: row_T[first : first + _LIGHTNING_CHUNK] for name, row_T in rows.items()}
+            out, state = self._run_chunk(state, chunk, fixed["decay_H"])
+            outs.append(out)
+        return torch.cat(outs).to(rows["value"].dtype), state
+
+    def _run_chunk(self, state: Tensor, rows: RowInputs, decay_H: Tensor) -> tuple[Tensor, Tensor]:
+        """A few rows by products of matrices: what they had from before, and from each other."""
+        query, key, value = (
+            rows[name].float().transpose(0, 1) for name in ("query", "key", "value")
+        )
+        num_rows = key.shape[1]
+        at_T = torch.arange(num_rows, device=key.device)
+        lag_TT = (at_T[:, None] - at_T).clamp(min=0)
+        decay_HTT = (decay_H[:, None, None] ** lag_TT).tril()
+        into_HT1 = decay_H[:, None, None] ** (at_T + 1)[:, None]
+        out_of_HT1 = decay_H[:, None, None] ** (num_rows - 1 - at_T)[:, None]
+        before = (query * into_HT1) @ state[0]
+        among = (query @ key.transpose(1, 2) * decay_HTT) @ value
+        behind = state[0] * into_HT1[:, -1:] + (key * out_of_HT1).transpose(1, 2) @ value
+        return (before + among).transpose(0, 1), behind[None]
+
+    def give(self, out_T: Tensor) -> Tensor:
+        """(1, T, H, K)."""
+        return out_T[None]
 
 
 def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -96,10 +97,12 @@ class StreamedModel(BoundModel):
             and not any(layout.coded for layout in self._layouts)
         ):
             take_rows_in_parts(self._layers)  # others would expand their weights for each part
-        for layer, window in zip(self._layers, self._windows, strict=True):
-            self._hooks.append(
-                layer.register_forward_pre_hook(partial(self._give_mask, window), with_kwargs=True)
-            )
+        for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
+            if "causal_mask" in signature(type(layer).forward).parameters:
+                give = partial(self._give_causal_mask, window, index)
+            else:
+                give = partial(self._give_mask, window)
+            self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
         for table in self._tables:
             self._hooks.append(
                 table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:]))
@@ -395,6 +398,16 @@ class StreamedModel(BoundModel):
             # some families run their last layers on the rows to be scored alone
             mask = mask[:, :, -hidden.shape[-2] :]
         return args, {**kwargs, "attention_mask": mask}
+
+    def _give_causal_mask(
+        self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Zamba passes two masks by their order, of which attention gets one, and the layer's
+        number, which it must have where it runs without the layers before it.
+        """
+        names = [*signature(type(layer).forward).parameters][2:]
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        return args[:1], given | {"causal_mask": self._masks[window], "layer_idx": index}
 
 
 _HOST_SECTION = torch.device("cpu")

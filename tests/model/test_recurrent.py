@@ -23,7 +23,7 @@ from offload.model.meta import build_meta_model
 from offload.model.recurrent_cache import RecurrentCache
 from offload.model.streamed import StreamedModel
 
-KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear")
+KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
 NUM_NODES = {"none": 1, "chain:3": 4, "8x3": 8, "dynamic:16x4": 16}
 _HOW: dict[str, Any] = {"context": 160, "tree": "dynamic:16x4", "threads": 1}
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
