@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from offload.model.thread_team import TEAM
+
 RowInputs = dict[str, Tensor]  # (T, ...) each
 _LEAST_CHUNK = 16  # rows: fewer are as quick one by one
 _LIGHTNING_CHUNK = 64  # rows
+LARGE_STATE_BYTES = 1 << 20  # of a layer; smaller ones stay in a processor's cache anyway
+_HEADS_BYTES = 1 << 19  # of their states at once
+_NORM_EPS = 1e-6  # of `l2norm` in all families
+_DECAYS_BY_HEAD = ("torch_recurrent_gated_delta_rule",)
 _UNLIMITED = (0.0, float("inf"))
 
 
@@ -94,6 +100,10 @@ class GatedDelta:
 
     def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """See `Recurrence`."""
+        if self._is_large(state):
+            # no mode has to watch these
+            with torch._C.DisableTorchFunction():
+                return _large_steps(state, rows, **fixed)
         alone = {name: row[:, None] for name, row in rows.items()}
         out, state = self._step(**alone, **fixed, initial_state=state, output_final_state=True)
         return out[:, 0], state
@@ -102,14 +112,69 @@ class GatedDelta:
         self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
     ) -> tuple[Tensor, Tensor]:
         """See `Recurrence`."""
-        function = self._step if is_exact or len(rows["key"]) < _LEAST_CHUNK else self._scan
-        together = {name: row[None] for name, row in ({"query": rows["key"]} | rows).items()}
+        rows = {"query": rows["key"]} | rows
+        is_by_steps = is_exact or len(rows["key"]) < _LEAST_CHUNK
+        if is_by_steps and self._is_large(state):
+            return one_by_one(self, state, rows, fixed)
+        function = self._step if is_by_steps else self._scan
+        together = {name: row[None] for name, row in rows.items()}
         out, state = function(**together, **fixed, initial_state=state, output_final_state=True)
         return out[0], state
 
     def give(self, out_T: Tensor) -> tuple[Tensor, None]:
         """See `Recurrence`."""
         return out_T[None], None
+
+    def _is_large(self, state: Tensor) -> bool:
+        """Whether steps are taken here; the library's leave caches with every operation."""
+        name = getattr(self._step, "__name__", "")
+        is_here = state.device.type == "cpu" and name in _DECAYS_BY_HEAD
+        return is_here and state[0].nbytes >= LARGE_STATE_BYTES
+
+
+def _large_steps(
+    state: Tensor, rows: RowInputs, *, use_qk_l2norm_in_kernel: bool
+) -> tuple[Tensor, Tensor]:
+    """Take steps of the gated delta rule with a decay for each head.
+
+    The operations, and so the bits, are those of transformers' `torch_recurrent_gated_delta_rule`,
+    but a few heads at a time, which threads share, and into the same memory.
+    """
+    num_heads = state.shape[1]
+    query, key, value, beta, decay = (
+        rows[name].float() for name in ("query", "key", "value", "beta", "g")
+    )
+    query, key = (one.repeat_interleave(num_heads // one.shape[1], dim=1) for one in (query, key))
+    if use_qk_l2norm_in_kernel:
+        query = _normed(query)
+        key = _normed(key)
+    query = query / (query.shape[-1] ** 0.5)
+    decay = decay.exp()
+    after = torch.empty((len(value), *state.shape[1:]))
+    out = torch.empty(value.shape)
+    at_once = max(1, _HEADS_BYTES // state[0, 0].nbytes)
+    parts = [slice(lo, lo + at_once) for lo in range(0, num_heads, at_once)]
+    left = iter([(row, some) for row in range(len(value)) for some in parts])
+
+    def take() -> None:
+        scratch = torch.empty(min(at_once, num_heads), *state.shape[2:])
+        for row, some in left:
+            before = state[row, some]
+            own = scratch[: len(before)]
+            own_key = key[row, some, :, None]
+            new = torch.mul(before, decay[row, some, None, None], out=after[row, some])
+            held = torch.mul(new, own_key, out=own).sum(1)
+            delta = (value[row, some] - held) * beta[row, some, None]
+            new.add_(torch.mul(own_key, delta[:, None], out=own))
+            torch.sum(torch.mul(new, query[row, some, :, None], out=own), 1, out=out[row, some])
+
+    TEAM.run(take, len(parts))
+    return out.to(rows["query"].dtype), after
+
+
+def _normed(row_THK: Tensor) -> Tensor:
+    """What transformers' `l2norm` makes of rows."""
+    return row_THK * torch.rsqrt((row_THK * row_THK).sum(-1, keepdim=True) + _NORM_EPS)
 
 
 class Mamba2:

@@ -9,7 +9,7 @@ what a layer does across rows goes through these two; a layer of another make is
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -137,6 +137,7 @@ def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     reference = inspect.unwrap(function)
 
+    @wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         one = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         return (reference if one.device.type in ("cpu", "meta") else function)(*args, **kwargs)
