@@ -151,7 +151,7 @@ def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
             assert decoder.generate(prompts()[1], max_new_tokens=16).token_ids == wanted
 
 
-@pytest.mark.parametrize("name", ["qwen35", "deepseek2"])
+@pytest.mark.parametrize("name", ["qwen35", "deepseek2", "gpt-oss-moe"])
 def test_rules_that_no_file_states_need_a_config(name: str, tmp_path: Path) -> None:
     written = write_gguf(CURRENT[name](), tmp_path / "m.gguf", "Q8_0")
     with pytest.raises(UserError, match="give `config`, the folder or hub id of the original model"):

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from offload.checkpoint.tensors import TensorEntry
 
 _LAYER = re.compile(
-    r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv1d\.weight|conv\.conv\.weight|A_log)$"
+    r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv_?1d\.weight|conv\.conv\.weight|A_log|"
+    r"rg_lru\.recurrent_param)$"
 )
 _GATE = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.self_attn\.output_gate\.weight$")
 _FLOAT_BYTES = 4  # states and what they are computed with
@@ -71,7 +72,7 @@ def recurrent_layers(
     for name, entry in tensors.items():
         match = _LAYER.match(name)
         if match is not None and int(match[1]) < num_layers:
-            if match[3] == "A_log":
+            if match[3] in ("A_log", "rg_lru.recurrent_param"):
                 decays[int(match[1])] = entry.shape
             elif len(entry.shape) == 3:
                 convolutions[int(match[1])].append(entry.shape)
@@ -102,6 +103,8 @@ def _layer(
     taps = max((shape[2] for shape in convolutions), default=1)
     if decays is None:
         return RecurrentLayer(taps, channels, kept=channels, row_floats=4 * channels)
+    if config.get("model_type") == "recurrent_gemma":
+        return RecurrentLayer(taps, channels, channels, 3 * channels, 0, 12 * channels)
     if len(decays) == 2:  # Mamba has a decay for each channel and state
         width, num_states = decays
         state = width * num_states

@@ -349,6 +349,36 @@ class Lightning:
         return out_T[None]
 
 
+class Gated:
+    """A state that is kept by a share for each channel, and added to (RecurrentGemma): S = a S + x."""
+
+    kept: tuple[str, ...] = ("x", "share")
+
+    def read(self, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Inputs:
+        """All inputs are (1, T, C); a text begins where `reset`, (1, T, 1), says so."""
+        return Inputs({"x": hidden_states[0], "share": (recurrent_gate * ~reset)[0]}, {})
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, C) in float32."""
+        x = inputs.rows["x"]
+        return x.new_zeros(1, x.shape[1], dtype=torch.float32)
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        state = rows["share"].float() * state + rows["x"].float()
+        return state.to(rows["x"].dtype), state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        return one_by_one(self, state, rows, fixed)
+
+    def give(self, out_T: Tensor) -> Tensor:
+        """(1, T, C)."""
+        return out_T[None]
+
+
 def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:
     """Time steps as a scan would take them."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)

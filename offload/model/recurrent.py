@@ -19,7 +19,7 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 
 from offload.model.kv_cache import CacheRows, JointCache, KVCache
-from offload.model.recurrences import CONVOLUTION, KINDS, Lightning, Recurrence
+from offload.model.recurrences import CONVOLUTION, KINDS, Gated, Lightning, Recurrence
 from offload.model.recurrent_cache import RecurrentCache
 
 _CACHES = ("cache_params", "past_key_values")  # what layers call the cache that they are given
@@ -41,7 +41,7 @@ _RUNNING: ContextVar[_Running] = ContextVar("running")
 
 def follow_trees(layers: nn.ModuleList) -> list[bool]:
     """Let recurrent parts of these layers follow trees; tells which layers have any."""
-    return [_follow(layer) for layer in layers]
+    return [_follow(layer, index) for index, layer in enumerate(layers)]
 
 
 def has_states(layers: nn.ModuleList) -> bool:
@@ -54,7 +54,7 @@ def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
     return (RecurrentCache if has_states(layers) else KVCache)(len(layers), num_slots, *more)
 
 
-def _follow(layer: nn.Module) -> bool:
+def _follow(layer: nn.Module, index: int) -> bool:
     found = [
         (module, follower)
         for module in layer.modules()
@@ -64,6 +64,9 @@ def _follow(layer: nn.Module) -> bool:
         module.__class__ = follower
         if hasattr(module, _DECAYS[0]):
             _settle_decays(module)
+        if hasattr(module, "rg_lru"):
+            module.layer_idx = index  # which it is not told
+            module.rg_lru._rnn_scan = _scan_channels
     return len(found) == 1
 
 
@@ -90,6 +93,8 @@ def _follower_of(own: Any) -> type[nn.Module] | None:
     names = _names(forward.__code__)
     if "get_linear_cache" in names and hasattr(own, "get_slope_rate"):
         return _subclass(own, _forward_by(_attend_linearly, Lightning()))
+    if {"rg_lru", "conv1d_state"} <= names:
+        return _subclass(own, _forward_by(_pass_gated, Gated()))
     if CONVOLUTION not in names:
         return None
     known = forward.__globals__
@@ -129,6 +134,20 @@ def _attend_linearly(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor
     out = self.norm(out.reshape(1, num_rows, -1))
     out = torch.sigmoid(self.output_gate(hidden_states)) * out
     return self.out_proj(out), None
+
+
+def _pass_gated(self: Any, hidden_states: Tensor, position_ids: Tensor, **_: Any) -> Any:
+    """What RecurrentGemma's recurrent block does to (1, T, D), whose state it keeps in itself."""
+    weight_CR = self.conv_1d.weight[:, 0]
+    inner = _convolve(self.linear_x(hidden_states).transpose(1, 2), weight_CR, self.conv_1d.bias)
+    inner = self.rg_lru(inner.transpose(1, 2), position_ids)
+    return self.linear_out(inner * self.act_fn(self.linear_y(hidden_states))), None
+
+
+def _scan_channels(**inputs: Any) -> tuple[Tensor, None]:
+    """In place of RecurrentGemma's `_rnn_scan`, which would leave its state in the module."""
+    inputs.pop("recurrent_states")
+    return _scan(**inputs), None
 
 
 def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:

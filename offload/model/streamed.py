@@ -98,10 +98,7 @@ class StreamedModel(BoundModel):
         ):
             take_rows_in_parts(self._layers)  # others would expand their weights for each part
         for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
-            if "causal_mask" in signature(type(layer).forward).parameters:
-                give = partial(self._give_causal_mask, window, index)
-            else:
-                give = partial(self._give_mask, window)
+            give = partial(self._give_mask, window, index)
             self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
         for table in self._tables:
             self._hooks.append(
@@ -389,25 +386,23 @@ class StreamedModel(BoundModel):
         return masks
 
     def _give_mask(
-        self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        assert "attention_mask" in kwargs, "this family does not pass masks by name"
+        if "attention_mask" not in kwargs:  # some families pass all by order
+            names = [*signature(type(layer).forward).parameters][2:]
+            kwargs = dict(zip(names, args[1:], strict=False)) | kwargs
+            args = args[:1]
+            if "layer_idx" in kwargs:  # which it has without the layers before it as well
+                kwargs["layer_idx"] = index
+        # Zamba has another for its states
+        name = "causal_mask" if "causal_mask" in kwargs else "attention_mask"
+        assert name in kwargs, "this family passes no masks"
         mask = self._masks[window]
         hidden = args[0] if args else kwargs["hidden_states"]
         if isinstance(mask, Tensor):
             # some families run their last layers on the rows to be scored alone
             mask = mask[:, :, -hidden.shape[-2] :]
-        return args, {**kwargs, "attention_mask": mask}
-
-    def _give_causal_mask(
-        self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Zamba passes two masks by their order, of which attention gets one, and the layer's
-        number, which it must have where it runs without the layers before it.
-        """
-        names = [*signature(type(layer).forward).parameters][2:]
-        given = dict(zip(names, args[1:], strict=False)) | kwargs
-        return args[:1], given | {"causal_mask": self._masks[window], "layer_idx": index}
+        return args, {**kwargs, name: mask}
 
 
 _HOST_SECTION = torch.device("cpu")

@@ -161,12 +161,18 @@ def missed(calls: Calls, cache: ExpertCache) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_slots", [5, 9, 16])
+@pytest.mark.parametrize(
+    ("family", "num_slots"), [("qwen3_moe", 5), ("qwen3_moe", 9), ("qwen3_moe", 16), ("gemma4", 9)]
+)
 def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
-    num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save(tiny_model(config_of("qwen3_moe")), tmp_path)
-    with opened(folder, num_slots) as (model, pool):
+    """And fewer than those of all experts, which whole layers would read for every token."""
+    if family in MIXED:
+        saved(family, tmp_path, **MIXED[family])
+    else:
+        save(tiny_model(config_of(family)), tmp_path)
+    with opened(tmp_path, num_slots) as (model, pool):
         calls, num_blocks, num_passing = recorded(pool), len(pool.records), pool._cache.num_passing
         monkeypatch.setattr(
             pool, "_has_come", lambda slot: slot not in pool._arriving
@@ -176,6 +182,9 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
         wanted = missed(calls, ExpertCache(num_blocks, num_slots, num_passing=num_passing))
         assert pool.num_misses == len(wanted) and pool.num_hits > 0
         assert pool.bytes_read == sum(pool.records[block].slab_bytes for block in wanted)
+        num_passes = sum(name == "begin_pass" for name, _ in calls)
+        whole_bytes = num_passes * sum(record.slab_bytes for record in pool.records)
+        assert 0 < pool.bytes_read < 0.6 * whole_bytes, f"{pool.bytes_read / whole_bytes:.0%} of whole layers"
         others = missed(calls, ExpertCache(num_blocks, num_slots + 1, num_passing=num_passing))
         assert len(others) != len(wanted), "it depends on the slots"
 

@@ -104,6 +104,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2,
                "use_shared_attention_adapter": True, "adapter_rank": 4, "use_mem_rope": True, "n_mamba_heads": 8,
                "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16, "num_key_value_heads": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 24},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
               "mamba_dt_rank": 8},
@@ -262,7 +263,6 @@ def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
 
 
 REFUSED = {  # "|" where older transformers call a kind of layer otherwise
-    "recurrent_gemma": "(linear_attention, whose state cannot be rolled back|no layers.i. with rotary positions)",
     "lfm2_moe": "config.json has no layer_types",
     "zamba": "layers that share weights",
     "deepseek_v32": "(indexed|deepseek_sparse)_attention",

@@ -1,5 +1,7 @@
 """Hybrids: layers with a state follow token trees, and every promise of a decoder holds for them as for any other."""
 
+import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
-from tiny import VOCAB_SIZE, save
+from tiny import FAMILIES, VOCAB_SIZE, build, save
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -333,6 +335,27 @@ def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> N
             write_tensors(path, notes, wrong)
             with pytest.raises(offload.UserError, match="states"):
                 decoder.load_session(path)
+
+
+def test_a_session_of_another_family_is_refused(qwen: Path, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with opened(qwen) as decoder:
+        decoder.generate(prompt_of(30), max_new_tokens=4)
+        decoder.save_session(path)
+    other = save(build(FAMILIES["llama"]()), tmp_path / "llama")
+    with opened(other) as decoder, pytest.raises(offload.UserError, match="was computed with another model"):
+        decoder.load_session(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"linear_num_value_heads": 8}, {"linear_key_head_dim": 8}, {"linear_conv_kernel_dim": 3}]
+)
+def test_states_that_disagree_with_the_config_are_refused(changes: dict[str, int], qwen: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(offload.UserError, match=r"linear_attn\..* must have shape .* do not belong together"):
+        offload.load(tmp_path / "model", ram="1GiB", context=64, threads=1)
 
 
 def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
