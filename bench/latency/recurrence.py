@@ -98,7 +98,7 @@ def timed(layer: nn.Module) -> Iterator[tuple[Clock, Clock]]:
 
 
 @torch.inference_mode()
-def one_pass(layer: nn.Module, num_nodes: int) -> Parts:
+def one_pass(layer: nn.Module, width: int, num_nodes: int) -> Parts:
     """Return what a pass over a tree takes, behind a committed token."""
     from offload.model.recurrent_cache import RecurrentCache
     from offload.model.thread_team import TEAM
@@ -110,7 +110,7 @@ def one_pass(layer: nn.Module, num_nodes: int) -> Parts:
     for node, parent in enumerate(parents):
         if parent >= 0:
             sees_NN[node] |= sees_NN[parent]
-    hidden = torch.randn(1, num_nodes, layer.input_layernorm.weight.shape[0]).bfloat16()
+    hidden = torch.randn(1, num_nodes, width).bfloat16()
     cache.take_rows(sees_NN, None)
     is_narrow = lacks_products(torch.bfloat16)
     mode = WideProducts() if is_narrow else nullcontext()
@@ -125,7 +125,9 @@ def measure(num_rounds: int, trees: tuple[int, ...], shape: dict[str, Any]) -> l
     layer = layer_of(shape)
     found = []
     for num_nodes in trees:
-        rounds = [one_pass(layer, num_nodes) for _ in range(num_rounds + 1)][1:]
+        rounds = [one_pass(layer, shape["hidden_size"], num_nodes) for _ in range(num_rounds + 1)][
+            1:
+        ]
         recurrent_s, products_s = map(statistics.median, zip(*rounds, strict=True))
         found.append({
             "row": f"{num_nodes} nodes", "nodes": num_nodes, "recurrent_s": recurrent_s,

@@ -60,6 +60,7 @@ def _follow(layer: nn.Module, index: int) -> bool:
         for module in layer.modules()
         if (follower := _find(type(module))) is not None
     ]
+    module: Any
     for module, follower in found:
         module.__class__ = follower
         if hasattr(module, _DECAYS[0]):
