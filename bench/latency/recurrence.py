@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.bench.harness.command import Bench, command, say_table
+from offload.bench.harness.command import Bench, command
 from offload.bench.harness.record import Row
+from offload.bench.harness.tables import say_table
 
 HIDDEN = 5120
 SHAPE: dict[str, Any] = {
