@@ -82,6 +82,10 @@ STUDIES = {
         "latency.expansion",
         "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
     ),
+    "recurrence": (
+        "latency.recurrence",
+        "what states of a recurrent layer cost beside its products",
+    ),
     "moe-pair": (
         "moe_pair.make",
         "trains the mixture of experts and its draft that other commands measure with",

@@ -71,11 +71,13 @@ CURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         head_dim=64, global_head_dim=128, num_kv_shared_layers=0, hidden_size_per_layer_input=32, num_experts=6,
         top_k_experts=2, moe_intermediate_size=64, enable_moe_block=True, vocab_size_per_layer_input=VOCAB_SIZE),
+    "gpt-oss-moe": lambda: _known("gpt_oss", num_local_experts=6, num_experts_per_tok=2, head_dim=64,
+        sliding_window=24),
 }  # fmt: skip
 ARCH = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3",
         "qwen3_moe": "qwen3moe", "mixtral": "llama", "granite": "granite", "phi3": "phi3", "glm4_moe": "glm4moe",
         "deepseek_v3": "deepseek2", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-        "gemma4_text": "gemma4"}  # fmt: skip
+        "gemma4_text": "gemma4", "gpt_oss": "gpt-oss"}  # fmt: skip
 K_KINDS = ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")  # which the package only reads
 KINDS = ("Q8_0", *K_KINDS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "F16", "BF16", "F32")
 
@@ -107,7 +109,7 @@ def random_blocks(kind: str, num_blocks: int, rng: np.random.Generator) -> np.nd
 def write_gguf(
     config: PreTrainedConfig, path: Path, kind: str = "F16", *, seed: int = 0, max_tensors: int = 0,
     says: Mapping[str, Any] | None = None, changed: Callable[[str, np.ndarray], np.ndarray] | None = None,
-    extra: Mapping[str, np.ndarray] | None = None, vectors: str = "F32",
+    extra: Mapping[str, np.ndarray] | None = None, vectors: str = "F32", mix: Mapping[str, str] | None = None,
 ) -> Written:  # fmt: skip
     """Write a random model whose matrices are of `kind`, the embedding Q6_K where these are Q4_K, as llama.cpp mixes.
 
@@ -116,6 +118,7 @@ def write_gguf(
         says: metadata to be written over, or added to, what the converter says; None drops one.
         changed: stored rows by GGUF's name, for mistakes.
         extra: tensors that the model has not.
+        mix: the kind of some tensors, by their names in a layer and maybe the layer's number.
         vectors: their kind; converters leave them as they are, but the format has no such rule.
     """
     model, rng = build(config, seed).float(), np.random.default_rng(seed)
@@ -134,7 +137,8 @@ def write_gguf(
             own = own and f"blk.{full.split('.')[2]}.{own}"
             own = own or names.get_name(full, try_suffixes=(".weight", ".bias"))
             assert own is not None, full
-            used = _kind_of(own, kind) if values.ndim > 1 and not own.endswith("ssm_conv1d.weight") else vectors
+            is_vector = values.ndim < 2 or own.endswith(("ssm_conv1d.weight", ".bias"))
+            used = vectors if is_vector else _kind_of(own, kind, mix or {})
             raw, number = _stored(values, used, heads.get(own.split(".")[-2], 0), rng)
             stored[own] = raw, used
             numbers.append(number)
@@ -154,7 +158,7 @@ OWN_NAMES = {
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight", "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "self_attn.sinks": "attn_sinks.weight", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 _Rebuild = Callable[[list[np.ndarray]], np.ndarray]
 
@@ -163,6 +167,8 @@ def _pieces(
     arch: str, config: PreTrainedConfig, name: str, values: np.ndarray
 ) -> tuple[list[tuple[str, np.ndarray]], _Rebuild]:
     """What a converter makes of a tensor, by transformers' names in files, and the way back."""
+    if arch == "gpt-oss" and ".experts." in name:
+        return _pieces_of_gpt_oss(name, values)
     if name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
         base = name.replace("mlp.experts", "block_sparse_moe.experts") if arch == "llama" else name
         if name.endswith("down_proj"):
@@ -198,6 +204,19 @@ def _pieces(
     return [(name, np.ascontiguousarray(np.take(values, order, axis)))], rebuild
 
 
+def _pieces_of_gpt_oss(name: str, values: np.ndarray) -> tuple[list[tuple[str, np.ndarray]], _Rebuild]:
+    """Matrices of experts are turned, and those of gate and up, which alternate, are stored apart."""
+    stem, end = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+    rows = values if end == "bias" else np.ascontiguousarray(values.swapaxes(1, 2))
+    turned = (lambda found: found) if end == "bias" else (lambda found: found.swapaxes(1, 2))
+    if stem.endswith("down_proj"):
+        return [(f"{stem}.{end}", rows)], lambda found: turned(found[0])
+    halves = [np.ascontiguousarray(rows[:, turn::2]) for turn in (0, 1)]
+    named = [(f"{stem.replace('gate_up', half)}.{end}", part)
+             for half, part in zip(("gate", "up"), halves, strict=True)]  # fmt: skip
+    return named, lambda found: turned(np.stack(found, 2).reshape(rows.shape))
+
+
 def _tiled_order(config: PreTrainedConfig, name: str, values: np.ndarray) -> np.ndarray:
     """Of rows, or columns: the first value head of each key head, then the second ones, as ggml repeats key heads."""
     groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
@@ -217,8 +236,10 @@ def interleaved(row_RD: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(row_RD.shape)
 
 
-def _kind_of(own: str, kind: str) -> str:
-    return "Q6_K" if own == "token_embd.weight" and kind == "Q4_K" else kind
+def _kind_of(own: str, kind: str, mix: Mapping[str, str]) -> str:
+    usual = "Q6_K" if own == "token_embd.weight" and kind == "Q4_K" else kind
+    stem = own.removesuffix(".weight")
+    return mix.get(stem.removeprefix("blk."), mix.get(stem.rpartition(".")[2], usual))
 
 
 def _stored(values: np.ndarray, kind: str, num_heads: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -280,7 +301,7 @@ def metadata_of(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
         said |= {"expert_feed_forward_length": width} if width else {}
     if arch == "llama":
         said["rope.dimension_count"] = head_dim
-    if getattr(config, "sliding_window", None) and arch in ("llama", "gemma3"):
+    if getattr(config, "sliding_window", None) and arch in ("llama", "gemma3", "gpt-oss"):
         said["attention.sliding_window"] = config.sliding_window
     named = {f"{arch}.{key}": value for key, value in said.items()}
     named |= {f"tokenizer.ggml.{one}_token_id": getattr(config, f"{one}_token_id") for one in ("bos", "eos")}

@@ -169,6 +169,9 @@ def _placed(tensor: Tensor, known: dict[int, Tensor]) -> Tensor:
 def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.name == "aten::histc" and not args[0].is_floating_point():  # which only CUDA counts
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    if func is torch.ops.aten.mm.dtype:  # which CUDA alone has
+        left, right, dtype = args
+        return left.to(dtype) @ right.to(dtype)
     return func(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import offload
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import Coded
+from offload.checkpoint.tensors import ROWS, Coded
 from offload.engine.build import resident_model
 from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
@@ -103,6 +103,43 @@ def test_logits_of_mixtures_of_any_kind(kind: str, tmp_path: Path) -> None:
     assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))
 
 
+# As files of today are mixed: kinds go by tensor and by layer, and experts' gate and up need not be of one.
+MIXES: dict[str, tuple[str, dict[str, str]]] = {
+    "qwen3moe": ("Q4_K", {"attn_v": "Q6_K", "ffn_up_exps": "IQ4_XS", "ffn_down_exps": "Q5_K", "1.ffn_up_exps": "F16",
+                          "2.ffn_gate_exps": "Q8_0", "output": "BF16"}),
+    "gpt-oss-moe": ("Q8_0", {f"ffn_{part}_exps": "MXFP4" for part in ("gate", "up", "down")}
+                    | {"1.ffn_up_exps": "Q5_1", "token_embd": "Q4_K"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_kinds_may_go_by_tensor_and_layer(name: str, tmp_path: Path) -> None:
+    kind, mix = MIXES[name]
+    written = written_with_config(name, kind, tmp_path, mix=mix, max_tensors=9)
+    checkpoint = open_headers(written.path)
+    assert len(checkpoint.shards) > 2 and {*mix.values()} <= {one.dtype for one in checkpoint.tensors.values()}
+    assert is_close(own_logits(checkpoint), wanted_logits(written))
+    wanted = greedy(written, prompts()[1], 12)
+    options: dict[str, Any] = {"ram": "1GiB", "context": 128, "threads": 1, "dtype": "float32", "experts": "demand"}
+    with offload.load(written.path, written.path, tree="16x8", **options) as decoder:
+        assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted
+
+
+def test_rows_that_alternate_otherwise_would_be_seen(tmp_path: Path) -> None:
+    """Gate and up of gpt-oss, the one in the other's rows."""
+    written = written_with_config("gpt-oss-moe", "Q8_0", tmp_path)
+    found = open_headers(written.path)
+    tensors = dict(found.tensors)
+    for name, entry in found.tensors.items():
+        if name.endswith(f"gate_up_proj{ROWS}0"):
+            other = f"{name[:-1]}1"
+            up = found.tensors[other]
+            assert entry.coded is not None and up.coded is not None
+            tensors[name] = up._replace(coded=up.coded._replace(turn=0))
+            tensors[other] = entry._replace(coded=entry.coded._replace(turn=1))
+    assert not is_close(own_logits(replace(found, tensors=tensors)), wanted_logits(written))
+
+
 @matrix("name", [one for one in CURRENT if "moe" in one or one == "mixtral"], always=["qwen3moe"], daily=1)
 def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
     written = written_with_config(name, "Q4_0", tmp_path)
@@ -114,7 +151,7 @@ def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
             assert decoder.generate(prompts()[1], max_new_tokens=16).token_ids == wanted
 
 
-@pytest.mark.parametrize("name", ["qwen35", "deepseek2"])
+@pytest.mark.parametrize("name", ["qwen35", "deepseek2", "gpt-oss-moe"])
 def test_rules_that_no_file_states_need_a_config(name: str, tmp_path: Path) -> None:
     written = write_gguf(CURRENT[name](), tmp_path / "m.gguf", "Q8_0")
     with pytest.raises(UserError, match="give `config`, the folder or hub id of the original model"):

@@ -22,6 +22,7 @@ TOWER = {
     "projector_input_dim": 96, "projector_output_dim": 96, "output_dim": 64, "conf_num_hidden_layers": 2,
     "conf_num_attention_heads": 2,
 }  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 _SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _SHARING = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16}
@@ -44,7 +45,10 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_MROPE, **_DELTA}, "qwen3_5_moe": {**_MROPE, **_DELTA, **_DELTA_EXPERTS},
     "glm4v_moe": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, **_ROUTED},
     "qwen3_vl_moe": {**_MROPE, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    **dict.fromkeys(("glm4v", "glm_ocr"), {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}),
+    **{key: {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+       for key in ("glm4v", "glm_ocr")},
+    "cohere_compass": {**_SLIDING, "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "deepseek_ocr2": {**_ROUTED, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     **dict.fromkeys(("paddleocr_vl", "qwen2_5_omni_thinker", "cosmos3_edge"), _MROPE),
     "qwen3_omni_moe_thinker": {**_MROPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "step3p7": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -66,6 +70,15 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
                "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
                "no_rope_layers": [1, 0, 1] * 2},
 }  # fmt: skip
+# of towers that have parts of their own
+OWN_TOWER: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {
+        "sam_config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64,
+                       "image_size": 32, "output_channels": 16, "downsample_channels": [16, 96],
+                       "global_attn_indexes": [1], "window_size": 2},
+        "encoder_config": {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 2,
+                           "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}},
+}  # fmt: skip
 # beside the parts, where the whole model needs it
 OUTSIDE: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
@@ -83,7 +96,8 @@ def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
     inner = usual.get_text_config(decoder=True)
     own = {}
     for name, part in parts.items():
-        sizes = {**TEXT, **OWN_TEXT.get(kind, {}), **changes} if part is inner else TOWER
+        tower = {**TOWER, **OWN_TOWER.get(kind, {})}
+        sizes = {**TEXT, **OWN_TEXT.get(kind, {}), **changes} if part is inner else tower
         own[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
     outer = _known({"tie_word_embeddings": own["text_config"].get("tie_word_embeddings", False)}, usual.to_dict())
     outer |= OUTSIDE.get(kind, {})

@@ -57,6 +57,12 @@ _GEMMA4_OTHERS = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.sca
                   "ffn_down_exps.weight": "experts.down_proj"}  # fmt: skip
 
 
+_OSS_OTHERS = {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.bias": "mlp.router.bias",
+               "ffn_down_exps.weight": "mlp.experts.down_proj",
+               "ffn_down_exps.bias": "mlp.experts.down_proj_bias"}  # fmt: skip
+_OSS_WOVEN = ("ffn_gate_exps", "ffn_up_exps")  # the even rows of one matrix, and the odd ones
+
+
 class Architecture(NamedTuple):
     """How llama.cpp stores the models of some types."""
 
@@ -71,6 +77,9 @@ class Architecture(NamedTuple):
     others: Mapping[str, str] = {}  # of layers, by their whole names
     outer: Mapping[str, str] = {}
     ignored: tuple[str, ...] = ()  # what the config tells as well
+    # stacks whose rows alternate in one matrix of an expert, and its name
+    woven: tuple[str, ...] = ()
+    weave: str = ""
 
 
 ARCHITECTURES = {
@@ -148,6 +157,18 @@ ARCHITECTURES = {
         outer=_GEMMA4_OUTER,
         ignored=(FACTORS,),
     ),
+    "gpt-oss": Architecture(
+        ("gpt_oss",),
+        {
+            **_PROJECTIONS,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        others=_OSS_OTHERS,
+        woven=_OSS_WOVEN,
+        weave="mlp.experts.{}.gate_up_proj",
+    ),
 }
 
 
@@ -220,6 +241,9 @@ class _Reader:
             yield name, self._changed(part, name, entry)
         elif part in architecture.experts and end == "weight":
             yield from self._experts(prefix + architecture.experts[part], int(match[1]), entry)  # type: ignore[index]
+        elif part in architecture.woven and end in ("weight", "bias"):
+            name = prefix + architecture.weave + ("_bias" if end == "bias" else "")
+            yield from self._woven(name, architecture.woven.index(part), entry)
         elif part in ("attn_k_b", "attn_v_b") and "attn_kv_b" in architecture.parts:
             yield from self._heads_of_latent(prefix, part, entry)
         elif part in architecture.parts and (
@@ -242,6 +266,17 @@ class _Reader:
             stack = stack._replace(coded=Coded(GgufBlocks(stack.dtype)))
         for expert in range(stack.shape[0]):
             yield f"{name.format(expert)}.weight", slice_of(stack, expert, stack.shape[0])
+
+    def _woven(self, name: str, turn: int, stack: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield the rows of each expert, which alternate with those of other stacks."""
+        if len(stack.shape) < 2 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
+            raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
+        coding = GgufBlocks(stack.dtype, is_transposed=len(stack.shape) == 3)
+        coded = Coded(coding, turn=turn, num_woven=len(self._architecture.woven))
+        stack = stack._replace(coded=coded)
+        for expert in range(stack.shape[0]):
+            one = slice_of(stack, expert, stack.shape[0])
+            yield f"{name.format(expert)}{ROWS}{turn}", one
 
     def _heads_of_latent(
         self, prefix: str, part: str, stack: TensorEntry
@@ -269,8 +304,18 @@ class _Reader:
             )
         tiles = self._tiles(part, name, entry.shape)
         is_exponential = part == "ssm_a"
-        if entry.dtype in BLOCKS or added or interleaved or tiles or is_exponential:
-            coding = GgufBlocks(entry.dtype, interleaved, added, tiles, is_exponential)
+        # gpt-oss multiplies with experts' matrices from the other side
+        is_transposed = bool(architecture.woven) and name.endswith("experts.down_proj")
+        is_changed = added or interleaved or tiles or is_exponential or is_transposed
+        if entry.dtype in BLOCKS or is_changed:
+            coding = GgufBlocks(
+                entry.dtype,
+                interleaved,
+                added,
+                tiles,
+                is_exponential,
+                is_transposed=is_transposed,
+            )
             entry = entry._replace(coded=Coded(coding))
         if part == "ssm_conv1d" and len(entry.shape) == 2:  # a convolution has a dimension more
             entry = entry._replace(shape=(entry.shape[0], 1, entry.shape[1]))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import MIXTURE, TensorEntry
 from offload.encoding.base import Encoding
 
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
@@ -23,7 +23,7 @@ _BLOCK_ROWS = 64  # rows are padded to a multiple of it
 _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
 FEW_ROWS = 4  # up to so many rows a CPU uses integer products, unless trials say otherwise
-_NOT_LINEAR = re.compile(r"\bexperts\.|\.(gate|router)\b|relative_attention_bias|embed|norm")
+_NOT_LINEAR = re.compile(rf"{MIXTURE}|\.(gate|router)\b|relative_attention_bias|embed|norm")
 
 
 class Held(NamedTuple):

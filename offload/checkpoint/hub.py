@@ -29,6 +29,7 @@ from offload.checkpoint.safetensors import (
     read_json,
     weights_of,
 )
+from offload.checkpoint.shared_layers import with_shared_layers
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry, check_counts, check_types, objects
 from offload.encoding.base import PLAIN_OF
@@ -150,7 +151,8 @@ def imagined(
         num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
         entries[name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
         at += num_bytes
-    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), entries)
+    weights = with_shared_layers(config, entries)
+    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), weights)
 
 
 def _check_size(config: dict[str, Any], name: str, path: Path) -> None:

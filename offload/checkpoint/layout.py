@@ -23,7 +23,7 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import STORED
 
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
@@ -261,8 +261,8 @@ def _up(value: int, multiple: int) -> int:
 
 Stack = tuple[tuple[int, ...], Sequence[TensorPart]]  # shape (E, ...) and parts
 
-# Model types whose experts transformers runs one by one, for their own rows; the others multiply
-# every row with every expert.
+# Model types whose experts run one by one, for their own rows; the others multiply every row with
+# every expert.
 ON_DEMAND = frozenset(
     (
         "afmoe",
@@ -300,8 +300,10 @@ ON_DEMAND = frozenset(
         "kolibri1",
         "laguna",
         "lfm2_moe",
+        "llama4_text",
         "mellum",
         "mimo_v2_flash",
+        "minimax",
         "minimax_m2",
         "minimax_m3_vl_text",
         "mistral_large4_text",
@@ -317,6 +319,7 @@ ON_DEMAND = frozenset(
         "qwen3_vl_moe_text",
         "qwen4_exp_text",
         "solar_open",
+        "step3p5",
     )
 )
 
@@ -355,6 +358,6 @@ def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
     coded = entry.coded
     if coded is not None:
         companions = ((name, slice_of(one, expert, num_experts)) for name, one in coded.companions)
-        coded = Coded(coded.coding, tuple(companions))
+        coded = coded._replace(companions=tuple(companions))
     lo = entry.lo + expert * size
     return entry._replace(shape=entry.shape[1:], lo=lo, hi=lo + size, coded=coded)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from offload.checkpoint.tensors import TensorEntry
 
 _LAYER = re.compile(
-    r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv1d\.weight|conv\.conv\.weight|A_log)$"
+    r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv_?1d\.weight|conv\.conv\.weight|A_log|"
+    r"rg_lru\.recurrent_param)$"
 )
+_GATE = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.self_attn\.output_gate\.weight$")
 _FLOAT_BYTES = 4  # states and what they are computed with
 # of a row's heads, while a prompt is read: what `torch_chunk_gated_delta_rule` holds at once
 _COPIES = 12
@@ -70,12 +72,23 @@ def recurrent_layers(
     for name, entry in tensors.items():
         match = _LAYER.match(name)
         if match is not None and int(match[1]) < num_layers:
-            if match[3] == "A_log":
+            if match[3] in ("A_log", "rg_lru.recurrent_param"):
                 decays[int(match[1])] = entry.shape
             elif len(entry.shape) == 3:
                 convolutions[int(match[1])].append(entry.shape)
     layers = sorted({*convolutions, *decays})
-    return {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
+    found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
+    if config.get("model_type") == "minimax":
+        matches = ((_GATE.match(name), entry) for name, entry in tensors.items())
+        gates = {int(match[1]): entry.shape[0] for match, entry in matches if match is not None}
+        found |= {at: _lightning(config, width) for at, width in gates.items() if at < num_layers}
+    return found
+
+
+def _lightning(config: Mapping[str, Any], width: int) -> RecurrentLayer:
+    """Linear attention whose heads are so wide together."""
+    head_dim = _size(config, "head_dim") or width // max(1, _size(config, "num_attention_heads"))
+    return RecurrentLayer(1, 0, width * head_dim, 2 * width, 0, 8 * width + _CHUNK_ROWS * width)
 
 
 def _layer(
@@ -90,6 +103,8 @@ def _layer(
     taps = max((shape[2] for shape in convolutions), default=1)
     if decays is None:
         return RecurrentLayer(taps, channels, kept=channels, row_floats=4 * channels)
+    if config.get("model_type") == "recurrent_gemma":
+        return RecurrentLayer(taps, channels, channels, 3 * channels, 0, 12 * channels)
     if len(decays) == 2:  # Mamba has a decay for each channel and state
         width, num_states = decays
         state = width * num_states

@@ -27,6 +27,7 @@ from offload.checkpoint.download import (
 from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
 from offload.checkpoint.remembered import remembered
+from offload.checkpoint.shared_layers import with_shared_layers
 from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
 from offload.checkpoint.turned_stacks import with_turned_stacks
@@ -167,7 +168,8 @@ def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntr
         raise UserError(
             f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}"
         )
-    return found._replace(tensors=with_turned_stacks(config, weights))
+    turned = with_turned_stacks(config, weights)
+    return found._replace(tensors=with_shared_layers(config, turned))
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:

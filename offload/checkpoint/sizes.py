@@ -21,12 +21,12 @@ from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurr
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.t5 import decoder_config, has_encoder
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import MIXTURE, TensorEntry
 from offload.encoding.base import ENCODINGS, PLAIN_OF, Encoding
 from offload.errors import UserError
 
 # Not `shared_experts.`, which every row meets.
-ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
+ROUTED_NAME = re.compile(rf"^(?:.*?\.)?layers\.(\d{{1,9}})\..*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 SCRATCH_ALIGN_BYTES = 256
@@ -222,10 +222,8 @@ _TABLE_NAME = re.compile(
     rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$"
 )
 _INNER_NAME = re.compile(r"\blayers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
-_EXPERT = re.compile(r"\.experts\..*")
+_EXPERT = re.compile(rf"\.{MIXTURE}.*")
 _INNER_COPIES = 3  # of a row within a feed-forward: gate, what it lets through, and up
-# families whose rows meet every expert, with a weight of 0 where it is not theirs
-_ALL_EXPERTS = ("llama4_text",)
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _MAX_SIZE = 1 << 63  # products of such numbers can still be told
 _MAX_STREAMS = 1 << 16
@@ -403,12 +401,7 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
         if not all(type(value) is int and 0 < value < _MAX_SIZE for value in values):
             rule = f"{key} in config.json must be a whole number above 0 and below 2^63"
             raise UserError(f"{where}: {rule}, got {given[key]!r:.80}: fix it")
-    sizes = {key: max(values) for key, values in each.items()}
-    if config.get("model_type") in _ALL_EXPERTS:
-        sizes["num_experts_per_tok"] = sizes.get("num_local_experts", 1)
-        # and a copy of the row
-        sizes["intermediate_size"] = sizes.get("intermediate_size", 0) + sizes["hidden_size"]
-    return sizes
+    return {key: max(values) for key, values in each.items()}
 
 
 def head_dim(sizes: dict[str, int]) -> int:

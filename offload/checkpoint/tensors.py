@@ -24,6 +24,8 @@ from offload.units import require
 
 # behind the name of a weight that is stored in several tensors, and before the number of one
 ROWS = ".rows."
+# what files call a mixture, as a pattern: Step calls it `moe`, and its router `moe.gate`
+MIXTURE = r"\b(?:experts|moe(?=\.(?:gate|up|down)_proj\b))\."
 
 
 class TensorEntry(NamedTuple):
@@ -46,6 +48,9 @@ class Coded(NamedTuple):
 
     coding: Coding
     companions: tuple[tuple[str, TensorEntry], ...] = ()  # by their suffixes
+    # which it is of tensors of one shape whose rows alternate in the model, and how many these are
+    turn: int = 0
+    num_woven: int = 1
 
     @property
     def num_bytes(self) -> int:

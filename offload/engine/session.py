@@ -391,6 +391,7 @@ def _check_recurrent(
     wanted = {
         _name(part, _TAILS, layer): ([one.num_taps - 1, one.num_channels], computed.name)
         for layer, one in layers.items()
+        if one.num_taps > 1
     } | {
         _name(part, _STATES, layer): ([one.state], "F32")
         for layer, one in layers.items()

@@ -22,7 +22,7 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
 from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
-from offload.model.experts import Bring, bring_to, find_experts
+from offload.model.experts import Bring, bring_to, find_experts, let_experts_choose_rows
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
 from offload.model.places import below, parameter_places, share, tables_around, view_of
@@ -74,6 +74,7 @@ class BoundModel:
         self._table_place = _HOST if has_host_table else place
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         adapt(self.meta_model)
+        let_experts_choose_rows(self.meta_model)
         names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
         inside = tuple(names[block] for stack in layer_stacks(self.meta_model) for block in stack)
         places = parameter_places(self.meta_model)

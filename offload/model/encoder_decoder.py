@@ -173,7 +173,7 @@ class EncoderDecoderModel(StreamedModel):
         return dict.fromkeys(self.windows, mask)
 
     def _give_mask(
-        self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         # the mask is part of the bias, which the first layer hands on to all others
         return args, kwargs

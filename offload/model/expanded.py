@@ -26,6 +26,7 @@ from offload.kernels.expansion import REFERENCE, Expansion
 from offload.model.places import ParameterSlot, view_of
 
 _ALIGN_BYTES = 256
+_WOVEN_ROWS = 64  # that are expanded at once before they are laid between others
 Companions = Mapping[str, Tensor]
 
 
@@ -156,12 +157,10 @@ class ExpandedWeights:
                 for one in several:
                     words = sent[_within(record, one.part, one.slab_lo)]
                     _expand(one.part, words, self._companions[one.part], out, self._expansion)
-                first = several[0].part
-                weights[name] = (
-                    _as_in_model(first, out)
-                    if len(several) == 1
-                    else out.view(-1, first.entry.shape[-1])
-                )
+                shape = several[0].part.entry.shape
+                if len(several) > 1:
+                    shape = (-1, *shape[1:])
+                weights[name] = _as_in_model(several[0].part, out, shape)
                 lo += _up(num_bytes)
         return weights
 
@@ -225,10 +224,9 @@ class ExpandedWeights:
                 out = out.view(place.empty.dtype)
                 for part, words in parts:
                     _expand(part, sent[words], self._companions[part], out, self._expansion)
-                is_whole = len(parts) == 1
-                place.table[place.key] = (
-                    _as_in_model(parts[0][0], out) if is_whole else out.view(place.empty.shape)
-                )
+                first = parts[0][0]
+                shape = first.entry.shape if len(parts) == 1 else _stored_shape(first, place)
+                place.table[place.key] = _as_in_model(first, out, shape)
 
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
         for place, *_rest in parameters:
@@ -307,7 +305,7 @@ class CompanionScratch:
             for one in self.layout.coded[name]:
                 words = flat[_within(self.layout, one.part, one.slab_lo)]
                 _expand(one.part, words, companions_of[one.part], out, REFERENCE)
-            weights[name] = _as_in_model(parts[0], out)
+            weights[name] = _as_in_model(parts[0], out, parts[0].entry.shape)
         return weights
 
 
@@ -342,13 +340,32 @@ def _expand(
 ) -> None:
     """Fill one part of a parameter; `flat` has the numbers of all parts."""
     shape = part.entry.shape
-    own = flat[part.first : part.first + math.prod(shape)].view(shape)
-    _coded(part).coding.expand(stored_B, companions, own, expansion)
+    coding, _, turn, num_woven = _coded(part)
+    size = math.prod(shape)
+    first = part.first - turn * size
+    own = flat[first : first + num_woven * size]
+    if num_woven == 1:
+        coding.expand(stored_B, companions, own.view(shape), expansion)
+        return
+    row_RB = stored_B.view(shape[0], -1)
+    own_RC = own.view(shape[0], num_woven, -1)[:, turn]
+    for lo in range(0, shape[0], _WOVEN_ROWS):
+        some = own_RC[lo : lo + _WOVEN_ROWS]
+        numbers = some.new_empty((len(some), *shape[1:]))
+        coding.expand(row_RB[lo : lo + _WOVEN_ROWS].flatten(), companions, numbers, expansion)
+        some.copy_(numbers.view(some.shape))
 
 
-def _as_in_model(part: TensorPart, flat: Tensor) -> Tensor:
-    """Return a matrix that is one part, transposed where its coding is."""
-    matrix = flat.view(part.entry.shape)
+def _stored_shape(part: TensorPart, place: ParameterSlot) -> tuple[int, ...]:
+    """Return the shape in which all parts of a parameter lie behind each other."""
+    shape = tuple(place.empty.shape)
+    is_transposed = _coded(part).coding.is_transposed
+    return (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+
+
+def _as_in_model(part: TensorPart, flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a matrix of this shape as stored, transposed where its coding is."""
+    matrix = flat.view(tuple(shape))
     return matrix.transpose(-1, -2) if _coded(part).coding.is_transposed else matrix
 
 

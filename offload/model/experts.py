@@ -34,6 +34,53 @@ _SAMPLE_BYTES = 64 << 20
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "_apply_gate")
 
 
+def let_experts_choose_rows(meta_model: nn.Module) -> None:
+    """Let a family whose experts multiply all rows multiply their own alone.
+
+    Llama 4 gives every expert all rows, of which those of others are zeros. With the same products
+    for what comes whole and for what comes one by one, both have the same bits.
+    """
+    block: Any
+    for block in meta_model.modules():
+        if type(block).__name__ == "Llama4TextMoe":
+            _note_flags(block.experts)
+            block.forward = partial(_choose, block)
+            block.experts.forward = partial(_forward, block.experts, partial(_own, block.experts))
+        elif type(block).__name__ == "Step3p7Experts":
+            block.is_transposed = block.has_bias = False
+            block.has_gate = True
+
+
+def _note_flags(experts: Any) -> None:
+    """What transformers tells of experts of other families."""
+    experts.is_transposed = experts.has_gate = experts.scales_rows = True
+    experts.has_bias = False
+    experts._apply_gate = partial(_gated, experts)
+
+
+def _gated(experts: Any, gate_up_RF: Tensor) -> Tensor:
+    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    return up_RF * experts.act_fn(gate_RF)
+
+
+def _choose(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """What Llama 4's mixture does to rows, with the scores of its router."""
+    hidden_ND = hidden_states.reshape(-1, block.hidden_dim)
+    score_NE, logits_NE = block.router(hidden_ND)
+    share_NK, expert_NK = score_NE.topk(block.top_k, dim=1)
+    out_ND = block.shared_expert(hidden_ND)
+    return out_ND.add_(block.experts(hidden_ND, expert_NK, share_NK)), logits_NE
+
+
+def _own(
+    experts: Any, needed: Sequence[int], _: Sequence[int]
+) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    """The weights of experts that are there."""
+    for expert in needed:
+        names = ("gate_up_proj", "down_proj")
+        yield expert, {name: getattr(experts, name)[expert] for name in names}
+
+
 class RoutedExperts(NamedTuple):
     """The experts of one layer."""
 
@@ -130,7 +177,7 @@ def _forward(
     for expert, own in weights([*uses], [*uses.values()]):
         span = slice(ends[expert] - uses[expert], ends[expert])
         row_R = row_C[span]
-        out_RD = _multiply(module, hidden_ND[row_R], own) * share_C[span, None]
+        out_RD = _shared_out(module, hidden_ND[row_R], own, share_C[span, None])
         parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
         # its numbers may be copies, and memory is planned for those of one expert
         del own
@@ -138,6 +185,13 @@ def _forward(
     for expert in uses:
         out_ND.index_add_(0, *parts[expert])
     return out_ND
+
+
+def _shared_out(module: Any, row_RD: Tensor, own: Weights, share_R1: Tensor) -> Tensor:
+    """What an expert adds to its rows; in Llama 4 a share is taken of what goes in."""
+    if getattr(module, "scales_rows", False):
+        return _multiply(module, row_RD * share_R1, own)
+    return _multiply(module, row_RD, own) * share_R1
 
 
 def _multiply(module: Any, row_RD: Tensor, own: Weights) -> Tensor:

@@ -56,7 +56,7 @@ _FACTORS = 5  # of any stack that are tried, and one alone
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 RowSizes = tuple[int, ...]
 # rows (..., T, K) by the second factor: a weight or its transpose
-Multiply = Callable[[Tensor, Tensor], Tensor]
+Multiply = Callable[..., Tensor]
 
 
 def find_sizes(
@@ -312,7 +312,8 @@ class InvariantRows(TorchFunctionMode):
         than that of the factors.
         """
         out_dtype = kwargs.pop("out_dtype", None)
-        left, right = (*args, *kwargs.values())
+        factors = [*args, *kwargs.values()]
+        left, right = factors
         if out_dtype is not None:
             product = _giving(product, out_dtype)
         # of a single number nothing is added up

@@ -68,6 +68,7 @@ def sources_of_parameters(
     found: dict[str, _Found] = defaultdict(list)
     for full, entry in checkpoint.tensors.items():
         name, rows, _ = full.partition(ROWS)
+        name = _EXPERT.sub("experts.", name) if rows else name
         renamed, pattern = own.renamed(name, model.base_model_prefix, shapes)
         if renamed not in shapes:
             inner, inner_pattern = whole.renamed(name, model.base_model_prefix, shapes)
@@ -185,7 +186,10 @@ def _placed(
         if coding is not None and coding.is_transposed:
             own = (*shape[:-2], shape[-1], shape[-2])
         # rows of the parameter; headers may not say how wide a coded one is
-        if not is_whole:
+        if entry.coded is not None and entry.coded.num_woven > 1:
+            width = own[-1] if len(own) > 2 else shape[-1] // entry.coded.num_woven
+            own = (*entry.shape[:-1], width)
+        elif not is_whole:
             rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
             own = (*rows, shape[-1])
         # Of coded weights columns may be padded, so that their bytes tell; some headers only have

@@ -28,7 +28,6 @@ Invariant: no weights are needed.
 """
 
 import copy
-import math
 import re
 import sys
 import threading
@@ -40,7 +39,6 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -56,11 +54,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, unsupported
+from offload.checkpoint.shared_layers import FAMILIES
 from offload.checkpoint.t5 import ENCODER_DECODERS
 from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
 from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
+from offload.model.empty_weights import EmptyOnMeta
 from offload.model.indexed import ChoosingMask, follow_indices, has_index
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
@@ -211,7 +211,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             meta_model.set_attn_implementation(attention.NAME)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    if any(
+    if config.model_type not in FAMILIES and any(
         ".layers." in f".{name}"
         for pair in meta_model.all_tied_weights_keys.items()
         for name in pair
@@ -311,6 +311,8 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
         "sliding_attention": window,
         "chunked_attention": AttentionChunk(chunk) if chunk else None,
     }
+    if config.model_type == "minimax":  # calls them so whatever their window
+        reach["full_attention"] = window
     return [reach.get(kind) for kind in kinds]
 
 
@@ -370,34 +372,6 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 _INDEXED = ("indexed_attention",)
 _KIND_LISTS = ("layer_types", "layers_block_type")
 _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
-# parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
-_MANY_ZEROS = 1 << 24
-# of torch and of transformers
-_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random,
-    which takes long.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", None) in _RANDOM_FILLS:
-            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if tensor.is_meta:
-                return tensor
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        if func is torch.zeros and kwargs.get("device") is None and _num_zeros(args) > _MANY_ZEROS:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def _num_zeros(sizes: Any) -> int:
-    """How many numbers `torch.zeros` is asked for."""
-    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-    return math.prod(size for size in sizes if type(size) is int)
 
 
 def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -405,7 +379,7 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
         setattr(config, flag, value)
     for name in _NAMED_CODE:
         setattr(config, name, None)
-    with _ONE_AT_A_TIME, init_empty_weights(), _EmptyOnMeta():
+    with _ONE_AT_A_TIME, init_empty_weights(), EmptyOnMeta():
         meta_model = family.from_config(config, dtype=dtype, trust_remote_code=False)
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
         meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another
@@ -415,6 +389,8 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     if "cache_params" in signature(type(meta_model).forward).parameters:
         meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
+    if config.model_type == "minimax":
+        meta_model.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
     meta_model.set_attn_implementation(
         "eager" if is_capped or not meta_model._supports_sdpa else attention.NAME
     )
@@ -427,6 +403,13 @@ def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     if "past_key_values" in more:
         more["cache_params"] = more.pop("past_key_values")
     return args, more
+
+
+def _ask_for_no_cache(
+    _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """MiniMax refuses any cache but its own where one is asked for; what is given it hands on."""
+    return args, {**kwargs, "use_cache": False}
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from offload.model.thread_team import TEAM
+
 RowInputs = dict[str, Tensor]  # (T, ...) each
 _LEAST_CHUNK = 16  # rows: fewer are as quick one by one
+_LIGHTNING_CHUNK = 64  # rows
+LARGE_STATE_BYTES = 1 << 20  # of a layer; smaller ones stay in a processor's cache anyway
+_HEADS_BYTES = 1 << 19  # of their states at once
+_NORM_EPS = 1e-6  # of `l2norm` in all families
+_DECAYS_BY_HEAD = ("torch_recurrent_gated_delta_rule",)
 _UNLIMITED = (0.0, float("inf"))
 
 
@@ -93,6 +100,10 @@ class GatedDelta:
 
     def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """See `Recurrence`."""
+        if self._is_large(state):
+            # no mode has to watch these
+            with torch._C.DisableTorchFunction():
+                return _large_steps(state, rows, **fixed)
         alone = {name: row[:, None] for name, row in rows.items()}
         out, state = self._step(**alone, **fixed, initial_state=state, output_final_state=True)
         return out[:, 0], state
@@ -101,14 +112,69 @@ class GatedDelta:
         self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
     ) -> tuple[Tensor, Tensor]:
         """See `Recurrence`."""
-        function = self._step if is_exact or len(rows["key"]) < _LEAST_CHUNK else self._scan
-        together = {name: row[None] for name, row in ({"query": rows["key"]} | rows).items()}
+        rows = {"query": rows["key"]} | rows
+        is_by_steps = is_exact or len(rows["key"]) < _LEAST_CHUNK
+        if is_by_steps and self._is_large(state):
+            return one_by_one(self, state, rows, fixed)
+        function = self._step if is_by_steps else self._scan
+        together = {name: row[None] for name, row in rows.items()}
         out, state = function(**together, **fixed, initial_state=state, output_final_state=True)
         return out[0], state
 
     def give(self, out_T: Tensor) -> tuple[Tensor, None]:
         """See `Recurrence`."""
         return out_T[None], None
+
+    def _is_large(self, state: Tensor) -> bool:
+        """Whether steps are taken here; the library's leave caches with every operation."""
+        name = getattr(self._step, "__name__", "")
+        is_here = state.device.type == "cpu" and name in _DECAYS_BY_HEAD
+        return is_here and state[0].nbytes >= LARGE_STATE_BYTES
+
+
+def _large_steps(
+    state: Tensor, rows: RowInputs, *, use_qk_l2norm_in_kernel: bool
+) -> tuple[Tensor, Tensor]:
+    """Take steps of the gated delta rule with a decay for each head.
+
+    The operations, and so the bits, are those of transformers' `torch_recurrent_gated_delta_rule`,
+    but a few heads at a time, which threads share, and into the same memory.
+    """
+    num_heads = state.shape[1]
+    query, key, value, beta, decay = (
+        rows[name].float() for name in ("query", "key", "value", "beta", "g")
+    )
+    query, key = (one.repeat_interleave(num_heads // one.shape[1], dim=1) for one in (query, key))
+    if use_qk_l2norm_in_kernel:
+        query = _normed(query)
+        key = _normed(key)
+    query = query / (query.shape[-1] ** 0.5)
+    decay = decay.exp()
+    after = torch.empty((len(value), *state.shape[1:]))
+    out = torch.empty(value.shape)
+    at_once = max(1, _HEADS_BYTES // state[0, 0].nbytes)
+    parts = [slice(lo, lo + at_once) for lo in range(0, num_heads, at_once)]
+    left = iter([(row, some) for row in range(len(value)) for some in parts])
+
+    def take() -> None:
+        scratch = torch.empty(min(at_once, num_heads), *state.shape[2:])
+        for row, some in left:
+            before = state[row, some]
+            own = scratch[: len(before)]
+            own_key = key[row, some, :, None]
+            new = torch.mul(before, decay[row, some, None, None], out=after[row, some])
+            held = torch.mul(new, own_key, out=own).sum(1)
+            delta = (value[row, some] - held) * beta[row, some, None]
+            new.add_(torch.mul(own_key, delta[:, None], out=own))
+            torch.sum(torch.mul(new, query[row, some, :, None], out=own), 1, out=out[row, some])
+
+    TEAM.run(take, len(parts))
+    return out.to(rows["query"].dtype), after
+
+
+def _normed(row_THK: Tensor) -> Tensor:
+    """What transformers' `l2norm` makes of rows."""
+    return row_THK * torch.rsqrt((row_THK * row_THK).sum(-1, keepdim=True) + _NORM_EPS)
 
 
 class Mamba2:
@@ -219,6 +285,98 @@ class Mamba:
     def give(self, out_T: Tensor) -> Tensor:
         """See `Recurrence`."""
         return out_T.T[None]
+
+
+class Lightning:
+    """Linear attention with a fixed decay for each head (MiniMax-01): S = S e^-slope + k v^T.
+
+    transformers has no functions for it, so the arithmetic is here, in float32: a state that is
+    rounded to bfloat16 at every token, as transformers has it in that type, forgets.
+    """
+
+    kept: tuple[str, ...] = ("key", "value")
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, H, K, K) in float32."""
+        value = inputs.rows["value"]
+        return value.new_zeros(1, *value.shape[1:], value.shape[2], dtype=torch.float32)
+
+    def read(self, query: Tensor, key: Tensor, value: Tensor, decay_H: Tensor) -> Inputs:
+        """Rows are (1, T, H, K); `decay_H` is what a state keeps from row to row."""
+        rows = {"query": query[0], "key": key[0], "value": value[0]}
+        return Inputs(rows, {"decay_H": decay_H})
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        query, key, value = (rows[name].float() for name in ("query", "key", "value"))
+        state = state * fixed["decay_H"][:, None, None]
+        state = state + key[..., None] * value[..., None, :]
+        out = (state * query[..., None]).sum(-2)
+        return out.to(rows["value"].dtype), state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        rows = {"query": rows["key"]} | rows
+        if is_exact or len(rows["key"]) < _LEAST_CHUNK:
+            return one_by_one(self, state, rows, fixed)
+        outs = list[Tensor]()
+        for first in range(0, len(rows["key"]), _LIGHTNING_CHUNK):
+            chunk = {name: row_T[first : first + _LIGHTNING_CHUNK] for name, row_T in rows.items()}
+            out, state = self._run_chunk(state, chunk, fixed["decay_H"])
+            outs.append(out)
+        return torch.cat(outs).to(rows["value"].dtype), state
+
+    def _run_chunk(self, state: Tensor, rows: RowInputs, decay_H: Tensor) -> tuple[Tensor, Tensor]:
+        """A few rows by products of matrices: what they had from before, and from each other."""
+        query, key, value = (
+            rows[name].float().transpose(0, 1) for name in ("query", "key", "value")
+        )
+        num_rows = key.shape[1]
+        at_T = torch.arange(num_rows, device=key.device)
+        lag_TT = (at_T[:, None] - at_T).clamp(min=0)
+        decay_HTT = (decay_H[:, None, None] ** lag_TT).tril()
+        into_HT1 = decay_H[:, None, None] ** (at_T + 1)[:, None]
+        out_of_HT1 = decay_H[:, None, None] ** (num_rows - 1 - at_T)[:, None]
+        before = (query * into_HT1) @ state[0]
+        among = (query @ key.transpose(1, 2) * decay_HTT) @ value
+        behind = state[0] * into_HT1[:, -1:] + (key * out_of_HT1).transpose(1, 2) @ value
+        return (before + among).transpose(0, 1), behind[None]
+
+    def give(self, out_T: Tensor) -> Tensor:
+        """(1, T, H, K)."""
+        return out_T[None]
+
+
+class Gated:
+    """A state that is kept by a share for each channel, and added to (RecurrentGemma): S = a S + x."""
+
+    kept: tuple[str, ...] = ("x", "share")
+
+    def read(self, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Inputs:
+        """All inputs are (1, T, C); a text begins where `reset`, (1, T, 1), says so."""
+        return Inputs({"x": hidden_states[0], "share": (recurrent_gate * ~reset)[0]}, {})
+
+    def start(self, inputs: Inputs) -> Tensor:
+        """(1, C) in float32."""
+        x = inputs.rows["x"]
+        return x.new_zeros(1, x.shape[1], dtype=torch.float32)
+
+    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        state = rows["share"].float() * state + rows["x"].float()
+        return state.to(rows["x"].dtype), state
+
+    def run(
+        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `Recurrence`."""
+        return one_by_one(self, state, rows, fixed)
+
+    def give(self, out_T: Tensor) -> Tensor:
+        """(1, T, C)."""
+        return out_T[None]
 
 
 def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:

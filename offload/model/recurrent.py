@@ -9,7 +9,7 @@ what a layer does across rows goes through these two; a layer of another make is
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -19,11 +19,13 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 
 from offload.model.kv_cache import CacheRows, JointCache, KVCache
-from offload.model.recurrences import CONVOLUTION, KINDS, Recurrence
+from offload.model.recurrences import CONVOLUTION, KINDS, Gated, Lightning, Recurrence
 from offload.model.recurrent_cache import RecurrentCache
 
 _CACHES = ("cache_params", "past_key_values")  # what layers call the cache that they are given
 _MIXING = ("recurrent_state", "get_recurrent_state", "recurrent_states")
+# what MiniMax's linear attention derives from its config, and saves
+_DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 
 
 class _Running(NamedTuple):
@@ -39,7 +41,7 @@ _RUNNING: ContextVar[_Running] = ContextVar("running")
 
 def follow_trees(layers: nn.ModuleList) -> list[bool]:
     """Let recurrent parts of these layers follow trees; tells which layers have any."""
-    return [_follow(layer) for layer in layers]
+    return [_follow(layer, index) for index, layer in enumerate(layers)]
 
 
 def has_states(layers: nn.ModuleList) -> bool:
@@ -52,15 +54,29 @@ def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
     return (RecurrentCache if has_states(layers) else KVCache)(len(layers), num_slots, *more)
 
 
-def _follow(layer: nn.Module) -> bool:
+def _follow(layer: nn.Module, index: int) -> bool:
     found = [
         (module, follower)
         for module in layer.modules()
         if (follower := _find(type(module))) is not None
     ]
+    module: Any
     for module, follower in found:
         module.__class__ = follower
+        if hasattr(module, _DECAYS[0]):
+            _settle_decays(module)
+        if hasattr(module, "rg_lru"):
+            module.layer_idx = index  # which it is not told
+            module.rg_lru._rnn_scan = _scan_channels
     return len(found) == 1
+
+
+def _settle_decays(module: Any) -> None:
+    """Let a layer of linear attention have its decays in float32, by its config."""
+    for name in _DECAYS:
+        del module._buffers[name]
+    decay_H = torch.exp(-module.get_slope_rate(torch.device("cpu")).float())[:, 0, 0]
+    module.register_buffer("decay_H", decay_H, persistent=False)
 
 
 def _find(own: Any) -> Any:
@@ -73,9 +89,15 @@ def _follower_of(own: Any) -> type[nn.Module] | None:
     another make.
     """
     forward = inspect.unwrap(own.forward)
-    if not isinstance(forward, FunctionType) or CONVOLUTION not in _names(forward.__code__):
+    if not isinstance(forward, FunctionType):
         return None
     names = _names(forward.__code__)
+    if "get_linear_cache" in names and hasattr(own, "get_slope_rate"):
+        return _subclass(own, _forward_by(_attend_linearly, Lightning()))
+    if {"rg_lru", "conv1d_state"} <= names:
+        return _subclass(own, _forward_by(_pass_gated, Gated()))
+    if CONVOLUTION not in names:
+        return None
     known = forward.__globals__
     kinds = [one for one in KINDS if one.scan in names and one.scan in known and one.step in known]
     is_convolution_alone = not kinds and not any(name in names for name in _MIXING)
@@ -96,12 +118,37 @@ def _follower_of(own: Any) -> type[nn.Module] | None:
         forward.__closure__,
     )
     clone.__kwdefaults__ = forward.__kwdefaults__
-    more = {
-        "forward": _forward_by(clone, recurrence),
-        "__module__": own.__module__,
-        "_follows_trees": True,
-    }
+    return _subclass(own, _forward_by(clone, recurrence))
+
+
+def _subclass(own: Any, forward: Callable[..., Any]) -> type[nn.Module]:
+    more = {"forward": forward, "__module__": own.__module__, "_follows_trees": True}
     return type(own.__name__, (own,), more)
+
+
+def _attend_linearly(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    """What MiniMax's linear attention does to (1, T, D), whose scan is no function of its own."""
+    num_rows = hidden_states.shape[1]
+    heads = self.act_fn(self.qkv_proj(hidden_states))
+    heads = heads.reshape(1, num_rows, self.num_attention_heads, 3 * self.head_dim)
+    out = _scan(*heads.split(self.head_dim, dim=3), decay_H=self.decay_H)
+    out = self.norm(out.reshape(1, num_rows, -1))
+    out = torch.sigmoid(self.output_gate(hidden_states)) * out
+    return self.out_proj(out), None
+
+
+def _pass_gated(self: Any, hidden_states: Tensor, position_ids: Tensor, **_: Any) -> Any:
+    """What RecurrentGemma's recurrent block does to (1, T, D), whose state it keeps in itself."""
+    weight_CR = self.conv_1d.weight[:, 0]
+    inner = _convolve(self.linear_x(hidden_states).transpose(1, 2), weight_CR, self.conv_1d.bias)
+    inner = self.rg_lru(inner.transpose(1, 2), position_ids)
+    return self.linear_out(inner * self.act_fn(self.linear_y(hidden_states))), None
+
+
+def _scan_channels(**inputs: Any) -> tuple[Tensor, None]:
+    """In place of RecurrentGemma's `_rnn_scan`, which would leave its state in the module."""
+    inputs.pop("recurrent_states")
+    return _scan(**inputs), None
 
 
 def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,6 +157,7 @@ def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     reference = inspect.unwrap(function)
 
+    @wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         one = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         return (reference if one.device.type in ("cpu", "meta") else function)(*args, **kwargs)

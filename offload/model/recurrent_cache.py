@@ -359,7 +359,9 @@ def _by_levels(
         place = {row: index for index, row in enumerate(rows_before)}
         chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
         own = {name: row_T[row_W] for name, row_T in inputs.rows.items()}
-        out, before = recurrence.step(before[chosen], own, inputs.fixed)
+        # the level before goes now, so that two are held and not three
+        before = before[chosen]
+        out, before = recurrence.step(before, own, inputs.fixed)
         outs.put(row_W, out)
         rows_before = rows
     return outs.all()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -100,10 +101,9 @@ class StreamedModel(BoundModel):
             and not any(layout.coded for layout in self._layouts)
         ):
             take_rows_in_parts(self._layers)  # others would expand their weights for each part
-        for layer, window in zip(self._layers, self._windows, strict=True):
-            self._hooks.append(
-                layer.register_forward_pre_hook(partial(self._give_mask, window), with_kwargs=True)
-            )
+        for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
+            give = partial(self._give_mask, window, index)
+            self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
         for table in self._tables:
             self._hooks.append(
                 table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:]))
@@ -401,9 +401,17 @@ class StreamedModel(BoundModel):
         return masks
 
     def _give_mask(
-        self, window: Window, layer: nn.Module, args: Any, kwargs: dict[str, Any]
+        self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        assert "attention_mask" in kwargs, "this family does not pass masks by name"
+        if "attention_mask" not in kwargs:  # some families pass all by order
+            names = [*signature(type(layer).forward).parameters][2:]
+            kwargs = dict(zip(names, args[1:], strict=False)) | kwargs
+            args = args[:1]
+            if "layer_idx" in kwargs:  # which it has without the layers before it as well
+                kwargs["layer_idx"] = index
+        # Zamba has another for its states
+        name = "causal_mask" if "causal_mask" in kwargs else "attention_mask"
+        assert name in kwargs, "this family passes no masks"
         mask = self._masks[window]
         if has_index(layer):
             return args, {**kwargs, **self._choosing(layer, mask, kwargs)}
@@ -411,7 +419,7 @@ class StreamedModel(BoundModel):
         if isinstance(mask, Tensor):
             # some families run their last layers on the rows to be scored alone
             mask = mask[:, :, -hidden.shape[-2] :]
-        return args, {**kwargs, "attention_mask": mask}
+        return args, {**kwargs, name: mask}
 
     def _choosing(self, layer: nn.Module, mask: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What a layer that chooses gets. One that shares a choice of a layer which is cut off sees

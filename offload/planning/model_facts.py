@@ -35,7 +35,9 @@ class ModelFacts(NamedTuple):
         shape = model_shape(checkpoint) if checkpoint.held else None
         if shape is not None:
             num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
-        count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
+        # layers may share some
+        apart = {(one.shard, one.lo): one for one in checkpoint.tensors.values()}
+        count = sum(math.prod(one.shape) for one in apart.values())
         return cls(
             name_of(model),
             count,

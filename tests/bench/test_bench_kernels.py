@@ -1,5 +1,6 @@
 """Kernels and expansions beside what runs without them, by a clock of the test's: no time is told of what is wrong."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,3 +125,13 @@ def test_other_bits_have_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expansion, "COMPILED", COMPILED._replace(float8=almost))
     with pytest.raises(UserError, match="fp8, blocks: numba and torch give different bits"):
         check(samples(256, 256)[0])
+
+
+@pytest.mark.full
+def test_states_stand_beside_products() -> None:
+    outcome = shell("bench", "recurrence", "--quick")
+    assert outcome.code == 0, outcome.err
+    rows = json.loads(outcome.out.splitlines()[-1])["rows"]
+    assert [row["nodes"] for row in rows] == [1, 16]
+    for row in rows:
+        assert row["recurrent_s"] > 0 and row["share"] == pytest.approx(row["recurrent_s"] / row["products_s"])

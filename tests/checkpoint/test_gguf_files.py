@@ -159,7 +159,7 @@ def test_every_name_of_gguf_is_known() -> None:
     for arch, own in ARCHITECTURES.items():
         key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
         names = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[key]}
-        known = {f"blk.{{bid}}.{part}" for part in (*own.parts, *own.experts)}
+        known = {f"blk.{{bid}}.{part}" for part in (*own.parts, *own.experts, *own.woven)}
         known |= {f"blk.{{bid}}.{name.rpartition('.')[0] or name}" for name in own.others}
         known |= {one.removesuffix(".weight") for one in (*_OUTER, *own.outer, *own.ignored)}
         if arch == "deepseek2":  # heads of one matrix

@@ -29,7 +29,9 @@ from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.experts import ExpertPool, open_pool
 
-WRAPPED = sorted(one for one in ON_DEMAND - {*INDEXED} if one.endswith("_text"))  # language models inside of others
+# language models inside of others
+WRAPPED = sorted(one for one in ON_DEMAND - {*INDEXED} if one.endswith("_text") or one == "step3p5")
+WRAPPERS = {"qwen3_omni_moe": "qwen3_omni_moe_thinker", "step3p5": "step3p7"}
 FAMILIES = sorted(ON_DEMAND - {*WRAPPED})
 # Some have layers without experts, too, unless told otherwise.
 MIXED = {"gemma4": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}}
@@ -106,8 +108,8 @@ def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
 @matrix("cuts", [(24,), (9, 1, 1, 4, 9)], always=[(9, 1, 1, 4, 9)])
 def test_bits_are_those_of_all_experts_at_once(folder: Path, cuts: tuple[int, ...]) -> None:
     wanted = whole_layers(folder, cuts)
-    # transformers' Mamba begins anew where several rows follow a state
-    theirs = (_NUM_ROWS,) if folder.name.startswith("jamba") else cuts
+    # transformers' Mamba begins anew where several rows follow a state; MiniMax counts positions anew
+    theirs = (_NUM_ROWS,) if folder.name.startswith(("jamba", "minimax0")) else cuts
     torch.testing.assert_close(wanted, reference(folder, theirs), rtol=1e-4, atol=1e-4)
     for num_slots, ahead_rows in ((2, NEVER), (2, 1), (9, NEVER), (9, 4), (100, 4)):
         with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
@@ -159,12 +161,18 @@ def missed(calls: Calls, cache: ExpertCache) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("num_slots", [5, 9, 16])
+@pytest.mark.parametrize(
+    ("family", "num_slots"), [("qwen3_moe", 5), ("qwen3_moe", 9), ("qwen3_moe", 16), ("gemma4", 9)]
+)
 def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
-    num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save(tiny_model(config_of("qwen3_moe")), tmp_path)
-    with opened(folder, num_slots) as (model, pool):
+    """And fewer than those of all experts, which whole layers would read for every token."""
+    if family in MIXED:
+        saved(family, tmp_path, **MIXED[family])
+    else:
+        save(tiny_model(config_of(family)), tmp_path)
+    with opened(tmp_path, num_slots) as (model, pool):
         calls, num_blocks, num_passing = recorded(pool), len(pool.records), pool._cache.num_passing
         monkeypatch.setattr(
             pool, "_has_come", lambda slot: slot not in pool._arriving
@@ -174,6 +182,9 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
         wanted = missed(calls, ExpertCache(num_blocks, num_slots, num_passing=num_passing))
         assert pool.num_misses == len(wanted) and pool.num_hits > 0
         assert pool.bytes_read == sum(pool.records[block].slab_bytes for block in wanted)
+        num_passes = sum(name == "begin_pass" for name, _ in calls)
+        whole_bytes = num_passes * sum(record.slab_bytes for record in pool.records)
+        assert 0 < pool.bytes_read < 0.6 * whole_bytes, f"{pool.bytes_read / whole_bytes:.0%} of whole layers"
         others = missed(calls, ExpertCache(num_blocks, num_slots + 1, num_passing=num_passing))
         assert len(others) != len(wanted), "it depends on the slots"
 
@@ -181,7 +192,7 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_experts_inside_of_models_that_see(kind: str, tmp_path: Path) -> None:
     family = kind.removesuffix("_text")
-    saved({"qwen3_omni_moe": "qwen3_omni_moe_thinker"}.get(family, family), tmp_path, **MIXED.get(family, {}))
+    saved(WRAPPERS.get(family, family), tmp_path, **MIXED.get(family, {}))
     wanted = whole_layers(tmp_path, (9, 15))
     with opened(tmp_path, 5) as (model, pool):
         assert_same_bits(logits_of(model, pool, (9, 15)), wanted, Promise.SAME_PRODUCTS)

@@ -101,6 +101,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
                        "num_experts_per_token": 2, "num_expert_group": 2},
     "mamba": {"state_size": 8}, "falcon_mamba": {"state_size": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16},
+    "minimax": {"layer_types": _MIXED, "block_size": 8, "num_local_experts": 4, "sliding_window": None},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2,
+               "use_shared_attention_adapter": True, "adapter_rank": 4, "use_mem_rope": True, "n_mamba_heads": 8,
+               "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16, "num_key_value_heads": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 24},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
               "mamba_dt_rank": 8},
@@ -137,9 +142,10 @@ OWN: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "beam": {"mlp_layer_types": ["sparse"] * 4},
     "flint": {"mlp_only_layers": []},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
-_SEEDS = {"phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
+_SEEDS = {"minimax": 1, "phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
 WORKING = (
     *("afmoe", "apertus", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "doge", "dots1"),
     *("ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
@@ -162,6 +168,7 @@ WORKING = (
         "beam",
         "bitnet",
         "cohere2_moe",
+        "cohere_compass_text",
         "exaone_moe",
         "flex_olmo",
         "flint",
@@ -273,11 +280,9 @@ def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
 
 
 REFUSED = {  # "|" where older transformers call a kind of layer otherwise
-    "recurrent_gemma": "(linear_attention, whose state cannot be rolled back|no layers.i. with rotary positions)",
-    "minimax": "linear_attention, whose state cannot be rolled back",
     "lfm2_moe": "config.json has no layer_types",
-    "zamba2": "layers that share weights",
     "deepseek_v4": "keys that stand for several tokens",
+    "zamba": "layers that share weights",
     "opt": "no layers.i. with rotary positions",
     "gpt2": "no layers.i. with rotary positions",
     "bloom": "no layers.i. with rotary positions",

@@ -1,5 +1,8 @@
 """Hybrids: layers with a state follow token trees, and every promise of a decoder holds for them as for any other."""
 
+import json
+import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
-from tiny import VOCAB_SIZE, save
+from tiny import FAMILIES, VOCAB_SIZE, build, save
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -20,10 +23,11 @@ from offload.engine.session import write_tensors
 from offload.memory.planner import ModelFiles, plan_memory, require_no_states
 from offload.model import recurrences
 from offload.model.meta import build_meta_model
+from offload.model.recurrent import _by_device
 from offload.model.recurrent_cache import RecurrentCache
 from offload.model.streamed import StreamedModel
 
-KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear")
+KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
 NUM_NODES = {"none": 1, "chain:3": 4, "8x3": 8, "dynamic:16x4": 16}
 _HOW: dict[str, Any] = {"context": 160, "tree": "dynamic:16x4", "threads": 1}
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
@@ -139,6 +143,80 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
             got = decoder.generate(prompt_of(30), max_new_tokens=24, num_logprobs=2)
             texts.append((got.token_ids, got.logprobs))
     assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
+
+
+def delta_rows(num_rows: int, seed: int = 0) -> recurrences.RowInputs:
+    """What rows bring to a gated delta rule of 6 value heads and 2 key heads."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"query": (2, 16), "key": (2, 16), "value": (6, 12), "g": (6,), "beta": (6,)}
+    rows = {name: torch.randn(num_rows, *shape, generator=generator) for name, shape in shapes.items()}
+    return {name: -row.abs() if name == "g" else row.bfloat16() for name, row in rows.items()}
+
+
+@pytest.mark.parametrize("num_states", [1, 5])
+def test_steps_of_large_states_have_the_bits_of_transformers(num_states: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few heads at a time, and the last of them fewer."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+    own = recurrences.GatedDelta(
+        *(_by_device(getattr(qwen3_5, f"torch_{how}_gated_delta_rule")) for how in ("chunk", "recurrent"))
+    )
+    state, rows, fixed = torch.randn(num_states, 6, 16, 12), delta_rows(num_states), {"use_qk_l2norm_in_kernel": True}
+    wanted = own.step(state, rows, fixed)
+    kept = state.clone()
+    monkeypatch.setattr(recurrences, "LARGE_STATE_BYTES", 0)
+    monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 16 * 12 * 4)
+    got = own.step(state, rows, fixed)
+    assert all(map(torch.equal, got, wanted)) and torch.equal(state, kept)
+    monkeypatch.setattr(recurrences, "_NORM_EPS", 1e-3)
+    assert not torch.equal(own.step(state, rows, fixed)[1], wanted[1]), "a mistake would be seen"
+
+
+def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrences, "LARGE_STATE_BYTES", 0)
+    monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 16 * 12 * 3)
+    assert_follows_trees(qwen)
+    with opened(qwen, dtype="bfloat16") as decoder:
+        assert decoder.invariance.holds, decoder.invariance.reason
+
+
+def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 nodes: at most those of two levels where they are small, and large ones log2(N) + 2 at a time."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+    from offload.model.recurrent_cache import PassRows, Point, _by_branches, _by_levels
+    from offload.model.recurrent_rows import RowTree
+
+    own = recurrences.GatedDelta(qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule)
+    parents = [*[-1] * 64, *range(192)]  # four levels of 64
+    sees_NN = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees_NN[node] |= sees_NN[parent]
+    tree = RowTree()
+    tree.add(sees_NN.numpy())
+    rows = PassRows(0, len(parents), Point(0), Point(0), tree)
+    inputs = recurrences.Inputs(delta_rows(len(parents)), {"use_qk_l2norm_in_kernel": True})
+    base, alive, most = own.start(inputs), list[weakref.ref[torch.Tensor]](), 0
+    step = own.step
+
+    def counted(state: torch.Tensor, *more: Any) -> Any:
+        nonlocal most
+        out, after = step(state, *more)
+        alive.append(weakref.ref(after))
+        held = [one for ref in alive if (one := ref()) is not None]
+        most = max(most, sum(map(len, held)) + len(state))
+        return out, after
+
+    monkeypatch.setattr(own, "step", counted)
+    outs = []
+    for run, is_wide, limit in ((_by_levels, True, 2 * 64), (_by_branches, False, 8 + 2)):
+        alive.clear()
+        most = 0
+        steps = rows.steps(base.device, is_wide=is_wide)
+        outs.append(run(own, base, inputs, steps, tree.parents))
+        assert 0 < most <= limit, f"{most} states at a time"
+    assert torch.allclose(*outs, atol=1e-6)
 
 
 def test_a_step_that_depends_on_others_is_found_out(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +335,27 @@ def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> N
             write_tensors(path, notes, wrong)
             with pytest.raises(offload.UserError, match="states"):
                 decoder.load_session(path)
+
+
+def test_a_session_of_another_family_is_refused(qwen: Path, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with opened(qwen) as decoder:
+        decoder.generate(prompt_of(30), max_new_tokens=4)
+        decoder.save_session(path)
+    other = save(build(FAMILIES["llama"]()), tmp_path / "llama")
+    with opened(other) as decoder, pytest.raises(offload.UserError, match="was computed with another model"):
+        decoder.load_session(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"linear_num_value_heads": 8}, {"linear_key_head_dim": 8}, {"linear_conv_kernel_dim": 3}]
+)
+def test_states_that_disagree_with_the_config_are_refused(changes: dict[str, int], qwen: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(offload.UserError, match=r"linear_attn\..* must have shape .* do not belong together"):
+        offload.load(tmp_path / "model", ram="1GiB", context=64, threads=1)
 
 
 def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
