@@ -30,7 +30,7 @@ _LIBRARIES = ("pytest", "torch", "scipy.stats", "transformers.models.llama.model
 _IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 _PYTEST = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-rfE", "--tb=no", "-W", _IMPORTED)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py::.*?)(?: - .*)?$", re.MULTILINE)
-_MOST_S = 600
+_MOST_S = 1800
 _ENDLESS = "a test that does not end"
 _ENDED_EARLY = 70
 _OWN_PATHS = ("", ".", str(ROOT), str(ROOT / "tests"), "tests")
