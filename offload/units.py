@@ -315,8 +315,8 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Return (token, bias) pairs, sorted by token. Raises `UserError`."""
     try:
         pairs = [
-            (token, number)
-            for token, number in (given.items() if isinstance(given, Mapping) else given)
+            (token, value)
+            for token, value in (given.items() if isinstance(given, Mapping) else given)
         ]
     except (TypeError, ValueError):
         raise UserError(
@@ -324,7 +324,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
         ) from None
     tokens = [whole_number(token, "a token of `logit_bias`") for token, _ in pairs]
     numbers = [number(value, "a number of `logit_bias`") for _, value in pairs]
-    is_sound = all(abs(number) <= MOST_PENALTY for number in numbers)
+    is_sound = all(abs(value) <= MOST_PENALTY for value in numbers)
     rule = f"numbers of `logit_bias` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
     require(is_sound, rule, numbers, f"-{MOST_PENALTY} is as good as never")
     require(
