@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -102,7 +101,7 @@ def replacing(path: Path) -> Iterator[Path]:
     A reader sees either the old file or the new one. The scratch name is random because threads
     share a process number, and so do containers that share a folder.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield scratch
         os.replace(scratch, path)

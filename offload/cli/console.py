@@ -397,9 +397,3 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
     )
     read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {plural(stats.num_prompt_tokens, 'token')} read"
     return f"({plural(stats.num_new_tokens, 'token')}{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
-
-
-def error_line(message: str) -> str:
-    """One line; what it quotes from a stranger's file must not steer the terminal."""
-    line = " ".join(as_flags(message).split())
-    return "offload: " + "".join(char if char.isprintable() else "?" for char in line)

@@ -44,17 +44,21 @@ def demo(
         sizes_like=ram or made.size,
     )
     with shown as console, libraries(console):
-        from offload.cli import demo as run
+        from offload.cli import demo as packaged
+        from offload.cli import demo_run as run
         from offload.engine.request import Request
 
-        prompt = run.PROMPT if text.prompt is None else read_prompt(text.prompt, None)
+        prompt = packaged.PROMPT if text.prompt is None else read_prompt(text.prompt, None)
         request = Request(prompt, sampling, max_tokens, raw=True)
-        options = run.demo_options(
-            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=load.link_limit
+        options = packaged.demo_options(
+            packaged.budget(size_bytes, ram, tree, rule),
+            tree,
+            rule=rule,
+            link_limit=load.link_limit,
         )
-        run.check(request)
+        packaged.check(request)
         landed = partial(console.bytes_landed, label="making the target")
-        target = run.inflated_target(size_bytes, landed)
+        target = packaged.inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
             console.open(

@@ -9,7 +9,6 @@ its own.
 import inspect
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -122,6 +121,12 @@ def as_flags(message: str) -> str:
     return re.sub(r'`(\w+)(?:="([^`"]*)")?`', flag, message)
 
 
+def error_line(message: str) -> str:
+    """One line; what it quotes from a stranger's file must not steer the terminal."""
+    line = " ".join(as_flags(message).split())
+    return "offload: " + "".join(char if char.isprintable() else "?" for char in line)
+
+
 def _place(context: typer.Context) -> RankInfo | None:
     """This process's place, where the command runs on many ranks: RANK may also be that of a job which calls it."""
     return None if context.params.get("ranks") is None else find_place()
@@ -194,6 +199,14 @@ class Defaults(NamedTuple):
                 self.sources[name, param.name] = source
 
 
+def may_have_defaults() -> bool:
+    """Return whether there is a file of one's own, or a variable that may set a flag."""
+    path = config_file()
+    return any(name.startswith(_PREFIX) for name in os.environ) or (
+        path is not None and os.path.lexists(path)
+    )
+
+
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
     """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
     flags = {name: _settings(command) for name, command in commands.items()}
@@ -255,6 +268,8 @@ def _key(param: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import tomllib  # `--help` reads no file
+
     try:
         return tomllib.loads(read_small(path))
     except FileNotFoundError:

@@ -8,18 +8,13 @@ that compute.
 import errno
 import os
 import sys
-import traceback
 from typing import Any, NoReturn
 
 import typer
 
-# In the order of --help: each registers its commands.
-from offload.cli import write_commands, measure_commands, demo_command, pack_commands  # noqa: F401  # isort: skip
-from offload.cli import verify_command, serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
-from offload.bench.suite import COMMANDS
 from offload.cli import flags, output, rank_process
-from offload.cli.app import app
-from offload.cli.console import error_line
+from offload.cli.app import app, every_command
+from offload.cli.flags import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError, did_you_mean
@@ -43,9 +38,10 @@ def main() -> None:
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--help-all", "--version"} & {*given}:
-            own = flags.find_defaults(
-                {name: one for name, one in command.commands.items() if name != "bench"}
-            )
+            if flags.may_have_defaults():
+                own = flags.find_defaults(
+                    {name: one for name, one in every_command().items() if name != "bench"}
+                )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
             if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
                 print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
@@ -95,11 +91,11 @@ def _named_command(command: Any, given: list[str]) -> str:
     """Return the words that name a command, where the option parser does not tell whose error it is."""
     words = ["offload"]
     for word in given:
-        # of a bench the parser is not asked, which may take seconds to import
-        known = COMMANDS if words[-1] == "bench" else getattr(command, "commands", {})
+        known = command.list_commands(None) if hasattr(command, "list_commands") else []
         if word not in known:
             break
-        command = None if words[-1] == "bench" else known[word]
+        # a bench's own parser may take seconds to import
+        command = None if words[-1] == "bench" else command.get_command(None, word)
         words.append(word)
     return " ".join(words)
 
@@ -124,6 +120,8 @@ def _fail(
 
 def _print_traceback(error: BaseException) -> None:
     """With what stands behind it, also where a message of ours took its place."""
+    import traceback
+
     cause: BaseException | None = error
     while cause is not None:
         cause.__suppress_context__, cause = False, cause.__context__

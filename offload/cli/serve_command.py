@@ -17,7 +17,6 @@ from offload.units import parse_size
 
 @flags.command(
     app,
-    short_help="Serve a model larger than memory over OpenAI's protocol.",
     epilog="""Examples:
 
     offload serve -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB

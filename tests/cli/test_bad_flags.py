@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from refusals import BOTH, ENOUGH, GENERATE, PLAN, assert_refused, drop, generate
 from shell import shell
 
-from offload.cli.app import app
+from offload.cli.app import every_command
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("_instant_link")
@@ -123,9 +122,9 @@ def test_what_is_mistyped_is_asked_after(command: str, words: tuple[str, ...]) -
 def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
     from offload.bench.suite import COMMANDS
 
-    root = typer.main.get_command(app)
-    groups = {"datastore": root.commands["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
-    paths = [(), *((name,) for name in root.commands), *((group, own) for group in groups for own in groups[group])]
+    root = every_command()
+    groups = {"datastore": root["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
+    paths = [(), *((name,) for name in root), *((group, own) for group in groups for own in groups[group])]
     assert len(paths) > 15
     for path in paths:
         refused = shell(*path, option)

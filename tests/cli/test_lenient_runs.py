@@ -8,7 +8,8 @@ from shell import shell
 
 from offload.bench.harness.setting import resident_pair
 from offload.cli.console import Console
-from offload.cli.demo import PAIR, compare, demo_options, open_demo
+from offload.cli.demo import PAIR, demo_options
+from offload.cli.demo_run import compare, open_demo
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.tune import tune
