@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from offload import __version__
 from offload.bench.suite import app as bench
+from offload.errors import UserError
 
 # name: its file, what --help says of it; in the order of --help
 COMMANDS = {
@@ -19,6 +20,7 @@ COMMANDS = {
     "chat": ("chat_command", "Chat with a model larger than memory."),
     "plan": ("plan_command", "Will it fit, and how fast will it be?"),
     "tune": ("tune_command", "Measure a pair of models on this machine."),
+    "list": ("list_command", "Which models are here?"),
     "demo": ("demo_command", "See it work on a packaged model, here and now."),
     "pack": ("pack_commands", "Make a bf16 model a quarter smaller, without loss."),
     "unpack": ("pack_commands", "Give back the model that a packed one was made from."),
@@ -27,6 +29,18 @@ COMMANDS = {
     "launch": ("launch_command", "Run a command on many ranks."),
     "bench": ("", "Measure speeds, each beside its ceiling."),
     "datastore": ("datastore_commands", "Make a store of text, in which guesses are looked up."),
+}
+
+
+# what other programs call it: what to do here
+_ELSEWHERE = {
+    "run": "offload chat -m MODEL",
+    "pull": "generate, chat and serve download what -m ORG/NAME names",
+    "download": "generate, chat and serve download what -m ORG/NAME names",
+    "ls": "offload list",
+    "models": "offload list",
+    "help": "offload --help",
+    "version": "offload --version",
 }
 
 
@@ -43,6 +57,8 @@ class _Program(TyperGroup):
         return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if meant := _ELSEWHERE.get(args[0]):
+            raise UserError(f"No such command '{args[0]}': {meant}")
         if args[0] not in COMMANDS:
             self.commands = every_command()  # one of them may be meant
         return super().resolve_command(ctx, args)
@@ -65,7 +81,7 @@ app.add_typer(bench, name="bench")
 
 def every_command() -> dict[str, Any]:
     """Return what the option parser runs, by name."""
-    for file in {file for file, _ in COMMANDS.values() if file}:
+    for file in dict.fromkeys(file for file, _ in COMMANDS.values() if file):
         import_module(f"offload.cli.{file}")
     found: Any = typer.main.get_command(app)
     return {name: found.commands[name] for name in COMMANDS}

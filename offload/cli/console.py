@@ -372,7 +372,7 @@ def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") 
 
 def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
     """Return that a text is cut off, and by what; nothing where it has come to its end."""
-    if finish_reason != "length":
+    if finish_reason != "length" or not stats.num_new_tokens:
         return ""
     if stats.num_prompt_tokens + stats.num_new_tokens >= plan.context:
         return f"the text is cut off where the context of {plan.context} ends{_longer(plan)}"

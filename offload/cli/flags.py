@@ -30,23 +30,26 @@ _NUM_NAMED = 3  # flags that an error names, the nearest ones
 _DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
 
 
-def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    app: typer.Typer, *, name: str | None = None, **how: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command whose flags are the options, of the records that it takes, that name the command.
 
-    Other parameters are typer's own.
+    Other parameters are typer's own. The command is called as its function, or by `name`.
     """
 
     def wrap(main: Callable[..., None]) -> Callable[..., None]:
+        called = name or main.__name__
         taken = inspect.signature(main, eval_str=True).parameters
         kinds = {
             name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
         }
         records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
         declared = {
-            one.name: one.of(main.__name__)
+            one.name: one.of(called)
             for record in records.values()
             for one in options_of(record).values()
-            if main.__name__ in one.commands
+            if called in one.commands
         }
         params = [one for name, one in taken.items() if name not in records]
         params += map(_parameter, declared.values())
@@ -63,7 +66,7 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
             )
 
         params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
-        run.__name__, run.__doc__ = main.__name__, main.__doc__
+        run.__name__, run.__doc__ = called, main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in params}
         app.command(cls=grouped(declared), **how)(run)

@@ -21,6 +21,7 @@ from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
 _TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours
+_RULE = "Input should "  # how the option parser begins what a value must be
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -80,7 +81,7 @@ def main() -> None:
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
         _fail(
-            own.blame(f"{_said_of(error)} (see {command_path} --help)", given),
+            own.blame(f"{_said_of(error, given)} (see {command_path} --help)", given),
             EXIT_USER_ERROR,
             place,
             error,
@@ -100,11 +101,21 @@ def _named_command(command: Any, given: list[str]) -> str:
     return " ".join(words)
 
 
-def _said_of(error: Any) -> str:
+def _said_of(error: Any, given: list[str]) -> str:
     """Return the option parser's line, with a question where the words were nearly right."""
     if known := getattr(error, "possibilities", None):
         return f"{error.message}{did_you_mean(error.option_name, known)}"
-    return str(error.format_message())
+    rule = str(error.message).partition(", unable to ")[0].removeprefix(_RULE)
+    if rule == error.message or not getattr(error, "param", None):
+        return str(error.format_message())
+    names = error.param.opts
+    rule = rule.replace("greater than or equal to", "at least")
+    told = f"{'/'.join(names)} must {rule.replace('less than or equal to', 'at most')}"
+    for word, behind in zip(given, [*given[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in names:
+            return f"{told}, got {(value or behind)!r:.80}"
+    return told
 
 
 def _fail(
