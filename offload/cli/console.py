@@ -175,7 +175,9 @@ def opening_lines(
     drafting = list[str]()
     sources = str(decoder.sources)
     if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
-        drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
+        # a folder is often called so
+        called = names.draft if names.draft == "draft" else f"draft {names.draft}"
+        drafting = [f"{called}{sources and f' with {sources}'}, {_expectation(choice)}"]
     elif choice and choice.shape.num_nodes > 1:
         drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a sweep by {sources}"]
     return "\n".join(

@@ -305,6 +305,7 @@ class ChatBody(Body):
                 forced = []
         if not forced:
             rule = "it must be 'auto', 'none', 'required' or a function of 'tools'"
+            rule += "" if tools else ", and there are no 'tools'"
             raise Refusal(400, f"Invalid value for 'tool_choice': {rule}", param="tool_choice")
         return forced
 
