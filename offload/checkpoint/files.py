@@ -15,7 +15,6 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -169,6 +168,8 @@ def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> I
 
     `work` should not hold the interpreter's lock for long.
     """
+    from concurrent.futures import Future, ThreadPoolExecutor  # `--help` reads no large file
+
     num_threads = min(_MAX_THREADS, num_cores())
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-parts")
     pending = deque[Future[_Result]]()

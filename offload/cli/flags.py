@@ -148,9 +148,9 @@ def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | 
         return None
     own = own_value(text, param.opts[0], _place(context))
     if not (own.isascii() and own.isdigit()):
-        raise typer.BadParameter(f"{own!r} is not a valid integer.")
+        raise typer.BadParameter("Input should be a valid integer")
     if int(own) < 1:
-        raise typer.BadParameter(f"{own} is not greater than or equal to 1.")
+        raise typer.BadParameter("Input should be at least 1")
     if _DECLARED[str(param.name)].counts == "cores":
         # More threads than cores only wait for each other, and thousands are more than a process may start.
         most = cores.num_cores()

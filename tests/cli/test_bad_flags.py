@@ -30,8 +30,8 @@ FLAGS = [
     flags("top-p beyond all", "--top-p 1.5", "--top-p must lie in (0, 1], got 1.5", "1 keeps every token"),
     flags("negative top-k", "--top-k -1", "--top-k must be 0 or more, got -1", "0 keeps every token"),
     flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1", "0 is as good as any"),
-    flags("negative number of tokens", "-n -2", "-n", "greater than or equal to -1", "--help)"),
-    flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "--help)"),
+    flags("negative number of tokens", "-n -2", "-n", "at least -1, got '-2'", "--help)"),
+    flags("no threads", "--threads 0", "--threads", "at least 1, got '0'", "--help)"),
     flags(
         "more threads than cores", "--threads 9999", "--threads must be at most 1, the cores", "got 9999: leave it out"
     ),
