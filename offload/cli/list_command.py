@@ -24,7 +24,7 @@ class CachedModel(NamedTuple):
         """Return what `--json` prints."""
         size = self.facts and self.facts.num_bytes
         count = self.facts and self.facts.num_parameters
-        told = {"name": self.name, "num_bytes": size, "num_parameters": count}
+        told: dict[str, object] = {"name": self.name, "num_bytes": size, "num_parameters": count}
         return told | {"refusal": self.refusal or None}
 
     def row(self, width: int) -> str:
