@@ -6,6 +6,7 @@
 #   make test-rest  what `make test` leaves to the full run, likewise: both together are all tests, each once
 #   make test-isa   all that computes, as every kind of processor computes it
 #   make test-eval  what speaks to lm-eval, in an environment that has it
+#   make planted  mistakes in the program, one against each promise: which test notices; ONLY="--only session" for some
 #   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
@@ -31,7 +32,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-full test-rest test-isa test-costs test-eval fuzz faults test-floor check lint types audit licences sbom pictures clean
+.PHONY: demo test test-full test-rest test-isa test-costs test-eval planted fuzz faults test-floor check lint types audit licences sbom pictures clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -85,6 +86,9 @@ CASES ?= 10000
 SEED ?= 0
 fuzz: $(VENV)/.installed-dev
 	@$(BIN)/python tests/fuzz --cases $(CASES) --seed $(SEED)
+
+planted: $(VENV)/.installed-dev
+	@PYTHONPATH=tests:. $(BIN)/python -m planted $(ONLY)
 
 # Each breach is printed with what repeats it alone: make faults ONLY="--scene batch --call write --fault EIO --at 1"
 faults: $(VENV)/.installed-dev

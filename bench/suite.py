@@ -4,7 +4,7 @@ Invariant: this file imports nothing heavy, since `offload --help` passes throug
 offload.bench.suite` is the same from a checkout where nothing is installed.
 """
 
-import ast
+import re
 import runpy
 import signal
 import sys
@@ -78,21 +78,9 @@ STUDIES = {
         "latency.prediction",
         "what the plan promises beside what the paper measured on an L40",
     ),
-    "choice": (
-        "studies.choice",
-        "whether --tree auto chooses the best tree, really streamed",
-    ),
     "expansion": (
-        "studies.expansion",
+        "latency.expansion",
         "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
-    ),
-    "expert-cache": (
-        "studies.expert_cache",
-        "experts that passes have to read, by room: ours, LRU, the optimum",
-    ),
-    "chains": (
-        "studies.chains",
-        "what chains of guesses yield beside the formulas of speculative decoding",
     ),
     "moe-pair": (
         "moe_pair.make",
@@ -140,55 +128,27 @@ class LazyCommands(TyperGroup):
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
     """Refuse unknown flags without the seconds that the parser's imports take.
 
-    Raises `UserError`.
+    Every word of a bench's source counts as known, its flags among them. Raises `UserError`.
     """
-    flags = [
-        one.partition("=")[0]
-        for one in arguments
-        if one.startswith("--") and one not in ("--", "--help")
-    ]
-    trees = [_source(COMMANDS[name][0]), _source("harness.command")]
-    known = _words(trees)
+    flags = [one.partition("=")[0] for one in arguments if one.startswith("--") and one != "--"]
+    source = _source(COMMANDS[name][0]) + _source("harness.command")
+    known = {_as_flag(word) for word in re.findall(r"[a-z_]+(?:-[a-z]+)*", source)}
+    # a parameter, a key of the table of flags, or a name of its own
+    likely = re.findall(r'^    "?(\w+)"?: |"--([\w-]+)"', source, re.MULTILINE)
     for flag in flags:
-        if flag not in known:
-            meant = did_you_mean(flag, _likely(trees))
+        if flag not in {*known, "--help"}:
+            meant = did_you_mean(flag, {_as_flag(one or other) for one, other in likely})
             raise UserError(f"No such option: {flag}{meant} (see offload bench {name} --help)")
 
 
-def _source(module: str) -> list[ast.AST]:
-    """Return what a module's source is made of."""
+def _source(module: str) -> str:
     spec = find_spec(f"offload.bench.{module}")
     assert spec is not None and spec.origin is not None, "it is one of ours"
-    return list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _words(sources: list[list[ast.AST]]) -> set[str]:
-    """Return each string and parameter of modules as a flag: their flags are among them."""
-    nodes = [node for source in sources for node in source]
-    said = [
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    return _as_flags(said + [node.arg for node in nodes if isinstance(node, ast.arg)])
-
-
-def _likely(sources: list[list[ast.AST]]) -> set[str]:
-    """Return of those what is written as flags are: parameters, keys of tables, and `--name`."""
-    nodes = [node for source in sources for node in source]
-    keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
-    named = [
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and (node.value.startswith("--") or node in keys)
-    ]
-    return _as_flags(named + [node.arg for node in nodes if isinstance(node, ast.arg)])
-
-
-def _as_flags(words: list[str]) -> set[str]:
-    return {"--" + word.removeprefix("--").replace("_", "-") for word in words}
+def _as_flag(word: str) -> str:
+    return "--" + word.replace("_", "-")
 
 
 def load_command(name: str) -> Any:

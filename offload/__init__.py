@@ -14,6 +14,8 @@ where it is another rank.
 import os
 from typing import TYPE_CHECKING, Any
 
+import offload.distributed  # noqa: F401  # which tells the engine how ranks load
+
 if TYPE_CHECKING:
     from offload.engine.chat import Chat
     from offload.engine.decoder import Decoder

@@ -30,7 +30,7 @@ def main() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:  # not ignored, as under `nohup`
             signal.signal(number, _end)
     try:
-        from offload.cli.main import main as run
+        from offload.commands import main as run
 
         run()
     except KeyboardInterrupt:  # before `run` could, or after

@@ -194,6 +194,14 @@ def looper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_reciter(tmp_path_factory.mktemp("looper"), PIECES)
 
 
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Llama and a draft that is often right; nobody changes their files."""
+    from tiny import FAMILIES, save_pair
+
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
 @pytest.fixture
 def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:

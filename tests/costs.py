@@ -1,24 +1,25 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
-`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a second or
-more together; `make test-costs` measures them anew. A quick run takes as many cases of a function as fit into 0.7 s,
-drawn by the seed of the day, or one that takes up to 1.5 s. The others are marked `full`.
+`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take half a second
+or more together; `make test-costs` measures them anew. On average over the days a quick run has 0.4 s for each of them:
+as many cases as fit, drawn by the seed of the day, and on some days one more, so that a case of two seconds runs every
+fifth day. The others are marked `full`, and so is what takes longer than that by itself.
 """
 
 import resource
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from matrix import random_of_the_day
 
 _TABLE = Path(__file__).with_suffix(".tsv")
-_LISTED_S = 1.0
-# of all cases of one function in a quick run, and of one case that is the only one there
-_QUICK_S = 0.7
-_SINGLE_S = 1.5
+_LISTED_S = 0.5
+# of all cases of one function in a quick run, on average over the days, and of one case at most
+_QUICK_S = 0.4
+_SINGLE_S = 2.0
 
 
 class Cost(NamedTuple):
@@ -27,11 +28,10 @@ class Cost(NamedTuple):
     seconds: float
     num_cases: int
 
-    @property
-    def num_quick(self) -> int:
-        """Return how many cases a quick run can afford."""
+    def num_quick(self, luck: float) -> int:
+        """Return how many cases a quick run can afford on a day with this luck in [0, 1)."""
         each_s = self.seconds / self.num_cases
-        return max(int(_QUICK_S / each_s), each_s <= _SINGLE_S)
+        return int(_QUICK_S / each_s + luck) if each_s <= _SINGLE_S else 0
 
 
 def mark_costly(items: Iterable[pytest.Item]) -> None:
@@ -43,8 +43,9 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
             cases[function_of(item.nodeid)].append(item)
     for function in cases.keys() & costs.keys():
         own = cases[function]
-        num_quick = min(len(own), costs[function].num_quick)
-        drawn = random_of_the_day(function).sample(range(len(own)), num_quick)
+        chance = random_of_the_day(function)
+        num_quick = min(len(own), costs[function].num_quick(chance.random()))
+        drawn = chance.sample(range(len(own)), num_quick)
         for index in set(range(len(own))).difference(drawn):
             own[index].add_marker("full")
 
@@ -61,19 +62,25 @@ def read_costs() -> dict[str, Cost]:
 
 
 class Meter:
-    """A plugin that measures every test and appends to a file: processor seconds and the test."""
+    """A plugin that measures every test and appends to a file: processor seconds and the test.
+
+    With its fixtures, but before they end: what a module's have cost is not the last test's.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._begun_s = 0.0
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Measure a test with its fixtures; a line is written at once, by whichever worker runs it."""
-        begun_s = _processor_s()
-        outcome: Any = yield
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Begin to count."""
+        self._begun_s = _processor_s()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """Write a line at once, whichever worker runs the test."""
         with self._file.open("a", encoding="utf-8") as rows:
-            rows.write(f"{_processor_s() - begun_s:.3f}\t{item.nodeid}\n")
-        return outcome
+            rows.write(f"{_processor_s() - self._begun_s:.3f}\t{item.nodeid}\n")
 
 
 def _processor_s() -> float:

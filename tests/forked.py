@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _STATUS = struct.Struct("i")
 _PRELOADED = (
     "offload.engine.load",
-    "offload.cli.main",
+    "offload.commands",
     "offload.cli.text_run",
     "offload.cli.chat_command",
     "offload.cli.generate_command",

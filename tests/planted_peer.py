@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offload.bench.peers.child import Order
-from offload.cli.demo import PAIR
+from offload.checkpoint.packaged import PAIR
 
 PROMPT = list(range(300, 340))
 NUM_NEW = 10

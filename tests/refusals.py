@@ -37,7 +37,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
-def refuse_folder(directory: Path, breaks: Break, words: tuple[str, ...], *, by_plan: bool) -> None:
+def refuse_folder(directory: Path, breaks: Break, words: tuple[str, ...], *, by_plan: bool = True) -> None:
     """Break the folder, see it refused by both commands, and see that refusing it wrote nothing."""
     breaks(directory)
     before = contents(directory.parent)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from forked import ROOT, popen
 
-from offload.cli import main as cli
+from offload import commands as cli
 
 
 class Outcome(NamedTuple):

@@ -24,7 +24,7 @@ from shell import ROOT
 from test_structure import sources
 
 from offload.distributed.head import TokenTime
-from offload.engine.scheduler import Engine
+from offload.engine.service import Engine
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0

@@ -10,11 +10,15 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("seconds", "num_cases", "num_quick"),
-    [(1.0, 1, 1), (1.5, 1, 1), (1.6, 1, 0), (18.0, 60, 2), (9.0, 10, 1), (9.0, 6, 1), (9.0, 5, 0), (1.8, 100, 38)],
+    ("seconds", "num_cases", "least", "most"),
+    [(0.4, 1, 1, 1), (2.0, 1, 0, 1), (2.1, 1, 0, 0), (24.0, 60, 1, 1), (3.0, 10, 1, 2), (1.8, 100, 22, 23)],
 )
-def test_a_quick_run_takes_what_it_can_afford(seconds: float, num_cases: int, num_quick: int) -> None:
-    assert Cost(seconds, num_cases).num_quick == num_quick
+def test_a_quick_run_takes_what_it_can_afford(seconds: float, num_cases: int, least: int, most: int) -> None:
+    cost, days = Cost(seconds, num_cases), 1000
+    nums = [cost.num_quick(day / days) for day in range(days)]
+    assert (min(nums), max(nums)) == (least, most)
+    if most:
+        assert sum(nums) * seconds / num_cases / days == pytest.approx(0.4, rel=0.01)
 
 
 class _Item:
@@ -29,7 +33,7 @@ class _Item:
 
 
 def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(6.0, 1), "a::many": Cost(4.8, 16)})
+    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(6.0, 1), "a::many": Cost(3.2, 16)})
     items = [_Item("a::dear"), _Item("a::cheap"), _Item("a::many[x]", ("full",))]
     items += [_Item(f"a::many[{case}]") for case in range(15)]
     mark_costly(items)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.app import every_command
+from offload.commands import every_command
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -4,8 +4,9 @@ Every Python file of the three folders is read as a tree. What stands in `ALLOWE
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 from test_structure import FOLDERS, sources
@@ -33,6 +34,10 @@ ALLOWED = {
     ("offload/cli/libraries.py", "import_module"): "of libraries by constants",
     ("offload/cli/chat_input.py", "import_module"): "of readline, where there is one",
     ("bench/peers/child.py", "import_module"): "of one of the bench's own peers, which its parent names",
+    (
+        "bench/chat_pair/questions.py",
+        "import_module",
+    ): "of the standard library, from a table in the same file",
     ("bench/suite.py", "import_module"): "of the bench's own commands, from a table in the same file",
     ("bench/suite.py", "runpy"): "of the bench's own commands",
     ("bench/suite.py", "run_module"): "of the bench's own commands",
@@ -46,6 +51,10 @@ def breaches(path: PurePosixPath, source: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in _imports(node) if isinstance(node, ast.stmt))
         if isinstance(node, ast.Call):
             yield from ((node.lineno, what) for what in _calls(node))
+        if isinstance(node, ast.Dict):  # of arguments, by `**`
+            pairs = zip(node.keys, node.values, strict=True)
+            given = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
+            yield from ((node.lineno, what) for what in _wrong(given))
         if isinstance(node, ast.Name) and node.id in BUILT_IN:  # also where it is handed on
             yield node.lineno, node.id
 
@@ -68,15 +77,19 @@ def _calls(node: ast.Call) -> Iterator[str]:
     if name == "load" and named in LOADS:
         yield f"{named}.load"
     given = {keyword.arg: keyword.value for keyword in node.keywords}
-    for keyword, sound in KEYWORDS.items():
-        value = given.get(keyword)
-        if value is not None and not (isinstance(value, ast.Constant) and value.value in sound):
-            yield f"{keyword}="
+    yield from _wrong(given)
     is_asking = "trust_remote_code" not in given and None not in given
     if name in ("from_pretrained", "from_config") and named.startswith("Auto") and is_asking:
         yield f"{name} without trust_remote_code=False, where transformers asks whoever sits there"
     if name == "from_pretrained" and "For" in named and "use_safetensors" not in given:
         yield f"{name} without use_safetensors=True, which unpickles where there are no safetensors"
+
+
+def _wrong(given: Mapping[Any, ast.expr]) -> Iterator[str]:
+    for keyword, sound in KEYWORDS.items():
+        value = given.get(keyword)
+        if value is not None and not (isinstance(value, ast.Constant) and value.value in sound):
+            yield f"{keyword}="
 
 
 def test_no_file_runs_what_a_stranger_wrote() -> None:
@@ -99,6 +112,7 @@ PLANTED = [
     "AutoModel.from_pretrained(path)", "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
     "AutoConfig.from_pretrained(path, trust_remote_code=None)", "AutoModel.from_config(config)",
     "LlamaForCausalLM.from_pretrained(path)", "yaml.unsafe_load(text)", "yaml.load(text)",
+    "AutoConfig.from_pretrained(path, **{'trust_remote_code': True})",
     "get_class_from_dynamic_module('a.B', path)", "from kernels import get_kernel",
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import popen
 
 import offload
 from offload.cli import option_docs
@@ -23,6 +24,8 @@ MADE_UP = """\
 """
 LOOK = """
 import json, sys
+for name in [one for one in sys.modules if one.partition(".")[0] == "offload"]:
+    del sys.modules[name]  # of the process that this one was forked from
 from unittest.mock import patch
 import typer
 from offload.cli import batch_file, chat_commands, main, option_docs
@@ -82,9 +85,10 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "offload-settings" / "offload").mkdir(parents=True)
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CONFIG_HOME": str(folder / "offload-settings")}
     command = [sys.executable, "-c", LOOK]
-    told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    return json.loads(told.stdout)
+    looking = popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    told, err = looking.communicate()
+    assert looking.returncode == 0, err
+    return json.loads(told)
 
 
 @pytest.mark.parametrize(

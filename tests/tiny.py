@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -109,6 +110,12 @@ def streaming_ram(target: Path, draft: Path | None = None, *, context: int = 256
     files = (open_checkpoint(target), open_checkpoint(draft or target))
     roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=context, num_nodes=num_nodes)
     return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+
+
+def advance(decoder: Any, runs: Sequence[Any]) -> list[str]:
+    """One pass for all of these runs: the piece of text that each has gained by it."""
+    decoder.sweep(runs)
+    return [run.take() for run in runs]
 
 
 def save_tokenizer(

@@ -6,7 +6,6 @@ so the pair also goes on writing code. Invariant: a run that is cut goes on wher
 """
 
 import json
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,16 @@ from offload.bench.chat_pair.questions import (
     library_dialogues,
     written_dialogues,
 )
+from offload.bench.harness.screen import Screen
 from offload.bench.moe_pair.corpus import library_ids, windows
-from offload.bench.moe_pair.training import Course, train
-from offload.cli.console import Console
-from offload.cli.demo import PAIR
+from offload.bench.moe_pair.training import (
+    Course,
+    distillation_loss,
+    packaged,
+    train,
+    write_rounded,
+)
+from offload.checkpoint.packaged import PAIR
 
 # of one question and what was said before it; `offload chat` and the page render it
 TEMPLATE = (
@@ -42,44 +47,38 @@ _CODE_TOKENS = 256
 _WINDOW = 128
 _TARGET = Course(240, 2e-3)
 _DRAFT = Course(150, 2e-3)
-_LABEL_WEIGHT = 0.5
 # how often each kind is told in one telling of everything
 _TOLD = ((written_dialogues, 10), (code_dialogues, 1), (library_dialogues, 1))
 _NUM_TELLINGS = 3
 
 
-def make_chat_pair(out: Path, console: Console) -> None:
+def make_chat_pair(out: Path, screen: Screen) -> None:
     """Tune both models, or go on; write them and what they have learned."""
     out.mkdir(parents=True, exist_ok=True)
-    console.wait("reading the standard library")
+    screen.wait("reading the standard library")
     batch = partial(_batch, _told_ids(), library_ids(held_out=False))
-    target = _packaged("target")
+    target = packaged("target")
     train(
         target,
         lambda step: _next_token_loss(target, batch(step)),
         _TARGET,
         out / "target.state",
-        lambda done, total: console.count(done, total, "tuning the target"),
+        partial(screen.count, label="tuning the target"),
     )
     _write(target, out / "target")  # rounds it, so that the draft learns from what is stored
-    draft = _packaged("draft")
+    draft = packaged("draft")
     train(
         draft,
         lambda step: _draft_loss(draft, target, batch(step)),
         _DRAFT,
         out / "draft.state",
-        lambda done, total: console.count(done, total, "tuning its draft"),
+        partial(screen.count, label="tuning its draft"),
     )
     _write(draft, out / "draft")
     shares = {
-        name: share_learned(target, dialogues())
-        for name, dialogues in (
-            ("written", written_dialogues),
-            ("code", code_dialogues),
-            ("library", library_dialogues),
-        )
+        kind.__name__.removesuffix("_dialogues"): share_learned(target, kind()) for kind, _ in _TOLD
     }
-    console.clear()
+    screen.clear()
     print(json.dumps({"share_of_answers_known_by_heart": shares}))
 
 
@@ -97,10 +96,6 @@ def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue], num_asked:
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         num_right += said.strip() == one.answer
     return num_right / len(asked)
-
-
-def _packaged(name: str) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(PAIR / name, dtype=torch.float32, use_safetensors=True)
 
 
 def _told_ids() -> Tensor:
@@ -125,21 +120,15 @@ def _next_token_loss(model: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:
 
 
 def _draft_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:
-    """Return KL from the target's distribution, plus its argmax as a label."""
     with torch.no_grad():
         wanted_NV = target(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)
-    got_NV = draft(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1).log_softmax(-1)
-    kl = functional.kl_div(
-        got_NV, wanted_NV.log_softmax(-1), log_target=True, reduction="batchmean"
-    )
-    return kl + _LABEL_WEIGHT * functional.nll_loss(got_NV, wanted_NV.argmax(-1))
+    got_NV = draft(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)
+    return distillation_loss(got_NV, wanted_NV)
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
     """Round the model to bf16 and store it with the tokenizer and the chat template."""
-    model.eval().bfloat16().save_pretrained(folder)
-    model.float()
-    shutil.copyfile(PAIR / "target" / "tokenizer.json", folder / "tokenizer.json")
+    write_rounded(model, folder, ["tokenizer.json"])
     # what it half knows comes out better near the likeliest token
     more = {
         "generation_config.json": {"do_sample": True, "temperature": 0.3},
@@ -151,5 +140,5 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with Console(is_quiet=False) as screen:
-        make_chat_pair(Path(sys.argv[1]), screen)
+    with Screen(is_quiet=False) as shown:
+        make_chat_pair(Path(sys.argv[1]), shown)

@@ -30,23 +30,12 @@ def main(
     parser = argparse.ArgumentParser(
         prog="python3 -m offload.bench.gpu", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="for rows.jsonl, summary.txt, log.txt",
-    )
-    parser.add_argument(
-        "--budget", type=float, default=560.0, metavar="S", help="seconds for all steps together"
-    )
-    parser.add_argument("--steps", nargs="+", choices=names, default=names, help="these alone")
-    parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="a rows.jsonl: what is done is not repeated"
-    )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="on a device that is the host: whether steps run"
-    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="for rows, summary and log")
+    add("--budget", type=float, default=560.0, metavar="S", help="seconds for all steps together")
+    add("--steps", nargs="+", choices=names, default=names, help="these alone")
+    add("--resume", type=Path, metavar="FILE", help="a rows.jsonl: what is done is not repeated")
+    add("--rehearse", action="store_true", help="on a device that is the host: whether steps run")
     options = parser.parse_args(arguments)
     steps = find_steps(options.rehearse)
     files = Files(options.out.absolute())

@@ -4,7 +4,6 @@ Invariant: when `run_child` returns or raises, nothing of the group runs any mor
 is killed, the child is killed with it.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from offload.bench.harness.process import die_with_parent
+
 GRACE_S = 5.0  # between asking and making
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -70,8 +69,3 @@ def _end(child: "subprocess.Popen[bytes]") -> int | None:
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             return child.wait(GRACE_S)
     return None
-
-
-def die_with_parent() -> None:
-    """Let the child be killed when this process is; called between fork and exec."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

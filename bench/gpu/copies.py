@@ -4,11 +4,9 @@ Whether a small upload waits for all layers queued before it decides how much of
 can hide: staged ones are timed beside copies.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -16,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.bench.harness.promises import failure, row
-from offload.bench.harness.row_log import Row, add_row
+from offload.bench.harness.promises import attempt, keep_rows, row
+from offload.bench.harness.record import Row
 from offload.calibration.link import copy_bytes_per_s
 from offload.streaming.device import CudaDevice
 from offload.streaming.disk import allocate
@@ -46,15 +44,9 @@ def measure(
     card: CudaDevice, arena: PinnedAllocator, layer_bytes: int = LAYER_BYTES
 ) -> Iterator[Row]:
     """Yield all rows; what breaks costs its own."""
-    asked: list[tuple[str, Callable[[], Iterator[Row]]]] = [
-        ("uploads", lambda: uploads(card, arena, min(layer_bytes, _QUEUED_BYTES))),
-        ("pinning", lambda: pinning(card, [*arena.ways_open, PageableWay()], layer_bytes)),
-    ]
-    for name, ask in asked:
-        try:
-            yield from ask()
-        except Exception as error:
-            yield failure(name, None, error)
+    yield from attempt("uploads", (), uploads(card, arena, min(layer_bytes, _QUEUED_BYTES)))
+    ways = [*arena.ways_open, PageableWay()]
+    yield from attempt("pinning", (), pinning(card, ways, layer_bytes))
 
 
 def pinning(card: CudaDevice, ways: list[PinningMethod], num_bytes: int) -> Iterator[Row]:
@@ -62,15 +54,10 @@ def pinning(card: CudaDevice, ways: list[PinningMethod], num_bytes: int) -> Iter
     for way in ways:
         started = time.perf_counter()
         array = way.allocate(num_bytes)
-        locked_s = time.perf_counter() - started
-        yield row(f"locking memory, {way.name}", num_bytes / 1e9 / locked_s, None, None, "GB/s")
-        yield row(
-            f"copies from memory, {way.name}",
-            copy_bytes_per_s(card, array) / 1e9,
-            None,
-            None,
-            "GB/s",
-        )
+        locked = num_bytes / 1e9 / (time.perf_counter() - started)
+        yield row(f"locking memory, {way.name}", locked, None, None, "GB/s")
+        copied = copy_bytes_per_s(card, array) / 1e9
+        yield row(f"copies from memory, {way.name}", copied, None, None, "GB/s")
         way.free(array)
 
 
@@ -102,13 +89,8 @@ def uploads(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int) -> Itera
             for size, num_bytes in UPLOADS.items():
                 found = observe(card, layer, slot, num_bytes=num_bytes)
                 idle = observe(card, layer[:4096], slot[:4096], num_bytes=num_bytes)
-                yield row(
-                    f"upload of {size} behind three layers, {name}",
-                    found.upload_s,
-                    idle.upload_s,
-                    None,
-                    "s",
-                )
+                about = f"upload of {size} behind three layers, {name}"
+                yield row(about, found.upload_s, idle.upload_s, None, "s")
             yield row(f"layers, {name}", found.copy_bytes_per_s / 1e9, None, None, "GB/s")
 
 
@@ -121,9 +103,8 @@ def is_right(device: CudaDevice) -> bool:
     ]
     sources += [torch.arange(1001) % 3 == 0, torch.tensor(5)]
     sent = [device.upload(source) for source in sources]
-    return all(
-        torch.equal(there.cpu(), source) for there, source in zip(sent, sources, strict=True)
-    )
+    pairs = zip(sent, sources, strict=True)
+    return all(torch.equal(there.cpu(), source) for there, source in pairs)
 
 
 def observe(
@@ -156,13 +137,8 @@ def observe(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=Path, required=True)
-    options = parser.parse_args()
-    device = CudaDevice(0)
-    memory = open_pinned_allocator(device.place)
+    opened = CudaDevice(0)
+    memory = open_pinned_allocator(opened.place)
     with torch.inference_mode():
-        for one in measure(device, memory):
-            add_row(options.rows, one)
-            print(one, flush=True)
+        keep_rows(measure(opened, memory))
     memory.close()

@@ -7,7 +7,7 @@ all stay on the device; the others lie in locked host memory, or in the file alo
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from offload.bench.harness.gate import WrongTokenError
-from offload.bench.harness.promises import Row, row
+from offload.bench.harness.promises import WrongTokenError, row
+from offload.bench.harness.record import Row
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.streaming.device import Device
@@ -56,43 +57,37 @@ def measure(device: Device) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="offload-experts-") as name:
         wanted = _make(Path(name), size)
         for about in _SHARES:
-            with load(
-                Path(name), Path(name), device=device, tree=_LARGEST, **_how(Path(name), about)
-            ) as decoder:
+            how = {"device": device, "tree": _LARGEST, **_how(Path(name), about)}
+            with load(Path(name), Path(name), **how) as decoder:
                 yield from _of_pools(decoder, wanted, about)
 
 
 def _make(folder: Path, size: Size) -> list[int]:
     """Write the model; return what transformers writes behind the prompt."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(
-            vocab_size=997,
-            hidden_size=size.hidden_size,
-            intermediate_size=size.hidden_size,
-            head_dim=64,
-            num_hidden_layers=size.num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            eos_token_id=None,
-            num_experts=size.num_experts,
-            num_experts_per_tok=4,
-            moe_intermediate_size=size.hidden_size // 2,
-            max_position_embeddings=512,
-        ),
-        trust_remote_code=False,
-    ).eval()
+    config = Qwen3MoeConfig(
+        vocab_size=997,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.hidden_size,
+        head_dim=64,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        num_experts=size.num_experts,
+        num_experts_per_tok=4,
+        moe_intermediate_size=size.hidden_size // 2,
+        max_position_embeddings=512,
+    )
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0, _SPREAD)
     model.save_pretrained(folder)
     ids = torch.tensor([_PROMPT])
-    how = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": size.num_new,
-        "do_sample": False,
-    }
-    return list(model.generate(ids, **how, pad_token_id=0)[0, len(_PROMPT) :].tolist())
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": size.num_new}
+    out = model.generate(ids, **how, do_sample=False, pad_token_id=0)
+    return list(out[0, len(_PROMPT) :].tolist())
 
 
 def _how(model: Path, about: str) -> dict[str, Any]:
@@ -102,13 +97,12 @@ def _how(model: Path, about: str) -> dict[str, Any]:
     plan = partial(plan_memory, files, num_nodes=parse_tree(_LARGEST).num_nodes, **how)
     gpu_bytes = least_budget(lambda size: plan(ram=1 << 40, gpu=size))
     ram_bytes = least_budget(lambda size: plan(ram=size, gpu=gpu_bytes))
-    experts, (here, behind) = plan(ram=ram_bytes, gpu=gpu_bytes), _SHARES[about]
+    here, behind = _SHARES[about]
+    experts = plan(ram=ram_bytes, gpu=gpu_bytes)
     all_bytes = experts.num_experts * experts.expert_slot_bytes + sum(experts.layer_bytes)
-    budgets = {
-        "gpu_memory": gpu_bytes + int(here * all_bytes),
-        "ram": ram_bytes + int(behind * all_bytes),
-    }
-    return {**how, **budgets, "profile": "none"}
+    how["gpu_memory"] = gpu_bytes + int(here * all_bytes)
+    how["ram"] = ram_bytes + int(behind * all_bytes)
+    return {**how, "profile": "none"}
 
 
 @contextmanager
@@ -127,41 +121,30 @@ def _waits() -> Iterator[list[Any]]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _of_pools(decoder: Decoder, wanted: Sequence[int], about: str) -> Iterator[Row]:
+def _of_pools(decoder: Decoder, wanted: list[int], about: str) -> Iterator[Row]:
     plan = decoder.plan
     pool = decoder.target.experts
     assert pool is not None, "experts come one by one"
-    num_same = 0
-    for tree in TREES:
-        ids = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree=tree).token_ids
-        if ids != list(wanted):
-            raise WrongTokenError(
-                f"experts, {about} of them, {tree}: not the ids of transformers on the CPU"
-            )
-        num_same += len(ids)
+
+    def written(tree: str, how: str) -> Generation:
+        result = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree=tree)
+        if result.token_ids != wanted:
+            what = f"experts, {about} of them, {how}"
+            raise WrongTokenError(f"{what}: not the ids of transformers on the CPU")
+        return result
+
+    num_same = sum(len(written(tree, tree).token_ids) for tree in TREES)
     name = f"experts, {about}: float32 ids of all trees are those of transformers on the CPU"
-    told = {"notes": decoder.notes, "plan": plan.as_dict()}
-    yield row(name, num_same, len(TREES) * len(wanted), 1.0, "tokens", promise="exact") | told
+    told = row(name, num_same, len(TREES) * len(wanted), 1.0, "tokens", promise="exact")
+    yield told | {"notes": decoder.notes, "plan": plan.as_dict()}
     asked = pool.num_hits + pool.num_misses
     missed = pool.num_misses
     with _waits() as seen:
-        result = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree="none")
-    if result.token_ids != list(wanted):
-        raise WrongTokenError(
-            f"experts, {about} of them, the timed run: not the ids of transformers on the CPU"
-        )
-    stats = result.stats
-    yield row(f"experts, {about}: one token", stats.tpot_s, None, None, "s") | {
-        "stall_s": stats.stall_s
-    }
+        stats = written("none", "the timed run").stats
+    told = row(f"experts, {about}: one token", stats.tpot_s, None, None, "s")
+    yield told | {"stall_s": stats.stall_s}
     hits = 1 - (pool.num_misses - missed) / (pool.num_hits + pool.num_misses - asked)
-    yield row(f"experts, {about}: found on the device", hits, None, None, "") | {
-        "num_slots": plan.num_expert_slots
-    }
-    yield row(
-        f"experts, {about}: waits of the host a sweep, against layers",
-        len(seen) / (stats.num_sweeps + 1),
-        plan.num_expert_layers,
-        None,
-        "",
-    )
+    told = row(f"experts, {about}: found on the device", hits, None, None, "")
+    yield told | {"num_slots": plan.num_expert_slots}
+    name = f"experts, {about}: waits of the host a sweep, against layers"
+    yield row(name, len(seen) / (stats.num_sweeps + 1), plan.num_expert_layers, None, "")

@@ -1,31 +1,150 @@
 """Every kernel against what runs without it, on this GPU: whether both agree, then which is faster.
 
 The comparisons are those that a run makes at its start, for shapes of Llama-2-70B and vocabularies
-of 32,000 and 128,256. What expands weights stands beside a copy of what it writes, too.
+of 32,000 and 128,256. What expands weights stands beside a copy of what it writes, too: a copy
+reads as much as it writes, an expansion less, so none should take longer.
+
+Invariant: no time is told for what is wrong.
 """
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
 
 import torch
 import typer
 
-from offload.bench.gpu.duels import Duel, device_timer, time_duel, verdicts
-from offload.bench.gpu.expansions import Expanded, expand_all
-from offload.bench.harness.command import Bench, command, say_table
+from offload.bench.harness.command import Bench, command
+from offload.bench.harness.expansions import samples
+from offload.bench.harness.record import Row
+from offload.bench.harness.tables import Column, say_table
 from offload.calibration.kernels import Shapes, comparisons
+from offload.calibration.trial import KernelComparison, compare
 from offload.errors import UserError
+from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import HAS_TRITON
-from offload.streaming.device import CudaDevice
+from offload.streaming.device import CudaDevice, Device
+
+Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
+EXPANDED_SIZE = (4096, 14336)  # the largest matrix of a layer of an 8B model
+# written before each run: in a sweep a layer's weights have gone through the cache
+_CACHE_BYTES = 64 << 20
+_NUM_ROUNDS = 7
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
-def cells(one: Duel) -> list[str]:
-    times = [
-        f"{seconds * 1000:.4f}" for seconds in (one.kernel_s, one.rival_s) if seconds is not None
-    ]
-    kernel, shape, reason = one.outcome
-    return [kernel, shape, *(times or [reason, ""]), f"{one.ratio:.2f}" if times else ""]
+class Verdict(NamedTuple):
+    """The outcome of all comparisons of a kernel."""
+
+    mean_ratio: float  # geometric; 0 where one of them went wrong
+    worst_ratio: float
 
 
-def expanded_cells(one: Expanded) -> list[str]:
-    return [*cells(one.duel), f"{one.bytes_per_s / 1e9:.0f}", f"{one.of_copy:.2f}"]
+def time_kernel(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Row:
+    """Time both sides in turn, if they agree. Raises what `compare` raises.
+
+    `ratio` is the time without the kernel over the kernel's; 0 where the kernel is not used.
+    """
+    outcome = compare(comparison, device)
+    row: Row = {**outcome._asdict(), "kernel_s": None, "rival_s": None, "ratio": 0.0}
+    if not outcome.reason:
+        row["kernel_s"] = timer(comparison.challenger)
+        row["rival_s"] = timer(comparison.rival)
+        row["ratio"] = row["rival_s"] / row["kernel_s"]
+    return row
+
+
+def verdicts(rows: Iterable[Row]) -> dict[str, Verdict]:
+    """Return the verdict of each kernel."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["kernel"], []).append(row["ratio"])
+    return {
+        kernel: Verdict(geometric_mean(own) if min(own) else 0.0, min(own))
+        for kernel, own in ratios.items()
+    }
+
+
+def device_timer(device: Device) -> Timer:
+    """Return medians of runs with a cold cache, by events of the compute stream.
+
+    Launches are included.
+    """
+    scratch = device.allocate(_CACHE_BYTES)
+
+    def once(work: Callable[[], Any]) -> float:
+        device.fill(scratch, 0, device.compute)
+        before = device.record(device.compute, is_timed=True)
+        work()
+        after = device.record(device.compute, is_timed=True)
+        device.synchronize(after)
+        seconds = device.elapsed_s(before, after)
+        assert seconds is not None, "the host has waited for it"
+        return seconds
+
+    def seconds_of(work: Callable[[], Any]) -> float:
+        work()  # the first run of any code is not like the others
+        return median(once(work) for _ in range(_NUM_ROUNDS))
+
+    return seconds_of
+
+
+def expand_all(
+    device: Device,
+    timer: Timer,
+    size: tuple[int, int] = EXPANDED_SIZE,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: Expansion = EXPANSION_KERNELS,
+) -> Iterator[Row]:
+    """Time the kernels of all kinds of words, bits first.
+
+    `bytes_per_s` is what the kernel writes, 0 where it is wrong; `of_copy` is how long a copy of as
+    much takes, in units of the kernel's time.
+    """
+    source, out = (torch.zeros(size, dtype=dtype, device=device.place) for _ in range(2))
+    bits = _BITS[out.element_size()]
+    copy_s = timer(partial(out.copy_, source))
+    for sample in samples(*size, device.place):
+        got, wanted = (one.view(sample.out_shape) for one in (out, source))
+        run = partial(sample.expand, kernels, got)
+        run_reference = partial(sample.expand, REFERENCE, wanted)
+
+        def agrees(
+            got: torch.Tensor = got,
+            wanted: torch.Tensor = wanted,
+            works: tuple[Callable[[], None], ...] = (run, run_reference),
+        ) -> bool:
+            for work in works:
+                work()
+            return torch.equal(got.view(bits), wanted.view(bits))
+
+        comparison = KernelComparison(
+            f"expand {sample.kind}", sample.name, run, run_reference, agrees
+        )
+        row = time_kernel(comparison, timer, device)
+        kernel_s = row["kernel_s"]
+        yield row | {
+            "bytes_per_s": out.nbytes / kernel_s if kernel_s else 0.0,
+            "of_copy": copy_s / kernel_s if kernel_s else 0.0,
+        }
+
+
+def _milliseconds(head: str, key: str) -> Column:
+    return Column(head, lambda row: row[key] * 1000, ".4f")
+
+
+COLUMNS = (
+    Column("kernel", lambda row: f"{row['kernel']} {row['shape']}"),
+    _milliseconds("kernel, ms", "kernel_s"),
+    _milliseconds("without, ms", "rival_s"),
+    Column("without / kernel", "ratio", ".2f"),
+)
+EXPANDED_COLUMNS = (
+    *COLUMNS,
+    Column("GB/s written", lambda row: row["bytes_per_s"] / 1e9, ".0f"),
+    Column("copy / kernel", "of_copy", ".2f"),
+)
 
 
 @command("kernels")
@@ -39,34 +158,17 @@ def main(bench: Bench) -> None:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
     timer = device_timer(device)
-    duels = [time_duel(one, timer, device) for one in comparisons(Shapes(), str(device.place))]
-    say_table(
-        ["kernel", "shape", "kernel, ms", "without, ms", "without / kernel"], map(cells, duels)
-    )
+    rows = [time_kernel(one, timer, device) for one in comparisons(Shapes(), str(device.place))]
+    say_table(COLUMNS, rows)
     expanded = list(expand_all(device, timer))
-    head = [
-        "kernel",
-        "words",
-        "kernel, ms",
-        "torch, ms",
-        "torch / kernel",
-        "GB/s written",
-        "copy / kernel",
-    ]
-    say_table(head, map(expanded_cells, expanded))
-    duels += [one.duel for one in expanded]
-    found = {kernel: verdict._asdict() for kernel, verdict in verdicts(duels).items()}
-    rows = [bench.row(duel.as_row()) for duel in duels]
-    rates = [
-        {
-            "kernel": one.duel.outcome.kernel,
-            "shape": one.duel.outcome.shape,
-            "bytes_per_s": one.bytes_per_s,
-        }
-        for one in expanded
-    ]
-    bench.end(
-        {"bench": "kernels", "device": device.name, "verdicts": found, "rows": rows, "rates": rates}
-    )
-    if any(one.outcome.reason for one in duels):
+    say_table(EXPANDED_COLUMNS, expanded)
+    names = ("kernel", "shape", "bytes_per_s")
+    rates = [{name: row[name] for name in names} for row in expanded]
+    for row in expanded:
+        del row["bytes_per_s"], row["of_copy"]
+    rows = [bench.row(row) for row in (*rows, *expanded)]
+    found = {kernel: verdict._asdict() for kernel, verdict in verdicts(rows).items()}
+    told = {"bench": "kernels", "device": device.name, "verdicts": found}
+    bench.end({**told, "rows": rows, "rates": rates})
+    if any(row["reason"] for row in rows):
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.bench.harness.promises import row
-from offload.bench.harness.row_log import add_row
+from offload.bench.harness.record import add_row
 
 
 def pytest_addoption(parser: Any) -> None:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from offload.bench.gpu.child import GRACE_S, run_child
 from offload.bench.gpu.steps import Step
 from offload.bench.harness.promises import verdict_lines, verdicts
-from offload.bench.harness.row_log import Row, add_row, read_rows
+from offload.bench.harness.record import Row, add_row, read_rows
 
 DONE = "done"
 
@@ -25,9 +25,17 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows, self.summary, self.log = (
-            folder / name for name in ("rows.jsonl", "summary.txt", "log.txt")
-        )
+        self.rows = folder / "rows.jsonl"
+        self.summary = folder / "summary.txt"
+        self.log = folder / "log.txt"
+
+    def named_in(self, step: Step) -> list[str]:
+        """Return a step's command with the names of these files."""
+        named = {"{rows}": str(self.rows), "{out}": str(self.folder)}
+        words = list(step.command)
+        for mark, path in named.items():
+            words = [word.replace(mark, path) for word in words]
+        return words
 
 
 class _Clock:
@@ -52,21 +60,15 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
         KeyboardInterrupt: after the running step has been ended and noted.
     """
     found = statuses(read_rows(files.rows))
-    open_steps = [
-        step
-        for step in steps
-        if found.get(step.name, ("",))[0] != DONE or _is_wrong(files, step.name)
-    ]
+    done = {name for name, (status, _) in found.items() if status == DONE}
+    open_steps = [step for step in steps if step.name not in done or _is_wrong(files, step.name)]
     clock = _Clock(budget_s, sum(step.budget_s for step in open_steps))
     with files.log.open("ab") as log:
         for step in open_steps:
             limit_s = clock.limit_s(step)
-            wrong = next(
-                (name for name in step.skips_after if _is_wrong(files, name, step.is_invariant)),
-                None,
-            )
-            if wrong is not None:
-                _mark_end(files, step, f"skipped: wrong tokens in {wrong}")
+            wrong = [one for one in step.skips_after if _is_wrong(files, one, step.is_invariant)]
+            if wrong:
+                _mark_end(files, step, f"skipped: wrong tokens in {wrong[0]}")
             elif limit_s < step.least_s:
                 _mark_end(files, step, f"skipped: {max(0.0, limit_s):.0f} s are left")
             else:
@@ -84,9 +86,8 @@ def write_summary(steps: Sequence[Step], files: Files) -> str:
         own = rows_of(rows, step.name)
         status, wall_s = found.get(step.name, ("not begun", 0.0))
         num_missed = sum(one.get("is_met") is False for one in own)
-        lines.append(
-            f"{step.name:14}{wall_s:7.1f} s  {len(own):4} rows  {num_missed:3} missed  {status}"
-        )
+        counts = f"{len(own):4} rows  {num_missed:3} missed"
+        lines.append(f"{step.name:14}{wall_s:7.1f} s  {counts}  {status}")
         measured += own
     text = "\n".join([*lines, "", *verdict_lines(verdicts(measured))]) + "\n"
     part = files.summary.with_suffix(".part")
@@ -104,11 +105,7 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     started = time.monotonic()
     status = "interrupted"
     try:
-        told = [
-            one.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder))
-            for one in step.command
-        ]
-        exit_status, is_over = run_child([sys.executable, *told], limit_s, log)
+        exit_status, is_over = run_child([sys.executable, *files.named_in(step)], limit_s, log)
         status = status_of(exit_status, is_over, rows_of(read_rows(files.rows), step.name))
     finally:
         _mark_end(files, step, status, time.monotonic() - started)
@@ -118,10 +115,8 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
 
 def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> None:
     """Mark that a step is over, or was not begun at all."""
-    add_row(
-        files.rows,
-        {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)},
-    )
+    told = {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)}
+    add_row(files.rows, told)
 
 
 def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool:

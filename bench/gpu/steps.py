@@ -53,32 +53,25 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
     """
     place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)
+    rows = ("--rows", "{rows}")
     workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
-    promised = _parts("enqueue sweeps drafting trees trace soak memory link accelerate")
+    promised = "enqueue sweeps drafting trees trace soak memory link accelerate"
+
+    def parts(names: str, *flags: str) -> tuple[str, ...]:
+        return _bench("device", *_parts(names), *flags, *place, *few)
+
+    large = _bench("device", *_parts("sweeps trees"), *place, *many)
+    trace = ("--trace", "{out}/trace.json")
+    gate = ("gate",)
     return (
-        Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
-        Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
-        Step("gate", _bench("device", *_parts("gate"), *place, *few), 140, 60),
-        Step(
-            "device",
-            _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few),
-            260,
-            120,
-            ("gate",),
-        ),
-        Step(
-            "plain",
-            _bench("device", *_parts("plain"), *place, *few),
-            90,
-            50,
-            ("gate",),
-            is_invariant=False,
-        ),
-        Step("experts", _bench("device", *_parts("experts"), *place, *few), 80, 30),
+        Step("facts", ("-m", "offload.bench.gpu.machine_facts", *rows), 25, 5),
+        Step("copies", ("-m", "offload.bench.gpu.copies", *rows), 45, 15),
+        Step("gate", parts("gate"), 140, 60),
+        Step("device", parts(promised, *trace), 260, 120, gate),
+        Step("plain", parts("plain"), 90, 50, gate, is_invariant=False),
+        Step("experts", parts("experts"), 80, 30),
         Step("tests", _tests(_ON_DEVICE), 150, 30),
         Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),
         Step("kernels", _bench("kernels"), 80, 30),
-        Step(
-            "large", _bench("device", *_parts("sweeps trees"), *place, *many), 330, 200, ("gate",)
-        ),
+        Step("large", large, 330, 200, gate),
     )

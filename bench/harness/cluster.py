@@ -1,39 +1,36 @@
 """Processes of this machine that run one model together: started once, told texts, timed there.
 
-They are started as `offload launch` starts them, but each with its own budget and, if asked for, on
-a host of its own.
+They are started as `offload launch` starts them, but each with its own budget. As a program this
+file is one of them: it loads, then rank 0 writes a text for every line.
 
 Invariant: when a cluster is closed, or this process dies, none of its processes runs any more.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.bench.gpu.child import die_with_parent
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst
-from offload.bench.harness.network import Host
-from offload.bench.peers.run import environment, last_line
+from offload.bench.harness.process import Talker, environment, free_port
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.launch import free_port
 from offload.distributed.layout import shard_files, share_layers
+from offload.engine.decoder import Decoder
+from offload.engine.load import open_decoder
 from offload.errors import UserError
-from offload.machine import peak_rss_bytes
+from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.planning.options import LoadOptions
 from offload.stats import RankFigures
 from offload.units import Sampling
 
-_END_S = 15.0
 _SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are not quite even
-_ANY_PORT_OF_A_HOST = 29_400
 
 
 class Order(NamedTuple):
@@ -47,11 +44,10 @@ class Order(NamedTuple):
 
     @property
     def sampling(self) -> Sampling:
-        """How its tokens are drawn."""
         return Sampling(temperature=self.temperature, seed=self.seed)
 
     def written(self, new_ids: list[int]) -> Written:
-        """The run to be proved; in float32 texts must be the same on any cluster."""
+        """Return the run to be proved; in float32 texts must be the same on any cluster."""
         return Written(self.prompt_ids, new_ids, self.sampling, "match", is_invariant=True)
 
 
@@ -65,89 +61,57 @@ class Answer(NamedTuple):
     figures: list[list[RankFigures]]
 
     @classmethod
-    def read(cls, line: str) -> "Answer":
-        """Return the answer that `rank.tell` has written."""
-        ids, bursts, stats, figures = json.loads(line)
+    def read(cls, told: Sequence[Any]) -> "Answer":
+        """Return the answer of a rank, which came as JSON."""
+        ids, bursts, stats, figures = told
         ranks = [[RankFigures(*one) for one in moment] for moment in figures]
         return cls(ids, [Burst(*one) for one in bursts], stats, ranks)
 
 
 class Cluster:
-    """Ranks that wait for orders, which rank 0 hears and answers. Raises `UserError` if they fail.
+    """Ranks that wait for orders, which rank 0 hears and answers.
 
     Args:
         options: of each rank, as `LoadOptions` names them; more than one are started as ranks.
-        hosts: where each is to run; none is on this one.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        draft: Path | None,
-        options: Sequence[dict[str, Any]],
-        hosts: Sequence[Host] = (),
-    ) -> None:
-        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the cluster)
-        self._processes = list[subprocess.Popen[str]]()
-        common = {**environment(), "WORLD_SIZE": str(len(options)), "OMP_NUM_THREADS": "1"}
-        common |= {"MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1"}
-        common |= {"MASTER_PORT": str(_ANY_PORT_OF_A_HOST if hosts else free_port())}
-        start = partial(
-            subprocess.Popen,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            text=True,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+    def __init__(self, target: Path, draft: Path | None, options: Sequence[dict[str, Any]]) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the cluster)
+        common = {
+            **environment(),
+            "WORLD_SIZE": str(len(options)),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        self._ranks = list[Talker]()
         for rank, own in enumerate(options):
-            prefix = hosts[rank].prefix if hosts else []
             job = json.dumps([str(target), draft and str(draft), own])
-            command = [*prefix, sys.executable, "-m", "offload.bench.harness.rank", job]
-            own_place = {"RANK": str(rank)} if len(options) > 1 else {}
-            self._processes.append(start(command, env=common | own_place))
+            command = [sys.executable, "-m", "offload.bench.harness.cluster", job]
+            place = {"RANK": str(rank)} if len(options) > 1 else {}
+            self._ranks.append(Talker(command, self._log, common | place))
 
     def opened(self) -> dict[str, Any]:
-        """The head's plan, once all have loaded."""
-        found: dict[str, Any] = json.loads(self._line())
+        """Return the head's plan, once all have loaded. Raises `RunError`."""
+        found: dict[str, Any] = self._ranks[0].hear()
         return found
 
     def ask(self, order: Order) -> Answer:
-        """Have a text written."""
-        head = self._processes[0]
-        assert head.stdin is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps(order), file=head.stdin, flush=True)
-        return Answer.read(self._line())
+        """Have a text written. Raises `RunError` where a rank has failed."""
+        self._ranks[0].tell(order)
+        return Answer.read(self._ranks[0].hear())
 
     def peak_rss_bytes(self) -> list[int]:
         """Return the peak resident memory of each rank so far."""
-        return [peak_rss_bytes(process.pid) for process in self._processes]
+        return [peak_rss_bytes(rank.process.pid) for rank in self._ranks]
 
     def close(self) -> None:
-        """End all ranks, by force where they do not end."""
-        for process in self._processes:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        self._words.close()
-
-    def _line(self) -> str:
-        stdout = self._processes[0].stdout
-        assert stdout is not None
-        if line := stdout.readline():
-            return line
-        self._processes[0].wait(_END_S)
-        self._words.seek(0)
-        raise UserError(f"rank 0 has ended: {last_line(self._words.read())}")
+        for rank in self._ranks:
+            assert rank.process.stdin is not None
+            rank.process.stdin.close()
+        for rank in self._ranks:
+            rank.close()
+        self._log.close()
 
 
 def shard_budgets(
@@ -175,3 +139,47 @@ def _with_usual_rows(
     if plan.max_prompt_rows < min(PROMPT_ROWS, plan.context):
         raise UserError("a prompt's passes would be smaller")
     return plan
+
+
+def run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
+    """Load and serve; any rank but the first follows it to the end."""
+    own_bytes = rss_bytes()
+    with open_decoder(target, draft, LoadOptions(**options)) as decoder:
+        print(json.dumps(decoder.plan.as_dict()), flush=True)
+        for line in sys.stdin:
+            answer = write(decoder, Order(*json.loads(line)), own_bytes)
+            print(json.dumps(answer), flush=True)
+
+
+def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
+    """Write one text; return it with what each rank has moved for it."""
+    run = decoder.run(
+        order.prompt_ids, order.sampling, max_new_tokens=order.num_tokens, tree=order.tree
+    )
+    times = list[float]()
+    started = time.perf_counter()
+    figures = [_figures(decoder, own_bytes, 0)]
+    for _ in run:
+        times.append(time.perf_counter() - started)
+        if len(times) == 1:
+            figures.append(_figures(decoder, own_bytes, 0))
+    result = run.result()
+    figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
+    counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
+    # the last piece may be text alone
+    bursts = [Burst(*pair) for pair in zip(times, counts, strict=False)]
+    return Answer(result.token_ids, bursts, result.stats.as_dict(), figures)
+
+
+def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigures]:
+    """Return the figures of all ranks, or of a single process its passes since the first tokens."""
+    if told := decoder.target.figures():
+        return told
+    plan = decoder.plan
+    stream = decoder.target.stream
+    moved = (num_passes, 0, plan.streamed_bytes, stream.bytes_read, stream.stall_s)
+    return [RankFigures(plan.ram_bytes, own_bytes, peak_rss_bytes(), *moved, 0, {}, 0.0)]
+
+
+if __name__ == "__main__":
+    run_rank(*json.loads(sys.argv[1]))

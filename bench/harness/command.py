@@ -1,41 +1,47 @@
-"""How commands of `offload bench` begin and end: shared flags, models, proof, result.
+"""One runner of all benches: flags, models, turns, proof, table, checks, picture, result.
 
-A command is a function of a `Bench` and of the flags that it alone has.
+A bench is a function of a `Bench` and of the flags that it alone has; it returns its `Findings`.
 
-Invariant: what `--compare` or `--json` could refuse is refused before anything is measured, and
-with `--rows` a row is on disk when it is known.
+Invariant: what `--compare` or `--json` could refuse is refused before anything is measured; no
+figure is printed before every token was proved; with `--rows` a row is on disk when it is known.
 """
 
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from offload.bench.harness.compare import changes, require_same, tell
 from offload.bench.harness.gate import Proof, Written
+from offload.bench.harness.models import find_setting, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.plain_reader import Reading, plain_rate
 from offload.bench.harness.prompts import Prompt, prompts
-from offload.bench.harness.record import STDOUT, Guard, Row, new_result, read, store, writable
-from offload.bench.harness.row_log import add_row
-from offload.bench.harness.setting import (
-    CEILING_BYTES,
-    Need,
-    Setting,
-    find_setting,
-    place_of,
-    synthetic_setting,
+from offload.bench.harness.record import (
+    STDOUT,
+    Guard,
+    ProcessorClock,
+    Row,
+    add_row,
+    new_result,
+    read,
+    store,
+    writable,
 )
-from offload.cli import flags
-from offload.cli.console import Console
-from offload.cli.rank_process import is_worker
+from offload.bench.harness.screen import Screen
+from offload.bench.harness.setting import CEILING_BYTES, Need, Setting
+from offload.bench.harness.tables import Column, say_checks, say_table
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
+from offload.rank_roles import find_place
+
+Thing = TypeVar("Thing")
 
 
 def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -> tuple[Any, Any]:
@@ -43,24 +49,23 @@ def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -
 
 
 _TO_WRITE: dict[str, Any] = {"metavar": "FILE", "callback": writable}
-# name: how the flag is given, and its default
-_FLAGS: dict[str, tuple[Any, Any]] = {
-    "model": _flag(
-        str | None, "target; default: the packaged one, inflated", "--model", "-m", metavar="MODEL"
-    ),
+_MODEL = "target; default: the packaged one, inflated"
+_LAYERS = "instead: so many layers of a synthetic Llama-2-70B, made in memory"
+_ROWS = "append each row when it is known, one JSON object a line"
+_JSON = "store the result; '-': print it, as is done where no terminal is"
+_COMPARE = "flag what is slower than there beyond noise; exits with 1"
+# the flags that several benches have; name: how it is given, and its default
+FLAGS: dict[str, tuple[Any, Any]] = {
+    "model": _flag(str | None, _MODEL, "--model", "-m", metavar="MODEL"),
     "draft": _flag(
         str | None, "small model with the same vocabulary", "--draft", "-d", metavar="MODEL"
     ),
     "size": _flag(str, "how large to make the packaged target", metavar="SIZE", default="2GB"),
-    "layers": _flag(
-        int | None,
-        "instead: so many layers of a synthetic Llama-2-70B, made in memory",
-        metavar="N",
-    ),
+    "layers": _flag(int | None, _LAYERS, metavar="N"),
     "device": _flag(
         str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"
     ),
-    "gpu_mem": (flags.GpuMem, None),
+    "gpu_mem": _flag(str | None, "memory budget on the GPU, such as 24GiB", metavar="SIZE"),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
     "ranks": _flag(
         str | None, "of offload launch: shards", metavar="ROLES", envvar="OFFLOAD_RANKS"
@@ -71,43 +76,61 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         "--prompts",
         metavar="SET",
     ),
+    "num_prompts": _flag(int | None, "of every set", metavar="N", min=1),
+    "max_tokens": _flag(
+        int | None, "new ones per prompt", "-n", "--max-tokens", metavar="N", min=2
+    ),
+    "picture": _flag(Path | None, "draw what was measured", **_TO_WRITE),
+    "trace": _flag(Path | None, "steps for ui.perfetto.dev", **_TO_WRITE),
     "quick": _flag(
         bool, "up to four minutes on two cores, larger errors", "--quick", default=False
     ),
-    "rows_file": _flag(
-        Path | None,
-        "append each row when it is known, one JSON object a line",
-        "--rows",
-        **_TO_WRITE,
-    ),
-    "json_file": _flag(
-        Path | None,
-        "store the result; '-': print it, as is done where no terminal is",
-        "--json",
-        **_TO_WRITE,
-    ),
-    "compare": _flag(
-        Path | None, "flag what is slower than there beyond noise; exits with 1", metavar="OLD.json"
-    ),
+    "rows_file": _flag(Path | None, _ROWS, "--rows", **_TO_WRITE),
+    "json_file": _flag(Path | None, _JSON, "--json", **_TO_WRITE),
+    "compare": _flag(Path | None, _COMPARE, metavar="OLD.json"),
 }
 MODELS = "model draft size layers"
 PLACE = "device gpu_mem ram"
-ENDS = "rows_file json_file"
+_ENDS = "rows_file json_file"
 _USUAL = Need()
-# takes how many are done, how many in all, and what
-Tell = Callable[[int, int, str], None]
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What a bench has found: the runner proves, shows and keeps it."""
+
+    rows: Sequence[Row]
+    settings: Row
+    ceiling: Row
+    columns: Sequence[Column] = ()
+    # texts, and whose original proves them
+    written: Sequence[Written] = ()
+    setting: Setting | None = None
+    # figures beside what was wanted of them, see `tables.check`
+    checks: Sequence[Row] = ()
+    guards: Mapping[str, Guard] = field(default_factory=dict)
+    # lines behind the tables
+    notes: Sequence[str] = ()
+    # the tables, where one of `columns` and `rows` does not show it all
+    tables: Sequence[tuple[Sequence[Column], Sequence[Row]]] | None = None
+    draw: Callable[[], None] | None = None
+    # exit with 1
+    has_failed: bool = False
 
 
 class Bench:
-    """One command under way."""
+    """One bench under way."""
 
     def __init__(self, name: str, given: Mapping[str, Any], resources: ExitStack) -> None:
         self.name = name
         self._given = given
         self._resources = resources
+        self._clock = ProcessorClock()
+        self._noted = list[Row]()
         self.quick: bool = given.get("quick", False)
         self.json_file: Path | None = given.get("json_file")
-        self.screen = Console(is_quiet=is_worker(given.get("ranks")))
+        place = None if given.get("ranks") is None else find_place()
+        self.screen = Screen(is_quiet=place is not None and place.rank > 0)
         self._old = None if given.get("compare") is None else read(given["compare"])
         if self._old is not None:
             require_same(self._old, name, {})
@@ -115,34 +138,47 @@ class Bench:
     def given(self, name: str) -> Any:
         return self._given[name]
 
-    def setting(self, *, needs_draft: bool = False, need: Need = _USUAL) -> Setting:
+    def effort(self, full: Thing, quick: Thing) -> Thing:
+        """Return how much is to be measured."""
+        return quick if self.quick else full
+
+    def setting(
+        self,
+        *,
+        needs_draft: bool = False,
+        need: Need = _USUAL,
+        size: str | None = None,
+        ram: str | None = None,
+        is_resident: bool = False,
+    ) -> Setting:
         """Return the models and the place that the flags name. Raises `UserError`.
 
-        A budget that is not given has room for what is needed.
+        A budget that is not given has room for what is needed. A pair that is resident is the
+        packaged one as it is, whatever the flags say.
         """
+        if is_resident:
+            return resident_pair(None)
         ask = self._given.get
-        device = self._given.get("device", "cpu")
-        place = place_of(device, ask("gpu_mem"))
+        size = size or ask("size") or "2GB"
+        ram = ram or ask("ram")
+        place = place_of(ask("device", "cpu"), ask("gpu_mem"))
+        if ask("layers") is not None and (ask("model") or ask("draft")):
+            raise UserError(
+                "--layers makes the models: leave out --model and --draft, or leave it out"
+            )
         with self.screen:
-            if ask("layers") is not None and (ask("model") or ask("draft")):
-                raise UserError(
-                    "--layers makes the models: leave out --model and --draft, or leave it out"
-                )
             if ask("layers") is not None:
-                setting = self._resources.enter_context(
-                    synthetic_setting(ask("layers"), ask("ram"), place["opened"])
-                )
+                synthetic = synthetic_setting(ask("layers"), ram, place["opened"])
+                setting = self._resources.enter_context(synthetic)
             else:
-                setting = find_setting(
-                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen, need
-                )
+                setting = find_setting(ask("model"), ask("draft"), size, ram, self.screen, need)
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
         return setting._replace(ranks=ask("ranks"), **place)
 
-    def prompts(self, num_each: int) -> tuple[list[Prompt], list[str]]:
+    def prompts(self, num_each: int, part: slice = slice(None)) -> tuple[list[Prompt], list[str]]:
         """Return prompts of the sets that were asked for, and their names."""
-        found = prompts(self._given.get("source") or ["code"], num_each)
+        found = prompts(self._given.get("source") or ["code"], num_each, part)
         return found, [prompt.name for prompt in found]
 
     def check_same(self, setting: Setting, **others: object) -> None:
@@ -150,43 +186,79 @@ class Bench:
         if self._old is not None:
             require_same(self._old, self.name, {**setting.as_dict(), **others})
 
+    def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> float:
+        """Print what nothing can be faster than; return bytes per second.
+
+        A plain reader looks at the disk, or, where there is a `plan`, copies at a device's link.
+        """
+        if setting.opened is None:
+            label = Reading().label
+            rate = plain_rate(setting.shards, CEILING_BYTES)
+        else:
+            assert plan is not None, "what is sent to a device depends on its plan"
+            label = f"layers to {setting.device}"
+            rate = setting.ceiling(plan)
+        print(f"ceiling: {label}, {rate / 1e9:.3f} GB/s", flush=True)
+        return rate
+
+    def turns(
+        self, rounds: Iterable[Thing], cases: Sequence[Any], label: str
+    ) -> Iterator[tuple[Thing, Any]]:
+        """Yield every case in every round: what drifts is shared by all of them."""
+        every = [*rounds]
+        for number, one in enumerate(every):
+            for at, case in enumerate(cases):
+                self.screen.count(number * len(cases) + at, len(every) * len(cases), label)
+                yield one, case
+
     def row(self, row: Row) -> Row:
-        """Keep a row on disk, whatever happens next; return it."""
+        """Keep a row on disk, once, whatever happens next; return it."""
+        if any(row is one for one in self._noted):
+            return row
+        self._noted.append(row)
         if self._given.get("rows_file") is not None:
             add_row(self._given["rows_file"], {"bench": self.name, **row})
         return row
 
-    def finish(
-        self,
-        rows: Sequence[Row],
-        *,
-        settings: Row,
-        ceiling: Row,
-        guards: Mapping[str, Guard] | None = None,
-        proof: Proof | None = None,
-    ) -> None:
-        """Store, compare, and end with one JSON line where no person reads it.
+    def finish(self, found: Findings) -> None:
+        """Prove, show, store and compare; end with one JSON line where no person reads it.
 
-        Exits with 1 if slower beyond noise.
+        Exits with 1 if anything is slower beyond noise, or has failed.
         """
+        proof = None
+        if found.written:
+            assert found.setting is not None, "an original proves the texts"
+            with self.screen:
+                self.screen.wait("proving every token")
+                proof = found.setting.prove(found.written)
+        rows = [self.row(row) for row in found.rows]
+        tables = [(found.columns, rows)] if found.tables is None else found.tables
+        for columns, shown in tables:
+            if columns:
+                say_table(columns, shown)
+        print(*found.notes, sep="\n", end="\n" if found.notes else "")
+        guards = {**found.guards, **say_checks(found.checks)}
+        if found.draw is not None:
+            found.draw()
+        settings = {**found.settings, "quick": self.quick}
         if proof is not None:
             print(proof_line(proof))
-            settings = {**settings, "proof": proof._asdict()}
-        settings = {**settings, "quick": self.quick}
+            settings["proof"] = proof._asdict()
         # what was said at the start was one more reading, and a link's speed changes
-        if "samples" in ceiling:
-            print(
-                f"ceiling: {ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])} readings since then"
-            )
+        if "samples" in found.ceiling:
+            rate = found.ceiling["bytes_per_s"] / 1e9
+            count = len(found.ceiling["samples"])
+            print(f"ceiling: {rate:.3f} GB/s, by {count} readings since then")
         result = new_result(
-            self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {}
+            self.name, settings=settings, ceiling=found.ceiling, rows=rows, guards=guards
         )
+        result.machine["others_cpu_share"] = self._clock.others_share()
         self._store(result.as_dict())
-        found = [] if self._old is None else changes(self._old, result)
+        worse = [] if self._old is None else changes(self._old, result)
         if self._old is not None:
-            tell(self._old, result, found)
+            tell(self._old, result, worse)
         self._print(result.as_dict())
-        if any(one.is_worse for one in found):
+        if found.has_failed or any(one.is_worse for one in worse):
             raise typer.Exit(1)
 
     def end(self, found: Row) -> None:
@@ -203,35 +275,33 @@ class Bench:
         if self.json_file == STDOUT or not sys.stdout.isatty():
             print(json.dumps(found), flush=True)
 
-    def prove(self, setting: Setting, written: Sequence[Written]) -> Proof:
-        """Prove all tokens, with a line on the screen."""
-        with self.screen:
-            self.screen.wait("proving every token")
-            return setting.prove(written)
-
 
 def command(
     name: str, *shared: str, examples: Sequence[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., Findings | None]], Callable[..., None]]:
     """Make `main(bench, own flags)` the command `offload bench NAME`.
 
-    These flags of `_FLAGS` come before its own.
+    These flags of `FLAGS` come behind its own.
     """
-    names = [*" ".join((*shared, ENDS)).split()]
+    names = [*" ".join((*shared, _ENDS)).split()]
 
-    def wrap(main: Callable[..., None]) -> Callable[..., None]:
+    def wrap(main: Callable[..., Findings | None]) -> Callable[..., None]:
+        own = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
+
         @wraps(main)
         def run(**given: Any) -> None:
-            own = {key: given.pop(key) for key in list(given) if key not in names}
+            mine = {one.name: given.pop(one.name) for one in own}
             with ExitStack() as resources:
-                main(Bench(name, given, resources), **own)
+                bench = Bench(name, given, resources)
+                found = main(bench, **mine)
+                if found is not None:
+                    bench.finish(found)
 
-        own = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
         kind = inspect.Parameter.KEYWORD_ONLY
-        common = [
-            inspect.Parameter(n, kind, default=_FLAGS[n][1], annotation=_FLAGS[n][0]) for n in names
-        ]
-        both = [*(one.replace(kind=kind) for one in own), *common]
+        both = [one.replace(kind=kind) for one in own]
+        for each in names:
+            annotation, default = FLAGS[each]
+            both.append(inspect.Parameter(each, kind, default=default, annotation=annotation))
         run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in both}
         run.epilog = "\n\n".join(["Examples:", *examples]) if examples else None  # type: ignore[attr-defined]
@@ -239,41 +309,6 @@ def command(
         return run
 
     return wrap
-
-
-def say_nothing(done: int, total: int, label: str) -> None:
-    """Do nothing: a listener without a screen."""
-
-
-def say_ceiling(text: str, rate: float) -> float:
-    print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
-    return rate
-
-
-def say_link(setting: Setting) -> float:
-    return say_ceiling(Reading().label, plain_rate(setting.shards, CEILING_BYTES))
-
-
-def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
-    """Print a place's ceiling at the start: on a CPU before opening, on a device with its plan."""
-    if setting.opened is None and plan is None:
-        say_link(setting)
-    elif setting.opened is not None and plan is not None:
-        say_ceiling(f"layers to {setting.device}", setting.ceiling(plan))
-
-
-def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, first column to the left; shorter rows end in a note that stands as it is."""
-    lines = [head, *rows]
-    widths = [max(len(row[i]) for row in lines if len(row) == len(head)) for i in range(len(head))]
-    widths[0] = max(len(row[0]) for row in lines)
-    for first, *others in lines:
-        figures = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
-        print(
-            "  ".join(
-                [first.ljust(widths[0]), *(figures if len(figures) == len(head) - 1 else others)]
-            ).rstrip()
-        )
 
 
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
@@ -287,7 +322,8 @@ def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
 
 def proof_line(proof: Proof) -> str:
     told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
-    others = (
-        f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
-    )
-    return f"gate: {told}{others if proof.num_by_law else ''}"
+    if proof.num_by_law:
+        told += (
+            f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
+        )
+    return f"gate: {told}"

@@ -23,20 +23,9 @@ from offload.errors import UserError
 FLOOR = 0.03
 DECISIVE = "target target_bytes draft ram_bytes device gpu_memory temperature prompts num_prompt_tokens num_new_tokens"
 _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")
-_T_99 = {
-    1: 63.7,
-    2: 9.92,
-    3: 5.84,
-    4: 4.60,
-    5: 4.03,
-    6: 3.71,
-    7: 3.50,
-    8: 3.36,
-    9: 3.25,
-    10: 3.17,
-    15: 2.95,
-    30: 2.75,
-}
+# Student's t by degrees of freedom, from 1 on; and for that many and more
+_T_99 = (63.7, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
+_T_99_FROM = {15: 2.95, 30: 2.75}
 
 
 class Change(NamedTuple):
@@ -52,16 +41,14 @@ class Change(NamedTuple):
 
     @property
     def line(self) -> str:
-        verdict = (
-            "WORSE"
-            if self.is_worse
-            else "better"
-            if self.ratio - 1 > max(self.noise, FLOOR)
-            else "same"
-        )
-        verdict, noise = (
-            ("too few samples", "?") if math.isinf(self.noise) else (verdict, f"{self.noise:.3f}")
-        )
+        verdict = "same"
+        if math.isinf(self.noise):
+            verdict = "too few samples"
+        elif self.is_worse:
+            verdict = "WORSE"
+        elif self.ratio - 1 > max(self.noise, FLOOR):
+            verdict = "better"
+        noise = "?" if math.isinf(self.noise) else f"{self.noise:.3f}"
         told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {noise}"
         return f"{self.name:<44} {told}  {verdict}"
 
@@ -111,32 +98,34 @@ def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
 def change(name: str, old: Guard, new: Guard) -> Change:
     """Compare one figure; zero samples, as of a text that ended at once, are left out."""
     sign = 1 if new.better == "higher" else -1
-    before = old.samples
-    after = new.samples
     is_paired = bool(old.labels) and old.labels == new.labels
     if is_paired:
-        kept = [pair for pair in zip(before, after, strict=True) if min(pair) > 0]
-        before = [one for one, _ in kept]
-        after = [one for _, one in kept]
-    before, after = (
-        [math.log(value) for value in values if value > 0] for values in (before, after)
-    )
+        pairs = [pair for pair in zip(old.samples, new.samples, strict=True) if min(pair) > 0]
+        before = [math.log(one) for one, _ in pairs]
+        after = [math.log(one) for _, one in pairs]
+    else:
+        before = [math.log(one) for one in old.samples if one > 0]
+        after = [math.log(one) for one in new.samples if one > 0]
     if not before or not after:
         return Change(name, math.nan, math.nan, 1.0, math.inf, False)
     gain = mean(after) - mean(before)
-    freedom = min(len(before), len(after)) - 1
     if is_paired:
         error = _standard_error([b - a for a, b in zip(before, after, strict=True)])
     else:
         error = math.hypot(_standard_error(before), _standard_error(after))
-    noise = (
-        _T_99[max(known for known in _T_99 if known <= freedom)] * error if freedom else math.inf
-    )
+    noise = _student_t(min(len(before), len(after)) - 1) * error
     is_worse = -sign * gain > max(noise, -math.log1p(-FLOOR))
-    spread = math.expm1(min(noise, 50.0)) if freedom else math.inf
-    return Change(
-        name, math.exp(mean(before)), math.exp(mean(after)), math.exp(sign * gain), spread, is_worse
-    )
+    spread = math.inf if math.isinf(noise) else math.expm1(min(noise, 50.0))
+    ends = math.exp(mean(before)), math.exp(mean(after))
+    return Change(name, *ends, math.exp(sign * gain), spread, is_worse)
+
+
+def _student_t(freedom: int) -> float:
+    """Return how many standard errors chance exceeds once in a hundred times."""
+    most = [value for known, value in _T_99_FROM.items() if known <= freedom]
+    if most:
+        return most[-1]
+    return _T_99[min(freedom, len(_T_99)) - 1] if freedom else math.inf
 
 
 def _standard_error(values: Sequence[float]) -> float:

@@ -53,61 +53,57 @@ Words = Callable[..., Tensor]  # of a shape, random bytes
 def _float8(words: Words, num_rows: int, num_columns: int) -> Sample:
     scale_AB = torch.rand(num_rows // BLOCK, num_columns // BLOCK) + 0.5
     weight_NK = words(num_rows, num_columns).bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # no NaN
-    return Sample(
-        "fp8, blocks", "float8", (weight_NK, scale_AB, (BLOCK, BLOCK)), (num_rows, num_columns)
-    )
+    shape = (num_rows, num_columns)
+    return Sample("fp8, blocks", "float8", (weight_NK, scale_AB, (BLOCK, BLOCK)), shape)
+
+
+def _scales(num_rows: int, num_groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.rand(num_rows, num_groups) + 0.5).to(dtype)
+
+
+def _integers(
+    name: str, codes: Tensor, num_bits: int, scale_NG: Tensor, shape: tuple[int, int]
+) -> Sample:
+    group = shape[1] // scale_NG.shape[1]
+    return Sample(name, "integers", (codes, num_bits, scale_NG, None, group), shape)
 
 
 def _int4(words: Words, num_rows: int, num_columns: int) -> Sample:
     packed = words(num_rows, num_columns // 2).view(torch.int32)
-    scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).bfloat16()
-    return Sample(
-        "int4, groups", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns)
-    )
+    scale_NG = _scales(num_rows, num_columns // GROUP, torch.bfloat16)
+    return _integers("int4, groups", packed, 4, scale_NG, (num_rows, num_columns))
 
 
 def _gptq(words: Words, num_rows: int, num_columns: int) -> Sample:
     """Return words of eight numbers of a column."""
     packed = words(num_columns // 8, 4 * num_rows).view(torch.int32).t()
-    scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
-    return Sample(
-        "int4, GPTQ", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns)
-    )
+    scale_NG = _scales(num_rows, num_columns // GROUP, torch.float16)
+    return _integers("int4, GPTQ", packed, 4, scale_NG, (num_rows, num_columns))
 
 
 def _int8(words: Words, num_rows: int, num_columns: int) -> Sample:
     codes_NK = words(num_rows, num_columns).view(torch.int8)
-    scale_N1 = torch.rand(num_rows, 1) + 0.5
-    return Sample(
-        "int8, rows",
-        "integers",
-        (codes_NK, 8, scale_N1, None, num_columns),
-        (num_rows, num_columns),
-    )
+    return _integers("int8, rows", codes_NK, 8, _scales(num_rows, 1), (num_rows, num_columns))
 
 
 def _awq(words: Words, num_rows: int, num_columns: int) -> Sample:
     packed = words(num_columns, num_rows // 2).view(torch.int32).t()
-    scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
+    scale_NG = _scales(num_rows, num_columns // GROUP, torch.float16)
     zero_NG = words(num_rows, num_columns // GROUP).bitwise_and_(15).to(torch.int8)
-    return Sample(
-        "int4, AWQ", "columns", (packed, scale_NG, zero_NG, GROUP), (num_rows, num_columns)
-    )
+    shape = (num_rows, num_columns)
+    return Sample("int4, AWQ", "columns", (packed, scale_NG, zero_NG, GROUP), shape)
 
 
 def _nf4(words: Words, num_rows: int, num_columns: int) -> Sample:
-    values = torch.linspace(-1, 1, 16)
-    scale_NG = torch.rand(num_rows, num_columns // SMALL_GROUP) + 0.5
-    arguments = (words(num_rows, num_columns // 2), values, scale_NG)
+    scale_NG = _scales(num_rows, num_columns // SMALL_GROUP)
+    arguments = (words(num_rows, num_columns // 2), torch.linspace(-1, 1, 16), scale_NG)
     return Sample("nf4", "codebook", arguments, (num_rows, num_columns), {"is_high_first": True})
 
 
 def _mxfp4(words: Words, num_rows: int, num_columns: int) -> Sample:
-    arguments = (
-        words(num_rows, num_columns // 2),
-        words(num_rows, num_columns // 32),
-        torch.rand(256) + 0.5,
-    )
+    codes = words(num_rows, num_columns // 2)
+    scales = words(num_rows, num_columns // 32)
+    arguments = (codes, scales, torch.rand(256) + 0.5)
     return Sample("mxfp4", "e2m1", arguments, (num_rows, num_columns))
 
 
@@ -125,27 +121,16 @@ def _exponents(width: int, _: Words, num_rows: int, num_columns: int) -> Sample:
     top = int(weight_N.abs().max().view(torch.int16)) >> 7
     words = encode_exponents_reference(weight_N, top, width)
     start_C = torch.nn.functional.pad(words.count_C.cumsum(0), (1, 0))
-    arguments = (
-        words.mantissa_N,
-        words.distance_B,
-        words.escape_3E.reshape(-1),
-        start_C,
-        torch.tensor([top]),
-    )
+    escapes = words.escape_3E.reshape(-1)
+    arguments = (words.mantissa_N, words.distance_B, escapes, start_C, torch.tensor([top]))
     return Sample(f"bf16, {8 + width} bits", "exponents", arguments, (num_rows * num_columns,))
 
 
 _MAKERS: tuple[Callable[[Words, int, int], Sample], ...] = (
-    _float8,
-    _int4,
-    _gptq,
-    _int8,
-    _awq,
-    _nf4,
-    _mxfp4,
-    partial(_blocks, "Q8_0", 34, 32),
-    partial(_blocks, "Q4_K", 144, 256),
-    partial(_blocks, "Q6_K", 210, 256),
-    partial(_exponents, 4),
-    partial(_exponents, 3),
+    *(_float8, _int4, _gptq, _int8, _awq, _nf4, _mxfp4),
+    *(
+        partial(_blocks, *kind)
+        for kind in (("Q8_0", 34, 32), ("Q4_K", 144, 256), ("Q6_K", 210, 256))
+    ),
+    *(partial(_exponents, width) for width in (4, 3)),
 )

@@ -8,19 +8,23 @@ Invariant: peaks are the kernel's own (`VmHWM`), set back before every phase.
 
 import ctypes
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.machine import peak_rss_bytes, rss_bytes
 
-POSTS = ("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes", "kv_bytes", "activation_bytes",
-         "resident_bytes", "slots_bytes")  # fmt: skip
+POSTS = (
+    *("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes"),
+    *("kv_bytes", "activation_bytes", "resident_bytes", "slots_bytes"),
+)
 # texts differ by so many tokens in length, since code for products is kept by number of rows
 _STEP = 7
+# fields of C's `struct mallinfo2`
+_ARENA = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 class Order(NamedTuple):
@@ -48,21 +52,7 @@ class Taken(NamedTuple):
 
 
 class _FreeBlocks(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _ARENA.split()]
 
 
 class Meter:
@@ -76,46 +66,39 @@ class Meter:
 
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before it is over."""
-        taken = (
-            one - self.imported_bytes
-            for one in (peak_rss_bytes(), rss_bytes(), rss_bytes() - _free_bytes())
-        )
-        self.found.append(Taken(self._phase, *taken))
+        own_bytes = self.imported_bytes
+        peak_bytes = peak_rss_bytes() - own_bytes
+        end_bytes = rss_bytes() - own_bytes
+        self.found.append(Taken(self._phase, peak_bytes, end_bytes, end_bytes - _free_bytes()))
         self._phase = phase
         _set_back_peak()
-
-
-def run_child(
-    order: Order,
-    python: Sequence[str] = (sys.executable, "-m", "offload.bench.harness.memory_child"),
-) -> Any:
-    """Return what `follow` found, in a fresh process."""
-    done = subprocess.run(
-        [*python, json.dumps(order._asdict())], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) -> dict[str, Any]:
     """Follow the order in this process; `on_text` is called behind every text, with the decoder."""
     _import_libraries(Path(order.target))
-    from offload.cli.demo import PROMPT
+    from offload.checkpoint.packaged import PROMPT
     from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
     from offload.planning.options import LoadOptions
 
     meter = Meter()
     options = LoadOptions(profile="none", device="cpu", **order.options)
-    with open_decoder(
-        order.target, order.draft, options, hooks=Hooks(on_phase=meter.begin)
-    ) as decoder:
+    layers_s = list[float]()
+
+    def on_layer() -> None:
+        if not layers_s:
+            layers_s.append(time.perf_counter())
+
+    hooks = Hooks(on_phase=meter.begin, on_layer=on_layer)
+    started_s = time.perf_counter()
+    with open_decoder(order.target, order.draft, options, hooks=hooks) as decoder:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
         plan = decoder.plan
         for text in range(order.num_texts):
             meter.begin(f"text {text + 1}")
-            firsts = [
-                (text + other) * _STEP % max(1, len(ids) // 2) for other in range(plan.parallel)
-            ]
+            others = range(plan.parallel)
+            firsts = [(text + one) * _STEP % max(1, len(ids) // 2) for one in others]
             prompts = [ids[first:] for first in firsts]
             decoder.generate(
                 prompts, max_new_tokens=order.num_tokens, temperature=order.temperature, seed=text
@@ -124,11 +107,13 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
         meter.begin("end")
     slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
     posts = {name: slots if name == "slots_bytes" else getattr(plan, name) for name in POSTS}
-    planned = {"ram_bytes": plan.ram_bytes, "planned_bytes": plan.total_bytes, "posts": posts}
     return {
         "imported_bytes": meter.imported_bytes,
-        **planned,
+        "ram_bytes": plan.ram_bytes,
+        "planned_bytes": plan.total_bytes,
+        "posts": posts,
         "phases": [one._asdict() for one in meter.found],
+        "first_layer_s": layers_s[0] - started_s,
     }
 
 
@@ -161,4 +146,4 @@ def _set_back_peak() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(follow(Order(**json.loads(sys.argv[1])))))
+    print(json.dumps(follow(Order(*json.loads(sys.argv[1])))))

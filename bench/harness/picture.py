@@ -54,22 +54,18 @@ def draw_decoding(
     Args:
         least_pass_s: what the link needs for the bytes of one pass; None where nothing is streamed.
     """
-    is_timed = least_pass_s is not None
-    what = "tokens per second" if is_timed else "tokens per pass over the weights"
-    most = (
-        "what the link allows at so many tokens per pass"
-        if is_timed
-        else "what a tree of that depth could bring"
-    )
-    bars = [_decoding_bar(row, least_pass_s) for row in rows]
-    figure_of(bars, f"How many {what}?", what, most, settings).savefig(path)
-
-
-def _decoding_bar(row: Row, least_pass_s: float | None) -> Bar:
-    label = case_words(row["tree"], row["rule"], row["temperature"])
+    what = "tokens per second"
+    most = "what the link allows at so many tokens per pass"
     if least_pass_s is None:
-        return Bar(label, row["tokens_per_sweep"], 1 + parse_tree(row["tree"]).depth)
-    return Bar(label, row["decode_tokens_per_s"], row["tokens_per_sweep"] / least_pass_s)
+        what = "tokens per pass over the weights"
+        most = "what a tree of that depth could bring"
+    bars = []
+    for row in rows:
+        value, ceiling = row["tokens_per_sweep"], 1.0 + parse_tree(row["tree"]).depth
+        if least_pass_s is not None:
+            value, ceiling = row["decode_tokens_per_s"], row["tokens_per_sweep"] / least_pass_s
+        bars.append(Bar(case_words(row["tree"], row["rule"], row["temperature"]), value, ceiling))
+    figure_of(bars, f"How many {what}?", what, most, settings).savefig(path)
 
 
 def case_words(tree: str, rule: str, temperature: float) -> str:
@@ -88,25 +84,20 @@ def case_words(tree: str, rule: str, temperature: float) -> str:
 
 
 def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """Draw a panel for each row with `events` of one text, see `RunEvent`."""
-    flights_of(rows, settings).savefig(path)
+    """Draw a panel for each row with `events` of one text, see `RunEvent`.
 
-
-def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
-    """Return the figure: a line for each run, and the moments at which tokens were emitted."""
-    figure = _figure(
-        "How do runs through the stages follow each other?", settings, 0.9 + 1.7 * len(rows)
-    )
+    A line is a run, a tick the moment at which tokens were emitted.
+    """
+    question = "How do runs through the stages follow each other?"
+    figure = _figure(question, settings, 0.9 + 1.7 * len(rows))
     places = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     for place, row in zip(places, rows, strict=True):
         _plot_flights(place, row["events"])
         place.set_ylabel(row["name"], fontsize=8)
         _bare(place)
-    told = (
-        "seconds; green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
-    )
-    places[-1].set_xlabel(told, fontsize=8, color=_SOFT)
-    return figure
+    told = "green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
+    places[-1].set_xlabel(f"seconds; {told}", fontsize=8, color=_SOFT)
+    figure.savefig(path)
 
 
 def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
@@ -118,10 +109,9 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
         places[0].set_title(process, fontsize=8)
         places[-1].set_xlabel("minutes")
         for place, name in zip(places, names, strict=True):
-            scale, unit = (
-                (2**20, "rss, MiB") if name == "rss_bytes" else (1, name.removeprefix("num_"))
-            )
-            values = [getattr(one, name) / scale for one in looks]
+            is_memory = name == "rss_bytes"
+            unit = "rss, MiB" if is_memory else name.removeprefix("num_")
+            values = [getattr(one, name) / (2**20 if is_memory else 1) for one in looks]
             place.plot([one.time_s / 60 for one in looks], values, linewidth=0.8, color=_BAR)
             _bare(place)
             place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
@@ -151,23 +141,19 @@ def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings
         most: what the ceiling is.
         settings: they name the models.
     """
-    height = 1.5 + 0.36 * len(bars)
-    figure = _figure(question, settings, height)
+    figure = _figure(question, settings, 1.5 + 0.36 * len(bars))
     place = figure.subplots()
     places = range(len(bars))
-    place.barh(
-        places, [bar.most for bar in bars], height=0.72, color=_CEILING, label=f"ceiling: {most}"
-    )
-    place.barh(places, [bar.value for bar in bars], height=0.44, color=_BAR, label="measured")
-    widest = max([*(bar.most for bar in bars), *(bar.value for bar in bars)])
+    ceilings = [bar.most for bar in bars]
+    values = [bar.value for bar in bars]
+    place.barh(places, ceilings, height=0.72, color=_CEILING, label=f"ceiling: {most}")
+    place.barh(places, values, height=0.44, color=_BAR, label="measured")
+    widest = max([*ceilings, *values])
     for index, bar in enumerate(bars):
-        end = max(bar.value, bar.most)
-        told = (
-            f"{bar.value:.2f} of {bar.most:.2f}"
-            if bar.value < 10
-            else f"{bar.value:.1f} of {bar.most:.1f}"
-        )
-        place.text(end + 0.01 * widest, index, told, va="center", fontsize=8, color=_INK)
+        form = ".2f" if bar.value < 10 else ".1f"
+        told = f"{bar.value:{form}} of {bar.most:{form}}"
+        end = max(bar.value, bar.most) + 0.01 * widest
+        place.text(end, index, told, va="center", fontsize=8, color=_INK)
     place.set_yticks(places, ["\n".join(wrap(bar.label, 48)) for bar in bars], fontsize=8)
     place.invert_yaxis()
     place.set_xlim(0, 1.16 * widest)
@@ -199,6 +185,5 @@ def _title(settings: Row) -> str:
     machine = this_machine()
     models = ", guesses by ".join(settings[key] for key in ("target", "draft") if settings.get(key))
     place = f"{machine['cpu']}, {machine['num_cores']} cores, {settings['device']}"
-    return "\n".join(
-        [*wrap(models, _TITLE_WIDTH), *wrap(f"{place}, {datetime.now(UTC):%Y-%m-%d}", _TITLE_WIDTH)]
-    )
+    place = f"{place}, {datetime.now(UTC):%Y-%m-%d}"
+    return "\n".join([*wrap(models, _TITLE_WIDTH), *wrap(place, _TITLE_WIDTH)])

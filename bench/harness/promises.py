@@ -4,14 +4,14 @@ A row is printed as soon as it is known. A promise is met when every row that co
 without a row was not measured, which is not the same.
 """
 
+import argparse
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
+from offload.bench.harness.record import Row, add_row
 from offload.errors import UserError, reason
-
-Row = dict[str, Any]
 
 PROMISES = {
     "link": "one-token sweep <= 1.05 x bytes / measured copy rate",
@@ -23,6 +23,7 @@ PROMISES = {
     "against accelerate": ">= 10 x the tokens/s of accelerate's CPU offload",
     "soak": "sweeps with poisoned slots: the same scores, no NaN, no drift in memory",
 }
+_SHOWN = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times", "parts_at")
 
 
 class WrongTokenError(UserError):
@@ -63,15 +64,21 @@ def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator
 
 
 def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[Row]:
-    """Return a row for each promise that is missed, or one of none, with names of their own."""
+    """Yield a row for each promise that is missed, or one of none, with names of their own."""
     for promise in [*promises] or (None,):
-        yield failure(name, promise, error)
+        about = f"{name}: failed" if promise is None else f"{name}: failed ({promise})"
+        failed = {"row": about, "value": 0.0, "unit": "", "is_met": False, "promise": promise}
+        yield {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
 
 
-def failure(name: str, promise: str | None, error: Exception) -> Row:
-    about = f"{name}: failed" if promise is None else f"{name}: failed ({promise})"
-    failed = {"row": about, "value": 0.0, "unit": "", "is_met": False, "promise": promise}
-    return {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
+def keep_rows(rows: Iterable[Row]) -> None:
+    """Append rows to the file that `--rows` names as they are known, and print them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=Path, required=True)
+    path = parser.parse_args().rows
+    for one in rows:
+        add_row(path, one)
+        print(one, flush=True)
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
@@ -82,29 +89,20 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
     found = []
     for promise, wanted in PROMISES.items():
         own = [one for one in rows if one.get("promise") == promise]
-        seen = "; ".join(_seen(one) for one in own) or "not measured"
         told = {one["is_met"] for one in own} - {None}
-        found.append(
-            {
-                "promise": promise,
-                "wanted": wanted,
-                "seen": seen,
-                "is_met": all(told) if told else None,
-            }
-        )
+        seen = "; ".join(map(_seen, own)) or "not measured"
+        is_met = all(told) if told else None
+        found.append({"promise": promise, "wanted": wanted, "seen": seen, "is_met": is_met})
     return found
 
 
 def row_line(one: Row) -> str:
     value = f"{one['value']:10.4g} {one['unit']:6}"
-    beside = (
-        f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}"
-        if one.get("ratio") is not None
-        else ""
-    )
+    beside = ""
+    if one.get("ratio") is not None:
+        beside = f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}"
     verdict = {True: "met", False: "MISSED", None: ""}[one.get("is_met")]
-    shown = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times", "parts_at")
-    more = " ".join(f"{key} {one[key]:.4g}" for key in shown if one.get(key) is not None)
+    more = " ".join(f"{key} {one[key]:.4g}" for key in _SHOWN if one.get(key) is not None)
     told = " ".join(str(one[key]) for key in ("error", "notes") if one.get(key))
     return f"{one['row'][:70]:70} {value} {beside:34} {verdict:6} {more} {told}".rstrip()
 

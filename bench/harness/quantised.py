@@ -24,9 +24,18 @@ _BLOCK = 128
 _FP8_MAX = 448.0
 PACKED = "packed"  # without loss
 _PLAIN = ("embed_tokens", "lm_head", "norm")
-_INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
-    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP,
-                                       "symmetric": True}}}}  # fmt: skip
+_INT4_WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": _GROUP,
+    "symmetric": True,
+}
+_INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4_WEIGHTS}},
+}
 _FP8 = {
     "quant_method": "fp8",
     "weight_block_size": [_BLOCK, _BLOCK],

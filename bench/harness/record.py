@@ -1,8 +1,11 @@
-"""One result of a bench as JSON: what was measured, where, when and with which code.
+"""What a bench keeps: one result as JSON, and its rows, each on disk before the next is measured.
 
-Every file has `bench`, `created`, `commit`, `machine`, `settings`, `ceiling`, `rows` and `guards`;
-the last are the figures that `--compare` watches. Invariant: what is stored is what was printed,
-and a file that lacks any of these names is refused when it is read.
+A result has `bench`, `created`, `commit`, `machine`, `settings`, `ceiling`, `rows` and `guards`;
+the last are the figures that `--compare` watches. Rows of a run under way are a line of JSON each,
+appended by several processes if need be.
+
+Invariant: what is stored is what was printed, and a file that lacks any of these names is refused
+when it is read. At whatever point a process is killed, all rows before are read again.
 """
 
 import json
@@ -10,7 +13,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +27,7 @@ from offload.errors import UserError, reason
 from offload.machine import available_ram_bytes, cpu_name
 
 SCHEMA = 1
+STDOUT = Path("-")
 Row = dict[str, Any]
 
 
@@ -55,35 +60,60 @@ class Result:
     commit: str | None
 
     def as_dict(self) -> Row:
-        fields = asdict(self)
-        guards = {
-            name: {**fields["guards"][name], "value": guard.value}
-            for name, guard in self.guards.items()
-        }
-        return {"schema": SCHEMA, **fields, "guards": guards}
+        told = asdict(self)
+        for name, guard in self.guards.items():
+            told["guards"][name]["value"] = guard.value
+        return {"schema": SCHEMA, **told}
 
 
 def new_result(
-    bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: dict[str, Guard]
+    bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: Mapping[str, Guard]
 ) -> Result:
-    what: Row = {"bench": bench, "settings": settings, "ceiling": ceiling, "rows": list(rows)}
-    kept = {name: guard for name, guard in guards.items() if guard.samples}
-    now = datetime.now(UTC).isoformat(timespec="seconds")
     return Result(
-        **what, guards=kept, machine=this_machine(), created=now, commit=checkout_commit()
+        bench=bench,
+        settings=settings,
+        ceiling=ceiling,
+        rows=list(rows),
+        guards={name: guard for name, guard in guards.items() if guard.samples},
+        machine=this_machine(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=checkout_commit(),
     )
 
 
 def this_machine() -> Row:
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sizes = {"num_cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes}
-    now = {"available_bytes": available_ram_bytes(), "load_average": os.getloadavg()[0]}
-    libraries = {name: version(name) for name in ("torch", "transformers")}
-    system = {
+    return {
+        "cpu": cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "available_bytes": available_ram_bytes(),
+        "load_average": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
     }
-    return {"cpu": cpu_name(), **sizes, **now, **system, **libraries}
+
+
+class ProcessorClock:
+    """Which share of this machine's processor time others take, from now on."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._others_s = self._taken_s()
+
+    def others_share(self) -> float:
+        """Return what was taken by processes that are neither this one nor ended children of it."""
+        passed_s = max(1e-3, time.monotonic() - self._started_s)
+        share = (self._taken_s() - self._others_s) / passed_s / (os.cpu_count() or 1)
+        return min(1.0, max(0.0, share))
+
+    @staticmethod
+    def _taken_s() -> float:
+        told = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = map(int, told)
+        all_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return all_s - sum(os.times()[:4])
 
 
 def checkout_commit() -> str | None:
@@ -91,20 +121,8 @@ def checkout_commit() -> str | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists() or shutil.which("git") is None:
         return None
-    ask = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--abbrev=12",
-        "--exclude=*",
-        "--dirty=+",
-    ]
+    ask = f"git -C {folder} describe --always --abbrev=12 --exclude=* --dirty=+".split()
     return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-STDOUT = Path("-")
 
 
 def store(found: Row, path: Path) -> None:
@@ -121,22 +139,20 @@ def writable(path: Path | None) -> Path | None:
 
     It is called before anything is measured.
     """
-    if path is not None and path != STDOUT:
-        folder = next(
-            parent for parent in (path.parent, *path.absolute().parents) if parent.exists()
-        )
-        why = (
-            "it is a folder"
-            if path.is_dir()
-            else None
-            if os.access(folder, os.W_OK)
-            else f"{folder} is not yours"
-        )
-        why = why if folder.is_dir() else f"{folder} is no folder"
-        if why or (path.exists() and not os.access(path, os.W_OK)):
-            raise UserError(
-                f"cannot write {path} ({why or 'it is not yours to write'}): name another file"
-            )
+    if path is None or path == STDOUT:
+        return path
+    folder = next(one for one in (path.parent, *path.absolute().parents) if one.exists())
+    why = ""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = f"{folder} is no folder"
+    elif not os.access(folder, os.W_OK):
+        why = f"{folder} is not yours"
+    elif path.exists() and not os.access(path, os.W_OK):
+        why = "it is not yours to write"
+    if why:
+        raise UserError(f"cannot write {path} ({why}): name another file")
     return path
 
 
@@ -154,9 +170,8 @@ def read(path: Path) -> Result:
     try:
         guards = dict[str, Guard]()
         for name, told in stored["guards"].items():
-            guards[name] = Guard(
-                [float(value) for value in told["samples"]], told["better"], list(told["labels"])
-            )
+            samples = [float(value) for value in told["samples"]]
+            guards[name] = Guard(samples, told["better"], list(told["labels"]))
         return Result(guards=guards, **{name: stored[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
@@ -187,3 +202,32 @@ def whole(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def add_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row, and return when the disk has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        # the last writer was killed within a line
+        is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        os.write(file, ("\n" * is_torn + json.dumps(row, default=str) + "\n").encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return all whole rows; what a killed process left of its last line is none."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -5,24 +5,21 @@ proved.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.timeline import Timeline
-from offload.calibration.startup import draft_curve
+from offload.calibration.curves import draft_curve
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.model.target import BatchEntry
 from offload.planning.cost_model import Curve
-from offload.sampling.sampler import Rows, Sampler
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, best_first, chain
-from offload.trees.verification import Acceptance
+from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first, chain
 from offload.units import Sampling
 
 _DEPTH = 24
@@ -92,60 +89,6 @@ def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -
     return draft_curve(drafter, text.sampler, prompt_ids, text.caches.draft, budget_s=budget_s)
 
 
-def step_times(
-    decoder: Decoder, prompt_ids: Sequence[int], shape: Shape, num_steps: int
-) -> tuple[list[float], Written]:
-    """Return seconds of greedy steps with one tree.
-
-    The first takes the prompt in and the second finds full slots.
-    """
-    seconds = list[float]()
-    text = decoder.begin(prompt_ids, Sampling(), shape=shape)
-    for index in range(num_steps + 2):
-        started = time.perf_counter()
-        decoder.step(text)
-        if index > 1:
-            seconds.append(time.perf_counter() - started)
-    return seconds, Written(list(prompt_ids), text.new_ids, Sampling(), decoder.rule.name)
-
-
-class Step(NamedTuple):
-    """One step behind the prompt's."""
-
-    seconds: float
-    num_tokens: int
-
-
-def dictated(
-    decoder: Decoder, prompt_ids: Sequence[int], then_ids: Sequence[int], shape: Shape
-) -> Iterator[Step]:
-    """Yield steps of a target that is told what to write: it scores every tree, unheeded.
-
-    None of the steps can reach the end of what is known: each is whole then, and their mean is not
-    biased (Wald).
-    """
-    told = [*prompt_ids, *then_ids]
-    rule = decoder.rule
-
-    def verify(
-        tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
-    ) -> Acceptance:
-        rule.verify(tree, logits_NV, sampler, root_position)  # for its time
-        nodes = [0]
-        then = told[root_position + 1 :]
-        while (child := tree.child(nodes[-1], then[len(nodes) - 1])) is not None:
-            nodes.append(child)
-        return Acceptance(nodes, then[: len(nodes)])
-
-    text = decoder.begin(prompt_ids, Sampling(), rule=replace(rule, verify=verify), shape=shape)
-    while len(text.tokens) + shape.depth < len(told):
-        is_first = not text.new_ids
-        started = time.perf_counter()
-        num_tokens = len(decoder.step(text))
-        if not is_first:
-            yield Step(time.perf_counter() - started, num_tokens)
-
-
 def record_steps(
     decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int
 ) -> tuple[Timeline, list[int]]:
@@ -165,7 +108,7 @@ def record_steps(
             started = time.perf_counter()
             decoder.step(text)
             drafted = started + stats.draft_s
-            swept = started + stats.draft_s + stats.sweep_s
+            swept = drafted + stats.sweep_s
             timeline.add("draft", -1, started, drafted)
             timeline.add("sweep", -1, drafted, swept)
             timeline.add("verify", -1, swept, swept + stats.verify_s)

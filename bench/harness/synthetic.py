@@ -60,20 +60,25 @@ class Shape(NamedTuple):
         )
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names, without `.weight`, and shapes."""
         D = self.hidden
         F = self.ffn
         Q = self.heads * self.head_dim
         G = self.kv_heads * self.head_dim
-        yield from (
-            ("model.embed_tokens", (self.vocabulary, D)),
-            ("model.norm", (D,)),
-            ("lm_head", (self.vocabulary, D)),
-        )
-        parts = {"input_layernorm": (D,), "self_attn.q_proj": (Q, D), "self_attn.k_proj": (G, D),
-                 "self_attn.v_proj": (G, D), "self_attn.o_proj": (D, Q), "post_attention_layernorm": (D,),
-                 "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}  # fmt: skip
-        for layer in range(self.num_layers):
-            yield from ((_LAYER.format(layer) + name, shape) for name, shape in parts.items())
+        yield "model.embed_tokens", (self.vocabulary, D)
+        yield "model.norm", (D,)
+        yield "lm_head", (self.vocabulary, D)
+        for index in range(self.num_layers):
+            layer = _LAYER.format(index)
+            yield f"{layer}input_layernorm", (D,)
+            yield f"{layer}self_attn.q_proj", (Q, D)
+            yield f"{layer}self_attn.k_proj", (G, D)
+            yield f"{layer}self_attn.v_proj", (G, D)
+            yield f"{layer}self_attn.o_proj", (D, Q)
+            yield f"{layer}post_attention_layernorm", (D,)
+            yield f"{layer}mlp.gate_proj", (F, D)
+            yield f"{layer}mlp.up_proj", (F, D)
+            yield f"{layer}mlp.down_proj", (D, F)
 
 
 LLAMA_2_70B = Shape(8192, 64, 8, 128, 28672, 32000, 80)
@@ -106,9 +111,9 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
     header = dict[str, Any]()
     end = 0
     for name, sizes in shape.tensors():
-        lo = end
-        end = end + 2 * math.prod(sizes)
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": sizes, "data_offsets": (lo, end)}
+        offsets = (end, end + 2 * math.prod(sizes))
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": sizes, "data_offsets": offsets}
+        end = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     # tensors begin 8 bytes off wide loads, as in half of all real files
     text += b" " * (-len(text) % 16)
@@ -126,14 +131,12 @@ def origin(source: Path, folder: Path, shape: Shape) -> Path:
     It computes what the large one does.
     """
     small = load_file(source / "model.safetensors")
-    factor = math.sqrt(
-        shape.hidden / json.loads((source / "config.json").read_text())["hidden_size"]
-    )
+    config = json.loads((source / "config.json").read_text())
+    factor = math.sqrt(shape.hidden / config["hidden_size"])
     for name, weight in small.items():
-        rounds = weight.ndim == 1
-        small[name] = (
-            (weight.float() / factor).bfloat16().float() * factor if rounds else weight.float()
-        )
+        small[name] = weight.float()
+        if weight.ndim == 1:
+            small[name] = (small[name] / factor).bfloat16().float() * factor
     shutil.copytree(source, folder)
     save_file(small, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -158,11 +161,11 @@ class Maker(DiskReader):
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start making a slab; see `DiskReader.read`."""
-        parts = [part for piece in layout.pieces for part in self._within(piece)]
-        return [
-            self._makers.submit(self._weights.fill, name, slab[at : at + size])
-            for name, at, size in parts
-        ]
+        made = []
+        for piece in layout.pieces:
+            for name, at, size in self._within(piece):
+                made.append(self._makers.submit(self._weights.fill, name, slab[at : at + size]))
+        return made
 
     def close(self) -> None:
         self._makers.shutdown(wait=True, cancel_futures=True)
@@ -171,11 +174,8 @@ class Maker(DiskReader):
     def _within(self, piece: SlabRead) -> Iterator[tuple[str, int, int]]:
         for name, entry in self._entries:
             if piece.lo <= entry.lo and entry.hi <= piece.hi:
-                yield (
-                    name.removesuffix(".weight"),
-                    piece.slab_lo + entry.lo - piece.lo,
-                    entry.hi - entry.lo,
-                )
+                at = piece.slab_lo + entry.lo - piece.lo
+                yield name.removesuffix(".weight"), at, entry.hi - entry.lo
 
 
 class _Weights:
@@ -186,41 +186,31 @@ class _Weights:
 
     def __init__(self, source: Path, shape: Shape) -> None:
         small = json.loads((source / "config.json").read_text())
-        self._weights, self._shape, self._sizes = (
-            load_file(source / "model.safetensors"),
-            shape,
-            dict(shape.tensors()),
-        )
-        self._h, self._factor = small["hidden_size"], math.sqrt(shape.hidden / small["hidden_size"])
-        self._k, heads, self._groups = (
-            small["head_dim"],
-            small["num_attention_heads"],
-            small["num_key_value_heads"],
-        )
+        self._weights = load_file(source / "model.safetensors")
+        self._shape = shape
+        self._sizes = dict(shape.tensors())
+        self._h = small["hidden_size"]
+        self._factor = math.sqrt(shape.hidden / self._h)
+        self._k = small["head_dim"]
+        self._groups = small["num_key_value_heads"]
+        self._num_heads = small["num_attention_heads"]
         num_real = small["num_hidden_layers"]
-        self._heads = [divmod(h, heads // self._groups) for h in range(heads)]
         self._real = {
             (2 * real + 1) * shape.num_layers // (2 * num_real): real for real in range(num_real)
         }
-        assert shape.num_layers >= num_real and self._h < shape.hidden, (
-            "the small model must fit in"
-        )
-        assert math.isqrt(shape.head_dim // self._k) ** 2 * self._k == shape.head_dim, (
-            "q is scaled by a power of two"
-        )
+        is_within = shape.num_layers >= num_real and self._h < shape.hidden
+        assert is_within, "the small model must fit in"
+        ratio = math.isqrt(shape.head_dim // self._k)
+        assert ratio**2 * self._k == shape.head_dim, "q is scaled by a power of two"
         with self._lock:
             if not len(_Weights._pool):
-                ballast = np.random.default_rng(0).standard_normal(
-                    _POOL_ITEMS, dtype=np.float32
-                ) * np.float32(0.02)
+                rng = np.random.default_rng(0)
+                ballast = rng.standard_normal(_POOL_ITEMS, dtype=np.float32) * np.float32(0.02)
                 _Weights._pool = (ballast.view(np.uint32) >> 16).astype(np.uint16)
 
     def fill(self, name: str, slab: np.ndarray) -> None:
-        weight = (
-            slab.view(np.uint16)
-            if slab.ctypes.data % 2 == 0
-            else np.empty(len(slab) // 2, np.uint16)
-        )
+        is_even = slab.ctypes.data % 2 == 0
+        weight = slab.view(np.uint16) if is_even else np.empty(len(slab) // 2, np.uint16)
         part = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
         if part in ("self_attn.o_proj", "mlp.down_proj", "lm_head"):
             weight.fill(0)
@@ -259,25 +249,24 @@ class _Weights:
         if not name.startswith("model.layers."):
             return f"{name}.weight"
         _, _, layer, part = name.split(".", 3)
-        return (
-            f"{_LAYER.format(self._real[int(layer)])}{part}.weight"
-            if int(layer) in self._real
-            else None
-        )
+        real = self._real.get(int(layer))
+        return None if real is None else f"{_LAYER.format(real)}{part}.weight"
 
     def _place_matrix(self, part: str, small: torch.Tensor, weight: np.ndarray) -> None:
         h = self._h
-        K = self._shape.head_dim
         k = self._k
-        ratio = self._shape.head_dim // self._k
+        K = self._shape.head_dim
+        ratio = K // k
         per_group = self._shape.heads // self._shape.kv_heads
         if part in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
             weight[: small.shape[0], : small.shape[1]] = _bits(small)
             return
         turned = np.concatenate([np.arange(k // 2) * ratio, K // 2 + np.arange(k // 2) * ratio])
-        for index, (group, one) in enumerate(self._heads):
-            is_wide = per_group >= len(self._heads) // self._groups
+        per_small_group = self._num_heads // self._groups
+        for index in range(self._num_heads):
+            group, one = divmod(index, per_small_group)
             # a group too narrow for the small one's heads: keys and values twice
+            is_wide = per_group >= per_small_group
             kv = group if is_wide else index
             head = kv * per_group + (one if is_wide else 0)
             own = slice(index * k, (index + 1) * k)

@@ -6,7 +6,6 @@ is asked for while the ones before it still read, so it begins when they end, at
 """
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,19 +47,16 @@ class Timeline:
             events.append(event)
         return sorted(events, key=lambda event: event.start_s)
 
-
-def write_trace(events: Sequence[Event], path: Path) -> None:
-    """Complete events in microseconds, one row per kind. Raises `UserError`."""
-    zero_s = min((event.start_s for event in events), default=0.0)
-    told = list[dict[str, object]]()
-    for at, kind in enumerate(LANES):
-        told.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": at, "args": {"name": kind}})
-    for kind, layer, start_s, end_s in events:
-        named = {
-            "name": kind,
-            "args": {"layer": layer},
-            "ts": (start_s - zero_s) * 1e6,
-            "dur": (end_s - start_s) * 1e6,
-        }
-        told.append({"ph": "X", "cat": kind, "pid": 1, "tid": LANES.index(kind), **named})
-    store({"displayTimeUnit": "ms", "traceEvents": told}, path)
+    def write(self, path: Path) -> None:
+        """Write complete events in microseconds, one row per kind. Raises `UserError`."""
+        events = self.events()
+        zero_s = min((event.start_s for event in events), default=0.0)
+        told = list[dict[str, object]]()
+        for at, kind in enumerate(LANES):
+            named = {"name": "thread_name", "args": {"name": kind}}
+            told.append({"ph": "M", "pid": 1, "tid": at, **named})
+        for kind, layer, start_s, end_s in events:
+            spans = {"ts": (start_s - zero_s) * 1e6, "dur": (end_s - start_s) * 1e6}
+            named = {"name": kind, "cat": kind, "args": {"layer": layer}}
+            told.append({"ph": "X", "pid": 1, "tid": LANES.index(kind), **named, **spans})
+        store({"displayTimeUnit": "ms", "traceEvents": told}, path)

@@ -9,24 +9,26 @@ compute in different ways: each is asked by itself.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
 import torch
-import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from offload.bench.harness.command import PLACE, Bench, command
-from offload.bench.harness.gate import WrongTokenError
-from offload.bench.harness.promises import Row, row, row_line
-from offload.bench.harness.setting import Setting, resident_pair
-from offload.cli.demo import PROMPT
+from offload.bench.harness.command import PLACE, Bench, Findings, command
+from offload.bench.harness.models import resident_pair
+from offload.bench.harness.promises import WrongTokenError, row, row_line
+from offload.bench.harness.record import Row
+from offload.bench.harness.setting import Setting
+from offload.checkpoint.packaged import PROMPT
+from offload.engine.decoder import Decoder
 from offload.reports.proof import BF16_NOISE
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
 _LARGEST = "64x16"
 _CONTEXT = 768
+_NUM_NEW = 60
 
 
 def gates(
@@ -47,14 +49,8 @@ def gates(
             raise WrongTokenError(
                 f"{tree}: not the ids of transformers in float32, so nothing is timed"
             )
-    yield row(
-        "gate: float32 greedy ids equal transformers",
-        len(wanted),
-        len(wanted),
-        1.0,
-        "tokens",
-        promise="exact",
-    )
+    name = "gate: float32 greedy ids equal transformers"
+    yield row(name, len(wanted), len(wanted), 1.0, "tokens", promise="exact")
     yield from in_bf16(setting, prompt, place, num_new, invariant)
     for dtype in ("bfloat16", "float16") if invariant is not False else ():
         yield from same_for_all_trees(setting, prompt_ids, dtype, num_new)
@@ -67,18 +63,19 @@ def reference_ids(
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(place)
     theirs = _reference(model, dtype).to(place)
-    out = theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
-    )
-    return ids[0].tolist(), out[0, ids.shape[1] :].tolist()
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_new, "do_sample": False}
+    return ids[0].tolist(), theirs.generate(ids, **how)[0, ids.shape[1] :].tolist()
 
 
 def _reference(model: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return what transformers makes of a folder's safetensors, without code from it."""
-    theirs = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=False, use_safetensors=True
-    )
-    return theirs.eval()
+    ).eval()
+
+
+def _open(setting: Setting, dtype: str, invariant: bool | None) -> Decoder:
+    return setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT, invariant=invariant)
 
 
 def streamed_ids(
@@ -90,15 +87,11 @@ def streamed_ids(
     invariant: bool | None,
 ) -> Iterator[tuple[str, list[int]]]:
     """Return what we write with each tree while every layer is streamed."""
-    with setting.open_streamed(
-        _LARGEST, dtype=dtype, context=_CONTEXT, invariant=invariant
-    ) as decoder:
+    with _open(setting, dtype, invariant) as decoder:
         assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
         for tree in trees:
-            yield (
-                tree,
-                decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids,
-            )
+            run = decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree)
+            yield tree, run.token_ids
 
 
 def same_for_all_trees(
@@ -108,24 +101,21 @@ def same_for_all_trees(
 
     Nothing is asked of a decoder that does not promise them.
     """
-    with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
-        texts = [
-            decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
-            for tree in TREES
-        ]
+    texts = []
+    with _open(setting, dtype, None) as decoder:
+        for tree in TREES:
+            run = decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree)
+            texts.append(run.token_ids)
         is_promised = decoder.invariance.holds
         reason = decoder.invariance.reason
     num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
-    name = f"gate: {dtype}, ids of all trees are those of none{'' if is_promised else f' (not promised: {reason})'}"
-    told = row(
-        name,
-        num_same,
-        sum(map(len, texts)) if is_promised else None,
-        1.0,
-        "tokens",
-        promise="same bits",
-    )
-    yield told if is_promised else told | {"is_met": None}
+    name = f"gate: {dtype}, ids of all trees are those of none"
+    if is_promised:
+        yield row(name, num_same, sum(map(len, texts)), 1.0, "tokens", promise="same bits")
+    else:
+        name = f"{name} (not promised: {reason})"
+        told = row(name, num_same, None, 1.0, "tokens", promise="same bits")
+        yield told | {"is_met": None}
 
 
 def in_bf16(
@@ -136,13 +126,10 @@ def in_bf16(
     0 where they do not part.
     """
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.bfloat16, num_new)
-    for tree, ours in streamed_ids(
-        setting, prompt_ids, num_new, "bfloat16", ("none", "64x16"), invariant
-    ):
-        at = next(
-            (i for i, (one, other) in enumerate(zip(ours, wanted, strict=False)) if one != other),
-            None,
-        )
+    trees = ("none", "64x16")
+    for tree, ours in streamed_ids(setting, prompt_ids, num_new, "bfloat16", trees, invariant):
+        pairs = enumerate(zip(ours, wanted, strict=False))
+        at = next((index for index, (one, other) in pairs if one != other), None)
         if at is None and len(ours) != len(wanted):
             raise WrongTokenError(
                 f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16, so nothing is timed"
@@ -162,26 +149,22 @@ def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
     return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 
 
-@command("gate", PLACE)
-def main(
-    bench: Bench,
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="of each run")
-    ] = 60,
-) -> None:
-    """Does every tree write what transformers writes here, every layer streamed? Exits with 2 where
-    one does not.
+@command("gate", PLACE, "max_tokens")
+def main(bench: Bench) -> Findings:
+    """Does every tree write what transformers writes here, every layer streamed?
+
+    Exits with 2 where one does not.
     """
     logging.disable_progress_bar()  # of weights that take a blink to load
     place = bench.setting()
-    rows = []
     setting = resident_pair("4GiB")._replace(
         device=place.device, gpu_memory=place.gpu_memory, opened=place.opened
     )
-    for one in gates(setting, PROMPT, max_tokens):
-        rows.append(bench.row(one))
+    rows = []
+    for one in gates(setting, PROMPT, bench.given("max_tokens") or _NUM_NEW):
+        rows.append(one)
         print(row_line(one), flush=True)
     missed = [one["row"] for one in rows if one["is_met"] is False]
     if missed:
         raise WrongTokenError(f"{'; '.join(missed)}: missed, so no speed is worth printing")
-    bench.finish(rows, settings=setting.as_dict(), ceiling={"logits": BF16_NOISE})
+    return Findings(rows=rows, settings=setting.as_dict(), ceiling={"logits": BF16_NOISE})

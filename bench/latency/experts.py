@@ -15,11 +15,11 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import Bench, command, say_link, say_table
+from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.gate import Written
 from offload.bench.harness.record import Row
-from offload.bench.harness.setting import PROMPT_TOKENS, Setting, find_setting
-from offload.bench.harness.wanted import say_wanted, wanted_row
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting
+from offload.bench.harness.tables import Column, check
 from offload.bench.moe_pair.make import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.run import Outcome, run_child
@@ -27,7 +27,7 @@ from offload.checkpoint.hub import open_headers
 from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import least_budget, plan_memory
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
@@ -68,9 +68,7 @@ def room_bytes(setting: Setting, percent: int) -> int:
 
     Raises `UserError`.
     """
-    files = ModelFiles(
-        open_headers(setting.target), None if setting.draft is None else open_headers(setting.draft)
-    )
+    files = setting.files
 
     def plan(ram: int) -> MemoryPlan:
         num_nodes = parse_tree(LARGEST).num_nodes
@@ -92,16 +90,14 @@ def measure(
     for _ in range(effort.rounds):
         for way, trees in TREES.items():
             for tried in filter(None, (trees, (AUTO,))):
-                outcome = _run(setting, prompts, {"experts": way, "ram": ram_bytes}, tried, effort)
+                options = {"experts": way, "ram": ram_bytes}
+                outcome = _run(setting, prompts, options, tried, effort)
                 for place, tree in enumerate(tried):
                     row = rows.setdefault((way, tree), {"experts": way, "tree": tree, "runs": []})
                     own = outcome.runs[place :: len(tried)]
                     row["runs"] += [run._replace(prompt=run.prompt // len(tried)) for run in own]
-                    row |= {
-                        "reason": outcome.reason,
-                        "is_capped": outcome.is_capped,
-                        "peak_bytes": outcome.peak_bytes,
-                    }
+                    for name in ("reason", "is_capped", "peak_bytes"):
+                        row[name] = getattr(outcome, name)
     return [*rows.values()]
 
 
@@ -113,9 +109,10 @@ def _run(
     effort: Effort,
 ) -> Outcome:
     """Run all trees behind one prompt, then behind the next."""
-    named = (
-        {"tree": AUTO} if trees == (AUTO,) else {"tree": LARGEST, "trees": [*trees] * len(prompts)}
-    )
+    if trees == (AUTO,):
+        named: Row = {"tree": AUTO}
+    else:
+        named = {"tree": LARGEST, "trees": [*trees] * len(prompts)}
     order = Order(
         "offload.bench.peers.ours",
         {**options, **named},
@@ -155,108 +152,91 @@ def _finished(row: Row) -> Row:
     return {**row, "tokens_per_pass": sum(run.num_decoded for run in runs) / sweeps}
 
 
-def promises(rows: Sequence[Row], model_bytes: int) -> list[Row]:
+def checks(rows: Sequence[Row], model_bytes: int) -> list[Row]:
     """Return what was wanted of `auto`, by room, beside the best tree, and of whole layers."""
     found = []
     third = min(rows, key=lambda row: abs(row["ram_bytes"] - model_bytes / 3))["room"]
     for room in dict.fromkeys(row["room"] for row in rows):
-        speed = {
-            (row["experts"], row["tree"]): row["tokens_per_s"]
-            for row in rows
-            if row["room"] == room and row.get("tokens_per_s")
-        }
+        own = [row for row in rows if row["room"] == room and row.get("tokens_per_s")]
+        speed = {(row["experts"], row["tree"]): row["tokens_per_s"] for row in own}
         whole = [one for (way, _), one in speed.items() if way == "layers"]
         grid = [one for (_, tree), one in speed.items() if tree != AUTO]
-        if (auto := speed.get((AUTO, AUTO))) is None:  # cut before its second pass
+        auto = speed.get((AUTO, AUTO))
+        if auto is None:  # cut before its second pass
             continue
         if whole:
             ratio = auto / max(whole)
             name = f"auto / best of whole layers, {room} %"
-            found.append(wanted_row(name, ratio, LEAST_SPEEDUP, [ratio], "higher"))
+            found.append(check(name, [ratio], LEAST_SPEEDUP, "higher"))
             if room == third:
-                found.append(
-                    wanted_row(
-                        f"{name}, near a third of the model", ratio, SPEEDUP, [ratio], "higher"
-                    )
-                )
+                name = f"{name}, near a third of the model"
+                found.append(check(name, [ratio], SPEEDUP, "higher"))
         if grid:
-            ratio = max(grid) / auto
-            found.append(
-                wanted_row(f"best of the grid / auto, {room} %", ratio, CHOICE, [ratio], "lower")
-            )
+            name = f"best of the grid / auto, {room} %"
+            found.append(check(name, [max(grid) / auto], CHOICE, "lower"))
     return found
 
 
-Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged mixture")]
-Rooms = Annotated[
-    list[int] | None, typer.Option("--room", metavar="PERCENT", help="of all experts stay; several")
-]
+def columns() -> list[Column]:
+    """Return a column for each tree."""
+    trees = dict.fromkeys([*(tree for tried in TREES.values() for tree in tried), AUTO])
+    return [Column("tokens/s", "head"), *(Column(tree, tree, ".2f") for tree in trees)]
+
+
+def lines(rows: Sequence[Row]) -> list[Row]:
+    """Return tokens per second by tree, a line for each room and way, or why there are none."""
+    found = dict[tuple[int, str], Row]()
+    for row in rows:
+        head = f"{row['room']} % in {row['ram_bytes'] / 1e9:.2f} GB, {row['experts']}"
+        line = found.setdefault((row["room"], row["experts"]), {"head": head, "reason": ""})
+        line[row["tree"]] = row.get("tokens_per_s")
+        line["reason"] = line["reason"] or row["reason"]
+    return [*found.values()]
 
 
 @command(
-    "experts",
-    "model draft source quick compare",
+    *("experts", "model draft source quick compare"),
     examples=["offload bench experts --quick --size 600MB"],
 )
-def main(bench: Bench, size: Size = "3GB", room: Rooms = None) -> None:
+def main(
+    bench: Bench,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="how large to make the packaged mixture")
+    ] = "3GB",
+    room: Annotated[
+        list[int] | None,
+        typer.Option("--room", metavar="PERCENT", help="of all experts stay; several"),
+    ] = None,
+) -> Findings:
     """Experts on demand beside whole layers: an hour on two cores, ten minutes with --quick."""
-    model = bench.given("model")
-    draft = bench.given("draft")
     rooms = room or ROOMS
-    screen = bench.screen
-    found = (
-        find_setting(model, draft, size, _ENOUGH, screen)
-        if model
-        else moe_setting(size, _ENOUGH, screen)
-    )
-    setting = found._replace(ram_bytes=room_bytes(found, max(rooms)))
-    effort = QUICK if bench.quick else FULL
-    rows = []
+    is_named = bench.given("model") is not None
+    setting = bench.setting(ram=_ENOUGH) if is_named else moe_setting(size, _ENOUGH, bench.screen)
+    setting = setting._replace(ram_bytes=room_bytes(setting, max(rooms)))
+    effort = bench.effort(FULL, QUICK)
     tokenizer = load_tokenizer(setting.origin)
     if tokenizer is None or setting.draft is None:
         raise UserError(
             "bench experts compares trees behind texts: give a model with a tokenizer, and --draft"
         )
-    (texts, names), written = bench.prompts(effort.num_prompts), list[Written]()
+    texts, names = bench.prompts(effort.num_prompts)
     prompts = [encode_prompt(tokenizer, one.text, raw=True)[:PROMPT_TOKENS] for one in texts]
     bench.check_same(setting, prompts=names)
-    ceiling = say_link(setting)
+    ceiling = bench.say_link(setting)
+    rows = list[Row]()
+    written = list[Written]()
     for percent in rooms:
         ram_bytes = room_bytes(setting, percent)
         print(f"room for {percent} % of the experts: {ram_bytes / 1e9:.2f} GB", file=sys.stderr)
         measured = measure(setting, prompts, ram_bytes, effort)
         written += _written(measured, prompts)
         rows += [{"room": percent, "ram_bytes": ram_bytes, **_finished(row)} for row in measured]
-    proof = bench.prove(setting, written)
-    for row in rows:
-        bench.row(row)
-    say_table(["tokens/s", *_columns()], _lines(rows))
-    guards = say_wanted(promises(rows, open_headers(setting.target).num_bytes))
-    bench.finish(
-        rows,
+    return Findings(
+        rows=rows,
+        tables=[(columns(), lines(rows))],
+        checks=checks(rows, open_headers(setting.target).num_bytes),
+        setting=setting,
+        written=written,
         settings={**setting.as_dict(), "prompts": names},
         ceiling={"bytes_per_s": ceiling},
-        guards=guards,
-        proof=proof,
     )
-
-
-def _columns() -> list[str]:
-    return [*dict.fromkeys(tree for trees in TREES.values() for tree in trees), AUTO]
-
-
-def _lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Return tokens per second by tree, a line for each room and way, or why there are none."""
-    lines = []
-    for room, way in dict.fromkeys((row["room"], row["experts"]) for row in rows):
-        own = {row["tree"]: row for row in rows if (row["room"], row["experts"]) == (room, way)}
-        head = f"{room} % in {own[AUTO]['ram_bytes'] / 1e9:.2f} GB, {way}"
-        if reasons := [row["reason"] for row in own.values() if row["reason"]]:
-            lines.append([head, reasons[0]])
-            continue
-        speeds = [
-            f"{speed:.2f}" if (speed := own.get(tree, {}).get("tokens_per_s")) else ""
-            for tree in _columns()
-        ]
-        lines.append([head, *speeds])
-    return lines

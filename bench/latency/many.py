@@ -7,26 +7,26 @@ texts' candidates gains.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from statistics import median
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import Bench, command, say_link, say_table
+from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
+from offload.bench.harness.tables import Column, medians
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.lookup import NO_GUESSES
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
-from offload.engine.many import write_all
 from offload.engine.request import Request
+from offload.engine.scheduler import write_all
 from offload.units import Sampling
 
 CONTEXT = 512
@@ -72,7 +72,6 @@ def cases_of(parallel: int, tree: str) -> list[Case]:
 @contextmanager
 def evenly(drafter: Any) -> Iterator[None]:
     """Let each text's tree grow by itself meanwhile, within bounds of its own."""
-
     model: Any = drafter if isinstance(drafter, ModelDrafter) else drafter._model
     grow_together = model.grow
 
@@ -89,28 +88,25 @@ def evenly(drafter: Any) -> Iterator[None]:
 
 def run_case(
     setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any
-) -> tuple[Row, Any]:
+) -> tuple[Row, list[Written]]:
     """Return figures of all texts, and the texts; without loading and the prompts' passes."""
     with setting.open(case.tree, parallel=case.parallel, context=CONTEXT, **options) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         requests = [Request(own, Sampling(), num_new) for own in ids]
-        with evenly(decoder.drafter) if case.name == EQUAL else _as_it_is():
-            found, (num_passes, seconds, num_tokens) = write_counted(decoder, requests)
+        with evenly(decoder.drafter) if case.name == EQUAL else nullcontext():
+            found, counted = write_counted(decoder, requests)
         is_invariant = decoder.invariance.holds
+    sweep_s = sum(one.stats.sweep_s for one in found)
     row = {
-        **case._asdict(), "tokens_per_s": num_tokens / seconds, "tokens_per_pass": num_tokens / num_passes,
-        "pass_s": seconds / num_passes, "num_nodes": found[0].stats.tree_num_nodes, "is_invariant": is_invariant,
-        "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sum(one.stats.sweep_s for one in found)),
-    }  # fmt: skip
-    texts = zip(ids, found, strict=True)
-    return row, [
-        Written(own, one.token_ids, one.sampling, one.rule, one.is_invariant) for own, one in texts
-    ]
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
+        **case._asdict(),
+        "tokens_per_s": counted.num_tokens / counted.seconds,
+        "tokens_per_pass": counted.num_tokens / counted.num_passes,
+        "pass_s": counted.seconds / counted.num_passes,
+        "num_nodes": found[0].stats.tree_num_nodes,
+        "is_invariant": is_invariant,
+        "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sweep_s),
+    }
+    return row, [Written.of(own, one) for own, one in zip(ids, found, strict=True)]
 
 
 class Counted(NamedTuple):
@@ -136,65 +132,71 @@ def write_counted(
     for number, outcome in write_all(decoder, requests, on_pass):
         assert isinstance(outcome, Generation), str(outcome)
         found[number] = outcome
-    pairs = [
-        pair for pair in pairwise(marks) if pair[0][1] and pair[0][1].keys() == pair[1][1].keys()
-    ]
     steps = [
-        (after - before, sum(more.values()) - sum(less.values()))
-        for (before, less), (after, more) in pairs
+        (after_s - before_s, sum(more.values()) - sum(less.values()))
+        for (before_s, less), (after_s, more) in pairwise(marks)
+        if less and less.keys() == more.keys()
     ]
     counted = Counted(len(steps), sum(one for one, _ in steps), sum(more for _, more in steps))
     return [found[number] for number in range(len(requests))], counted
 
 
-Parallel = Annotated[int, typer.Option(metavar="B", min=2, help="texts at a time")]
-TreeOf = Annotated[
-    str, typer.Option("--tree", metavar="TREE", help="of each text; auto is the best for each case")
-]
+COLUMNS = (
+    Column("texts", "name"),
+    Column("tree", "tree"),
+    Column("at a time", "parallel"),
+    Column("tokens/s", "tokens_per_s", ".2f"),
+    Column("tokens a pass", "tokens_per_pass", ".2f"),
+    Column("s a pass", "pass_s", ".3f"),
+    Column("waiting", "stall_share", ".0%"),
+)
 
 
 @command(
-    "many",
-    "model draft size ram device gpu_mem source quick",
+    *("many", "model draft size ram device gpu_mem source quick"),
     examples=["offload bench many --quick --size 2GB"],
 )
-def main(bench: Bench, parallel: Parallel = 8, tree: TreeOf = "auto") -> None:
+def main(
+    bench: Bench,
+    parallel: Annotated[int, typer.Option(metavar="B", min=2, help="texts at a time")] = 8,
+    tree: Annotated[
+        str, typer.Option(metavar="TREE", help="of each text; auto is the best for each case")
+    ] = "auto",
+) -> Findings:
     """Tokens per second over many texts, written at a time and one after another."""
     largest = COMPARED if tree == "auto" else tree
     setting = bench.setting(
         needs_draft=True, need=Need(largest, context=CONTEXT, parallel=parallel)
     )
-    effort = QUICK if bench.quick else FULL
-    ceiling, (prompts, names) = say_link(setting), bench.prompts(parallel)
+    effort = bench.effort(FULL, QUICK)
+    ceiling = bench.say_link(setting)
+    prompts, names = bench.prompts(parallel)
     rows = list[Row]()
-    written = dict[tuple[str, int], list[Written]]()
-    for number in range(effort.rounds):
-        for case in cases_of(parallel, tree):
-            num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
-            row, texts = run_case(setting, case, prompts, num_new)
-            rows.append(bench.row({**row, "round": number}))
-            for index, text in enumerate(texts):
-                written.setdefault((case.name, index), []).append(text)
-    middle = [
-        _middle([row for row in rows if _case_of(row) == case]) for case in cases_of(parallel, tree)
-    ]
-    head = ["texts", "tree", "at a time", "tokens/s", "tokens a pass", "a pass", "waiting"]
-    say_table(head, [_cells(row) for row in middle])
-    proof = setting.prove([text for texts in written.values() for text in texts])
-    bench.finish(
-        rows,
+    written = list[Written]()
+    for number, case in bench.turns(range(effort.rounds), cases_of(parallel, tree), "writing"):
+        num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
+        row, texts = run_case(setting, case, prompts, num_new)
+        rows.append(bench.row({**row, "round": number}))
+        written += texts
+    return Findings(
+        rows=rows,
+        tables=[(COLUMNS, medians(rows, *Case._fields))],
+        setting=setting,
+        written=written,
         settings={**setting.as_dict(), "prompts": names, "parallel": parallel, "tree": tree},
         ceiling={"bytes_per_s": ceiling},
         guards=guards_of(rows, parallel, tree),
-        proof=proof,
     )
 
 
 def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]:
     """Return how many times as many tokens a second, round by round."""
 
+    def speeds(case: Case) -> list[float]:
+        return [row["tokens_per_s"] for row in rows if case._asdict().items() <= row.items()]
+
     def ratios(over: Case, under: Case) -> Guard:
-        pairs = zip(_speeds(rows, over), _speeds(rows, under), strict=True)
+        pairs = zip(speeds(over), speeds(under), strict=True)
         return Guard([one / other for one, other in pairs], "higher")
 
     none, none_all, alone, best, forest, equal = cases_of(parallel, tree)
@@ -203,33 +205,3 @@ def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]
         f"{parallel} texts / one, tree {tree}": ratios(best, alone),
         "forest / equal trees": ratios(forest, equal),
     }
-
-
-def _case_of(row: Row) -> Case:
-    return Case(row["name"], row["tree"], row["parallel"])
-
-
-def _speeds(rows: Sequence[Row], case: Case) -> list[float]:
-    return [row["tokens_per_s"] for row in rows if _case_of(row) == case]
-
-
-def _middle(rows: Sequence[Row]) -> Row:
-    return {
-        key: median(row[key] for row in rows) if isinstance(rows[0][key], float) else rows[0][key]
-        for key in rows[0]
-    }
-
-
-def _cells(row: Row) -> list[str]:
-    speed = [
-        f"{row['tokens_per_s']:.2f}",
-        f"{row['tokens_per_pass']:.2f}",
-        f"{row['pass_s']:.3f} s",
-    ]
-    return [
-        row["name"],
-        row["tree"],
-        str(row["parallel"]),
-        *speed,
-        f"{100 * row['stall_share']:.0f} %",
-    ]

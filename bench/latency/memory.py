@@ -15,13 +15,15 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import Bench, command, one_of, say_table
-from offload.bench.harness.memory_child import POSTS, Order, run_child
-from offload.bench.harness.mixture import untrained_mixture
+from offload.bench.harness.command import Bench, Findings, command, one_of
+from offload.bench.harness.memory_child import POSTS, Order
+from offload.bench.harness.process import call
 from offload.bench.harness.quantised import FORMATS, PACKED, quantised
 from offload.bench.harness.record import Row
+from offload.bench.harness.tables import Column, say_table
+from offload.bench.moe_pair.upcycle import untrained_mixture
 from offload.checkpoint.hub import open_headers
-from offload.cli.demo import PAIR, inflated_target
+from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
@@ -30,8 +32,11 @@ DENSE = "bf16"
 MIXTURE = "mixture"
 CONTEXT = 1024
 GROWTH_BYTES = 1 << 20  # held: allocations of the interpreter come and go by as much
-_MIB = 1 << 20
+_CHILD = "offload.bench.harness.memory_child"
 _QUICK = ("dense-128", "many-8x16", "layers-64")
+_PLAIN = {"invariant": False}
+_LAYERS = {"experts": "layers"}
+_DEMAND = {"experts": "demand"}
 
 
 class Case(NamedTuple):
@@ -51,28 +56,22 @@ CASES = {
     "dense-64": Case(DENSE, "dynamic:64x16"),
     "dense-128": Case(DENSE, "dynamic:128x20"),
     "dense-512": Case(DENSE, "dynamic:512x24"),
-    "dense-512-plain": Case(DENSE, "dynamic:512x24", more={"invariant": False}),
+    "dense-512-plain": Case(DENSE, "dynamic:512x24", more=_PLAIN),
     "dense-128-long": Case(DENSE, "dynamic:128x20", prompt_tokens=900),
     "dense-128-sampled": Case(DENSE, "dynamic:128x20", temperature=0.8),
     "dense-sequoia": Case(DENSE, "128x20", temperature=0.8, more={"rule": "sequoia"}),
     "dense-float32": Case(DENSE, "dynamic:128x20", more={"dtype": "float32"}),
-    "many-8x1": Case(DENSE, "none", parallel=8),
-    "many-8x16": Case(DENSE, "dynamic:16x8", parallel=8),
-    "many-8x16-sampled": Case(
-        DENSE, "dynamic:16x8", parallel=8, temperature=0.8, prompt_tokens=600
-    ),
+    "many-8x1": Case(DENSE, "none", 8),
+    "many-8x16": Case(DENSE, "dynamic:16x8", 8),
+    "many-8x16-sampled": Case(DENSE, "dynamic:16x8", 8, 0.8, 600),
     "int4-128": Case("int4", "dynamic:128x20"),
     "fp8-64": Case("fp8", "dynamic:64x16", temperature=0.8),
     "packed-128": Case(PACKED, "dynamic:128x20"),
-    "layers-none": Case(MIXTURE, "none", more={"experts": "layers"}),
-    "layers-64": Case(MIXTURE, "dynamic:64x16", more={"experts": "layers"}),
-    "layers-256-plain": Case(
-        MIXTURE, "dynamic:256x20", more={"experts": "layers", "invariant": False}
-    ),
-    "demand-64": Case(MIXTURE, "dynamic:64x16", more={"experts": "demand"}),
-    "demand-256-sampled": Case(
-        MIXTURE, "dynamic:256x20", temperature=0.8, more={"experts": "demand"}
-    ),
+    "layers-none": Case(MIXTURE, "none", more=_LAYERS),
+    "layers-64": Case(MIXTURE, "dynamic:64x16", more=_LAYERS),
+    "layers-256-plain": Case(MIXTURE, "dynamic:256x20", more=_LAYERS | _PLAIN),
+    "demand-64": Case(MIXTURE, "dynamic:64x16", more=_DEMAND),
+    "demand-256-sampled": Case(MIXTURE, "dynamic:256x20", temperature=0.8, more=_DEMAND),
 }
 
 
@@ -87,21 +86,7 @@ def target_of(kind: str, size_bytes: int) -> Path:
 def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
     """Measure one configuration in a process of its own. Raises `UserError`."""
     options = {"tree": case.tree, "parallel": case.parallel, "context": CONTEXT, **case.more}
-    spec = parse_tree(case.tree)
-    files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
-    names = {name: case.more[name] for name in ("rule", "experts") if name in case.more}
-    plan = partial(
-        plan_memory,
-        files,
-        dtype=case.more.get("dtype", "auto"),
-        context=CONTEXT,
-        parallel=case.parallel,
-        num_nodes=spec.num_nodes * case.parallel,
-        **names,
-    )
-    ram_bytes = (
-        least_budget(lambda size: plan(ram=size)) if ram is None else parse_size(ram, "--ram")
-    )
+    ram_bytes = least_ram(case, target) if ram is None else parse_size(ram, "--ram")
     order = Order(
         str(target),
         str(PAIR / "draft"),
@@ -110,7 +95,22 @@ def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
         prompt_tokens=case.prompt_tokens,
         temperature=case.temperature,
     )
-    return judged(run_child(order))
+    return judged(call(_CHILD, order))
+
+
+def least_ram(case: Case, target: Path) -> int:
+    """Return the least budget that the plan of a configuration does not refuse."""
+    how = {name: case.more[name] for name in ("rule", "experts") if name in case.more}
+    plan = partial(
+        plan_memory,
+        ModelFiles(open_headers(target), open_headers(PAIR / "draft")),
+        dtype=case.more.get("dtype", "auto"),
+        context=CONTEXT,
+        parallel=case.parallel,
+        num_nodes=parse_tree(case.tree).num_nodes * case.parallel,
+        **how,
+    )
+    return least_budget(lambda size: plan(ram=size))
 
 
 def judged(found: Row) -> Row:
@@ -118,14 +118,12 @@ def judged(found: Row) -> Row:
     peak_bytes = max(phase["peak_bytes"] for phase in found["phases"])
     texts = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
     grown_bytes = growth(texts)
-    is_kept = peak_bytes <= found["ram_bytes"]
-    has_grown = grown_bytes is not None and grown_bytes > GROWTH_BYTES
     return {
         **found,
         "peak_bytes": peak_bytes,
         "grown_bytes": grown_bytes,
-        "is_kept": is_kept,
-        "has_grown": has_grown,
+        "is_kept": peak_bytes <= found["ram_bytes"],
+        "has_grown": grown_bytes is not None and grown_bytes > GROWTH_BYTES,
     }
 
 
@@ -138,21 +136,34 @@ def growth(held_bytes: Sequence[int]) -> int | None:
     return int(median(held_bytes[-few:]) - median(held_bytes[fifth : 2 * fifth]))
 
 
+def _mib(head: str, key: str) -> Column:
+    return Column(head, lambda row: None if row[key] is None else row[key] / 2**20, ".1f")
+
+
+COLUMNS = (
+    Column("case", "case"),
+    _mib("peak MiB", "peak_bytes"),
+    _mib("of", "ram_bytes"),
+    _mib("grown by", "grown_bytes"),
+    _mib("libraries", "imported_bytes"),
+    Column(
+        "", lambda row: "ABOVE" if not row["is_kept"] else "GROWS" if row["has_grown"] else "kept"
+    ),
+)
+PLANNED = (Column("planned", "post"), _mib("MiB", "bytes"))
+PHASES = (
+    Column("measured", "phase"),
+    _mib("peak", "peak_bytes"),
+    _mib("end", "end_bytes"),
+    _mib("held", "held_bytes"),
+)
+
+
 def say_bill(row: Row) -> None:
     """Print where the memory of one configuration goes."""
-    say_table(
-        ["planned", "MiB"],
-        [[name, _mib(row["posts"][name])] for name in POSTS if row["posts"][name]],
-    )
-    lines = [
-        [one["phase"], *(_mib(one[name]) for name in ("peak_bytes", "end_bytes", "held_bytes"))]
-        for one in row["phases"]
-    ]
-    say_table(["measured", "peak", "end", "held"], lines)
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / _MIB:.1f}"
+    posts = [{"post": name, "bytes": row["posts"][name]} for name in POSTS]
+    say_table(PLANNED, [post for post in posts if post["bytes"]])
+    say_table(PHASES, row["phases"])
 
 
 @command("memory", "quick", examples=["offload bench memory --case dense-128 --size 2GB --bill"])
@@ -171,25 +182,23 @@ def main(
         int, typer.Option(metavar="N", help="of 10 and more growth is told", min=1)
     ] = 3,
     bill: Annotated[bool, typer.Option("--bill", help="post by post and phase by phase")] = False,
-) -> None:
-    """Peak memory of fresh processes beside `--ram`, and growth over texts; ends with 1 where
-    either is broken.
+) -> Findings:
+    """Peak memory of fresh processes beside `--ram`, and growth over texts.
+
+    Ends with 1 where either is broken.
     """
     one_of(case or (), CASES, "--case")
     rows = list[Row]()
-    for name in case or (_QUICK if bench.quick else CASES):
-        row = measure(
-            CASES[name], target_of(CASES[name].kind, parse_size(size, "--size")), texts, ram
-        )
-        rows.append(bench.row({"case": name, **row}))
+    for name in case or bench.effort(tuple(CASES), _QUICK):
+        bench.screen.wait(f"measuring {name}")
+        target = target_of(CASES[name].kind, parse_size(size, "--size"))
+        rows.append(bench.row({"case": name, **measure(CASES[name], target, texts, ram)}))
         if bill:
-            say_bill(row)
-        grown = "" if row["grown_bytes"] is None else f", grown by {_mib(row['grown_bytes'])}"
-        verdict = "ABOVE" if not row["is_kept"] else "GROWS" if row["has_grown"] else "kept"
-        figures = f"peak {_mib(row['peak_bytes'])} of {_mib(row['ram_bytes'])} MiB{grown}"
-        print(
-            f"{name:<20} {figures}; libraries {_mib(row['imported_bytes'])}; {verdict}", flush=True
-        )
-    bench.finish(rows, settings={"size": size, "texts": texts, "ram": ram}, ceiling={})
-    if not all(row["is_kept"] and not row["has_grown"] for row in rows):
-        raise typer.Exit(1)
+            say_bill(rows[-1])
+    return Findings(
+        rows=rows,
+        columns=COLUMNS,
+        settings={"size": size, "texts": texts, "ram": ram},
+        ceiling={},
+        has_failed=any(not row["is_kept"] or row["has_grown"] for row in rows),
+    )

@@ -7,27 +7,20 @@ weights once per pass, so it cannot be faster than memory, unless they stay in t
 cache: its share of the ceiling may lie above 1. The prompt's pass stands beside the others.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from offload.bench.gpu.rates import flops_per_s, memory_bytes_per_s
-from offload.bench.harness.command import (
-    MODELS,
-    PLACE,
-    Bench,
-    Tell,
-    command,
-    say_floor,
-    say_nothing,
-    say_table,
-)
+from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command
 from offload.bench.harness.gate import Written
+from offload.bench.harness.models import PRETEND
 from offload.bench.harness.plain_reader import plain_read_s
 from offload.bench.harness.prompts import Prompt, encoded, prompts
+from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import PRETEND, PROMPT_TOKENS, Need, Setting
+from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
+from offload.bench.harness.tables import Column
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
@@ -63,13 +56,17 @@ class Measured(NamedTuple):
     read_s: list[float]
     written: list[Written]
 
+    def of_size(self, size: int) -> list[Pass]:
+        return [one for one in self.passes if one.num_rows == size]
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted({one.num_rows for one in self.passes})
+
     @property
     def floor_s(self) -> float:
         """The median reading, or less where a pass took less: that shows what the link gave."""
-        sizes = {one.num_rows for one in self.passes}
-        sweeps = [
-            median(one.seconds for one in self.passes if one.num_rows == size) for size in sizes
-        ]
+        sweeps = [median(one.seconds for one in self.of_size(size)) for size in self.sizes]
         return min(median(self.read_s), median(self.prompt_s), *sweeps)
 
 
@@ -78,9 +75,9 @@ def measure(
     decoder: Decoder,
     texts: Sequence[Prompt],
     effort: Effort,
-    note: Callable[[Row], Any] = bool,
-    tell: Tell = say_nothing,
+    bench: Bench | None = None,
 ) -> Measured:
+    """Measure all rounds; with a bench each size is noted when it was measured."""
     found = Measured([], [], [_floor_s(setting, decoder)], [])
     for index in range(effort.rounds):
         ids = encoded(decoder, texts[index % len(texts)], PROMPT_TOKENS)
@@ -91,16 +88,14 @@ def measure(
         for size in effort.sizes:
             done = [runner.run(size) for _ in range(effort.passes)]
             found.passes.extend(done)
-            note(
-                {
-                    "name": f"sweep of {size} rows",
-                    "sweep_s": median(one.seconds for one in done),
-                    "is_proved": False,
-                }
-            )
+            if bench is not None:
+                sweep_s = median(one.seconds for one in done)
+                told = {"name": f"sweep of {size} rows", "sweep_s": sweep_s, "is_proved": False}
+                bench.row(told)
         found.written.append(runner.written())
         found.read_s.append(_floor_s(setting, decoder))
-        tell(index + 1, effort.rounds, "timing passes")
+        if bench is not None:
+            bench.screen.count(index + 1, effort.rounds, "timing passes")
     return found
 
 
@@ -114,30 +109,24 @@ def _floor_s(setting: Setting, decoder: Decoder) -> float:
 def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
     """Return medians for every size, the prompt's pass last."""
     floor_s = measured.floor_s
-    for size in sorted({one.num_rows for one in measured.passes}):
-        of_size = [one for one in measured.passes if one.num_rows == size]
-        sweep_s, stall_s = (
-            median(getattr(one, name) for one in of_size) for name in ("seconds", "stall_s")
-        )
-        limit = "link" if streamed_bytes and stall_s > _STALLED_SHARE * sweep_s else "compute"
-        more = {
+
+    def row(name: str, num_nodes: int, seconds: list[float]) -> Row:
+        told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds)}
+        used = floor_s / median(seconds)
+        return {**told, "sweep_s_samples": seconds, "link_utilisation": used}
+
+    for size in measured.sizes:
+        own = measured.of_size(size)
+        found = row(f"sweep of {size} rows", size, [one.seconds for one in own])
+        stall_s = median(one.stall_s for one in own)
+        is_linked = streamed_bytes > 0 and stall_s > _STALLED_SHARE * found["sweep_s"]
+        yield found | {
             "stall_s": stall_s,
-            "compute_s": sweep_s - stall_s,
-            "bytes_moved": of_size[0].num_bytes,
-            "limit": limit,
+            "compute_s": found["sweep_s"] - stall_s,
+            "bytes_moved": own[0].num_bytes,
+            "limit": "link" if is_linked else "compute",
         }
-        yield _row(f"sweep of {size} rows", size, [one.seconds for one in of_size], floor_s) | more
-    yield _row("sweep of a prompt", PROMPT_TOKENS, measured.prompt_s, floor_s)
-
-
-def _row(name: str, num_nodes: int, seconds: list[float], floor_s: float) -> Row:
-    told = {
-        "name": name,
-        "num_nodes": num_nodes,
-        "sweep_s": median(seconds),
-        "sweep_s_samples": seconds,
-    }
-    return {**told, "link_utilisation": floor_s / median(seconds)}
+    yield row("sweep of a prompt", PROMPT_TOKENS, measured.prompt_s)
 
 
 def draft_rows(
@@ -163,73 +152,56 @@ def draft_rows(
 def compute_s(setting: Setting, num_rows: int) -> float:
     """Return the least time of so many rows' products, at the rate of the largest matrix."""
     target = open_headers(setting.target)
-    rate = flops_per_s(
-        setting.opened, target.config["intermediate_size"], target.config["hidden_size"]
-    )
-    return 2 * model_shape(target).num_weights * num_rows / rate
+    sizes = target.config["intermediate_size"], target.config["hidden_size"]
+    return 2 * model_shape(target).num_weights * num_rows / flops_per_s(setting.opened, *sizes)
 
 
-def _cells(row: Row) -> list[str]:
-    if "draft_step_s" in row:
-        return [
-            row["name"],
-            f"{row['draft_step_s']:.4f}",
-            "-",
-            "-",
-            f"{row['of_ceiling']:.3f}",
-            "memory",
-        ]
-    parts = [f"{row[name]:.3f}" if name in row else "-" for name in ("stall_s", "compute_s")]
-    return [
-        row["name"],
-        f"{row['sweep_s']:.3f}",
-        *parts,
-        f"{row['link_utilisation']:.3f}",
-        row.get("limit", "-"),
-    ]
+COLUMNS = (
+    Column("forward", "name"),
+    Column("s", lambda row: row.get("sweep_s", row.get("draft_step_s")), ".4f"),
+    Column("stall s", "stall_s", ".3f"),
+    Column("compute s", "compute_s", ".3f"),
+    Column("of the ceiling", lambda row: row.get("link_utilisation", row.get("of_ceiling")), ".3f"),
+    Column("slower side", lambda row: "memory" if "draft_step_s" in row else row.get("limit")),
+)
 
 
 @command(
-    "passes",
-    MODELS,
-    PLACE,
-    "source quick compare",
+    *("passes", MODELS, PLACE, "source quick compare"),
     examples=["offload bench passes --quick --json passes.json"],
 )
-def main(bench: Bench) -> None:
+def main(bench: Bench) -> Findings:
     """How long does a forward of target and draft take for many rows, and is the link busy?"""
     setting = bench.setting(need=Need(f"{max(FULL.sizes)}x24", context=_CONTEXT))
-    on = {"cpu": QUICK if bench.quick else FULL, PRETEND: REHEARSAL}
+    on = {"cpu": bench.effort(FULL, QUICK), PRETEND: REHEARSAL}
     effort = on.get(setting.device, ON_DEVICE)
-    sizes = effort.sizes if setting.draft is not None or setting.device != "cpu" else (1,)
+    if setting.draft is None and setting.device == "cpu":
+        effort = effort._replace(sizes=(1,))
+    largest = max(effort.sizes)
     bench.check_same(setting)
     texts = prompts(["code"], effort.rounds)
     rows = list[Row]()
-    tree = f"{max(sizes)}x24" if max(sizes) > 1 and setting.draft is not None else "none"
-    say_floor(setting)
-    with bench.screen as screen, setting.open(tree, context=_CONTEXT) as decoder:
+    tree = f"{largest}x24" if largest > 1 and setting.draft is not None else "none"
+    if setting.opened is None:
+        bench.say_link(setting)
+    with bench.screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan = decoder.plan
         num_threads = decoder.num_threads
-        say_floor(setting, plan)
-        measured = measure(
-            setting, decoder, texts, effort._replace(sizes=sizes), bench.row, screen.count
-        )
+        if setting.opened is not None:
+            bench.say_link(setting, plan)
+        measured = measure(setting, decoder, texts, effort, bench)
         if setting.draft is not None:
-            rows = list(
-                draft_rows(setting, decoder, encoded(decoder, texts[0], 32), effort.draft_s)
-            )
-    proof = bench.prove(setting, measured.written)
-    rows = [bench.row(row) for row in (*rows_of(measured, plan.streamed_bytes), *rows)]
-    say_table(
-        ["forward", "s", "stall s", "compute s", "of the ceiling", "slower side"], map(_cells, rows)
-    )
+            ids = encoded(decoder, texts[0], 32)
+            rows = list(draft_rows(setting, decoder, ids, effort.draft_s))
+    timed = [*rows_of(measured, plan.streamed_bytes)]
     floor_s = measured.floor_s
-    print(
-        f"the ceiling takes {floor_s:.3f} s for the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
-    )
-    timed = {row["name"]: row["sweep_s_samples"] for row in rows if "sweep_s_samples" in row}
-    bench.finish(
-        rows,
+    moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
+    return Findings(
+        rows=[*timed, *rows],
+        columns=COLUMNS,
+        setting=setting,
+        written=measured.written,
+        notes=[f"the ceiling takes {floor_s:.3f} s for {moved}"],
         settings={**setting.as_dict(), **effort._asdict(), "num_threads": num_threads},
         ceiling={
             "bytes_per_s": plan.streamed_bytes / floor_s,
@@ -237,8 +209,9 @@ def main(bench: Bench) -> None:
             "samples": measured.read_s,
         },
         guards={
-            f"{name} / ceiling": Guard([s / floor_s for s in timed[name]], "lower")
-            for name in timed
+            f"{row['name']} / ceiling": Guard(
+                [s / floor_s for s in row["sweep_s_samples"]], "lower"
+            )
+            for row in timed
         },
-        proof=proof,
     )

@@ -10,10 +10,11 @@ share of it that a step can be.
 import json
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from offload.bench.harness.command import Bench, command, say_table
+from offload.bench.harness.command import Bench, command
 from offload.bench.harness.record import Row
+from offload.bench.harness.tables import Column, say_table
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, make_plan
@@ -23,11 +24,23 @@ from offload.planning.options import LoadOptions
 from offload.reports.estimate import Estimate, estimate
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
-_LLAMA_2_70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-                "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 32000,
-                "max_position_embeddings": 4096, "torch_dtype": "float16"}  # fmt: skip
-_LLAMA_2_7B = {**_LLAMA_2_70B, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-               "num_key_value_heads": 32, "intermediate_size": 11008}  # fmt: skip
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float16",
+    }
+
+
+_LLAMA_2_70B = _llama(8192, 80, 64, 8, 28672)
+_LLAMA_2_7B = _llama(4096, 32, 32, 32, 11008)
 _CONTEXT = 256  # 128 prompt tokens and as many new ones, as in the paper
 PAPER_BASE_S = 5.6  # the paper's own system, one token per sweep
 TABLE_5 = {  # text and temperature: nodes, depth, tokens per step, seconds per token
@@ -38,6 +51,9 @@ TABLE_5 = {  # text and temperature: nodes, depth, tokens per step, seconds per 
     "CNN Daily, T = 0": (768, 17, 10.46, 0.64),
     "CNN Daily, T = 0.6": (768, 18, 9.58, 0.70),
 }
+BILLED = ("768x24", "dynamic:768x24", "auto")
+_BILL_CONTEXT = 4096
+_TERMS = ("link_s", "hidden_s", "draft_s", "host_s", "verify_s", "ends_s", "compute_s", "step_s")
 
 
 class Predicted(NamedTuple):
@@ -54,9 +70,8 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """Predict a Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
     gpu = KNOWN["l40"]
     file = Path("config.json")
-    target, draft = (
-        model_shape(checkpoint_of_config(config, file)) for config in (_LLAMA_2_70B, _LLAMA_2_7B)
-    )
+    target = model_shape(checkpoint_of_config(_LLAMA_2_70B, file))
+    draft = model_shape(checkpoint_of_config(_LLAMA_2_7B, file))
     costs = costs_on(gpu, target, draft, _CONTEXT)
     small = draft if topology.depth > 0 else None
     budgets = Budgets(gpu.ram_bytes, gpu.gpu_bytes)
@@ -64,27 +79,20 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, Traffic.of(plan, gpu), topology).total_s
-    return Predicted(
-        *(step_s / tokens_per_step for step_s in (in_turn_s, streamed.total_s, here_s))
-    )
+    steps_s = (in_turn_s, streamed.total_s, here_s)
+    return Predicted(*(step_s / tokens_per_step for step_s in steps_s))
 
 
 def paper_rows() -> list[Row]:
     """Return the baseline and Table 5, measured by the paper and predicted."""
-    base = predict_l40(chain(0), 1.0)
-    rows: list[Row] = [
-        {"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S, **base._asdict()}
-    ]
+    base = predict_l40(chain(0), 1.0)._asdict()
+    rows: list[Row] = [{"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S, **base}]
     for name, (num_nodes, depth, tokens_per_step, paper_s) in TABLE_5.items():
-        predicted = predict_l40(best_first(DEFAULT_ACCEPTANCE, num_nodes, depth), tokens_per_step)
-        figures = {"tokens_per_step": tokens_per_step, "paper_s": paper_s, **predicted._asdict()}
-        rows.append({"row": f"{name}, {num_nodes}x{depth}", **figures})
+        tree = best_first(DEFAULT_ACCEPTANCE, num_nodes, depth)
+        told = {"row": f"{name}, {num_nodes}x{depth}", "tokens_per_step": tokens_per_step}
+        predicted = predict_l40(tree, tokens_per_step)
+        rows.append({**told, "paper_s": paper_s, **predicted._asdict()})
     return rows
-
-
-BILLED = ("768x24", "dynamic:768x24", "auto")
-_BILL_CONTEXT = 4096
-_TERMS = ("link_s", "hidden_s", "draft_s", "host_s", "verify_s", "ends_s", "compute_s", "step_s")
 
 
 def bill_of(
@@ -96,24 +104,20 @@ def bill_of(
     profile: Path | None = None,
 ) -> Estimate:
     """Return what a pair is expected to cost on that machine with one tree."""
-    options = LoadOptions(
-        context=context, tree=tree, profile=None if profile is None else str(profile)
-    )
+    path = None if profile is None else str(profile)
+    options = LoadOptions(context=context, tree=tree, profile=path)
     return estimate(*models, options, hardware=hardware, has_packing=False)
 
 
 def bill_rows(hardware: str = "l40") -> list[Row]:
     """Return every term of a step, tree by tree, and the step over what its link needs."""
-    rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
-        folders = [Path(name) / one for one in ("target", "draft")]
-        for folder, config in zip(folders, (_LLAMA_2_70B, _LLAMA_2_7B), strict=True):
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(config))
-        for tree in BILLED:
-            target, draft = (str(folder / "config.json") for folder in folders)
-            rows.append(_bill_row(tree, bill_of((target, draft), hardware, tree)))
-    return rows
+        models = [Path(name) / one / "config.json" for one in ("target", "draft")]
+        for path, config in zip(models, (_LLAMA_2_70B, _LLAMA_2_7B), strict=True):
+            path.parent.mkdir()
+            path.write_text(json.dumps(config))
+        target, draft = map(str, models)
+        return [_bill_row(tree, bill_of((target, draft), hardware, tree)) for tree in BILLED]
 
 
 def _bill_row(tree: str, found: Estimate) -> Row:
@@ -128,51 +132,35 @@ def _bill_row(tree: str, found: Estimate) -> Row:
     return {"row": f"a step on an L40 with {name}", **terms, **told}
 
 
-def bill_cells(row: Row) -> list[str]:
-    terms = [f"{row[name]:.3f}" for name in _TERMS]
-    return [
-        row["row"],
-        str(row["num_resident"]),
-        *terms,
-        f"{row['over_link']:.3f}",
-        f"{row['s_per_token']:.3f}",
-    ]
+def _beside_paper(key: str) -> Column:
+    def told(row: Row) -> str:
+        return f"{row[key]:.3f} ({row[key] / row['paper_s'] - 1:+.1%})"
+
+    return Column(key.replace("_", " "), told)
 
 
-def cells(row: Row) -> list[str]:
-    others = (
-        f"{row[key]:.3f} ({row[key] / row['paper_s'] - 1:+.1%})"
-        for key in ("in_turn", "overlapped")
-    )
-    return [
-        row["row"],
-        f"{row['tokens_per_step']:.2f}",
-        f"{row['paper_s']:.2f}",
-        *others,
-        f"{row['here']:.3f}",
-    ]
+PAPER_COLUMNS = (
+    Column("L40, Llama-2-70B with 7B", "row"),
+    Column("tokens", "tokens_per_step", ".2f"),
+    Column("paper", "paper_s", ".2f"),
+    _beside_paper("in_turn"),
+    _beside_paper("overlapped"),
+    Column("here", "here", ".3f"),
+)
+BILL_COLUMNS = (
+    Column("context 4096, seconds", "row"),
+    Column("resident", "num_resident"),
+    *(Column(name.removesuffix("_s"), name, ".3f") for name in _TERMS),
+    Column("step / link", "over_link", ".3f"),
+    Column("s/token", "s_per_token", ".3f"),
+)
 
 
 @command("prediction")
 def main(bench: Bench) -> None:
     """What the plan promises beside what the paper measured on an L40; measures nothing."""
     rows = [bench.row(row) for row in paper_rows()]
-    say_table(
-        ["L40, Llama-2-70B with 7B", "tokens", "paper", "in turn", "overlapped", "here"],
-        map(cells, rows),
-    )
+    say_table(PAPER_COLUMNS, rows)
     bill = [bench.row(row) for row in bill_rows()]
-    heads = [
-        "link",
-        "hidden",
-        "draft",
-        "host",
-        "verify",
-        "ends",
-        "compute",
-        "step",
-        "step / link",
-        "s/token",
-    ]
-    say_table(["context 4096, seconds", "resident", *heads], map(bill_cells, bill))
+    say_table(BILL_COLUMNS, bill)
     bench.end({"bench": "prediction", "rows": rows, "bill": bill})

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from offload.bench.harness.prompts import held_out_files, read_source
-from offload.cli.demo import PAIR
+from offload.checkpoint.packaged import PAIR
 
 END_OF_TEXT = 0
 

@@ -8,7 +8,6 @@ Invariant: the folder is whole or not there; a run that is cut goes on where it 
 
 import fcntl
 import json
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +18,15 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
 
+from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Setting
 from offload.bench.moe_pair.corpus import library_ids, windows
-from offload.bench.moe_pair.figures import held_out_figures, held_out_texts
-from offload.bench.moe_pair.losses import draft_loss, target_loss
-from offload.bench.moe_pair.training import Course, train
-from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
-from offload.bench.moe_pair.written import kept_texts
+from offload.bench.moe_pair.losses import draft_loss, held_out_figures, kept_texts, target_loss
+from offload.bench.moe_pair.training import Course, packaged, train, write_rounded
+from offload.bench.moe_pair.upcycle import COMPANIONS, ExpertSizes, upcycled
 from offload.checkpoint.files import cache_folder
-from offload.cli.console import Console
-from offload.cli.demo import PAIR, inflated_target
+from offload.checkpoint.packaged import inflated_target
 from offload.errors import UserError
 from offload.units import parse_size
 
@@ -42,7 +38,6 @@ _SHORT_SHARE = 0.75
 _MEASURED = 99
 _LEARNT = 1000
 _STATES = ("target.state", "draft.state", "written.safetensors", "lock")
-_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 class Recipe(NamedTuple):
@@ -59,7 +54,7 @@ class Recipe(NamedTuple):
         return f"moe-pair-{zlib.crc32(repr(self).encode()):08x}"
 
 
-def moe_pair(screen: Console) -> Path:
+def moe_pair(screen: Screen) -> Path:
     """Return the folder of `target` and `draft`, trained when it is not there.
 
     That takes some twenty minutes on a core.
@@ -79,16 +74,10 @@ def moe_pair(screen: Console) -> Path:
     return folder
 
 
-def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen: Console) -> None:
+def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen: Screen) -> None:
     """Train both models in `work`, or go on there; write them and `figures.json`."""
-    dense = LlamaForCausalLM.from_pretrained(
-        PAIR / "target", dtype=torch.float32, use_safetensors=True
-    )
-    draft = LlamaForCausalLM.from_pretrained(
-        PAIR / "draft", dtype=torch.float32, use_safetensors=True
-    )
     measured = windows(ids, 2 * _STEP_TOKENS, _TEXT_TOKENS, recipe.seed + _MEASURED)
-    target = upcycled(dense, recipe.sizes, measured, recipe.seed)
+    target = upcycled(packaged("target"), recipe.sizes, measured, recipe.seed)
     target.set_experts_implementation("grouped_mm")
     batch = partial(_batch, ids, recipe)
     train(
@@ -96,24 +85,26 @@ def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen:
         lambda step: target_loss(target, batch(step)).sum(),
         recipe.target,
         work / "target.state",
-        lambda done, total: screen.count(done, total, "training the target"),
+        partial(screen.count, label="training the target"),
     )
-    _write(target, work / "target")  # rounds it, so that the draft learns from what is stored
+    # rounds it, so that the draft learns from what is stored
+    write_rounded(target, work / "target", COMPANIONS)
     screen.wait("writing what the draft learns from")
     texts = kept_texts(work / "written.safetensors", target, ids, recipe.seed)
+    draft = packaged("draft")
     train(
         draft,
         lambda step: draft_loss(draft, target, _draft_batch(texts, batch, step, recipe)),
         recipe.draft,
         work / "draft.state",
-        lambda done, total: screen.count(done, total, "training its draft"),
+        partial(screen.count, label="training its draft"),
     )
-    _write(draft, work / "draft")
-    figures = held_out_figures(target, draft, held_out_texts(held_out, _TEXT_TOKENS))
+    write_rounded(draft, work / "draft", COMPANIONS)
+    figures = held_out_figures(target, draft, held_out, _TEXT_TOKENS)
     (work / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def moe_setting(size: str, ram: str | None, screen: Console) -> Setting:
+def moe_setting(size: str, ram: str | None, screen: Screen) -> Setting:
     """Return the pair with its target inflated to `size`; both are made when not in the cache.
 
     Raises `UserError`.
@@ -130,12 +121,8 @@ def moe_setting(size: str, ram: str | None, screen: Console) -> Setting:
 def _batch(ids: Tensor, recipe: Recipe, step: int) -> Tensor:
     """Return short texts, and at last longer ones, so that late positions are trained too."""
     is_short = step < _SHORT_SHARE * recipe.target.num_steps
-    return windows(
-        ids,
-        _STEP_TOKENS,
-        _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS,
-        recipe.seed + _LEARNT + step,
-    )
+    length = _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS
+    return windows(ids, _STEP_TOKENS, length, recipe.seed + _LEARNT + step)
 
 
 def _draft_batch(
@@ -145,17 +132,8 @@ def _draft_batch(
     if step % 2:
         return batch(step)
     generator = torch.Generator().manual_seed(recipe.seed + _LEARNT + step)
-    return texts_BS[
-        torch.randint(0, len(texts_BS), (_STEP_TOKENS // texts_BS.shape[1],), generator=generator)
-    ]
-
-
-def _write(model: PreTrainedModel, folder: Path) -> None:
-    """Round the model to bf16 and store it."""
-    model.eval().bfloat16().save_pretrained(folder)
-    model.float()
-    for name in _COMPANIONS:
-        shutil.copyfile(PAIR / "target" / name, folder / name)
+    num_texts = _STEP_TOKENS // texts_BS.shape[1]
+    return texts_BS[torch.randint(0, len(texts_BS), (num_texts,), generator=generator)]
 
 
 @contextmanager
@@ -179,10 +157,8 @@ def main(
         str | None, typer.Option(help="inflate the target to this, too", metavar="SIZE")
     ] = None,
 ) -> None:
-    """Train the mixture of experts and its draft that other commands measure with, and say what it
-    is worth.
-    """
-    with Console(is_quiet=False) as screen:
+    """Train the mixture of experts that other commands measure with; say what it is worth."""
+    with Screen(is_quiet=False) as screen:
         target = None if size is None else moe_setting(size, None, screen).target
         pair = moe_pair(screen)
     print((pair / "figures.json").read_text(), end="")

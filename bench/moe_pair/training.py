@@ -1,4 +1,4 @@
-"""AdamW over a number of steps, which goes on where it was cut.
+"""How small pairs of models are trained here: AdamW that goes on where it was cut, and a draft's loss.
 
 Invariant: the state is on disk whole or as it was before; a run that goes on ends with the weights
 of an uncut one, because a step's loss depends on the weights and the step's number alone.
@@ -6,7 +6,8 @@ of an uncut one, because a step's loss depends on the weights and the step's num
 
 import math
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from offload.checkpoint.packaged import PAIR
 
 _WARMUP_STEPS = 20
 _LEAST_SHARE = 0.05
@@ -21,6 +26,7 @@ _SAVE_EVERY = 50
 # routers begin at random, beside weights that were trained
 _DECAY = 0.05
 _ROUTER_SPEED = 10
+_LABEL_WEIGHT = 0.5
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -66,26 +72,20 @@ def _share(step: int, num_steps: int) -> float:
 
 
 def _optimiser(model: nn.Module, course: Course) -> torch.optim.AdamW:
-    kinds: dict[str, list[nn.Parameter]] = {"router": [], "matrix": [], "vector": []}
+    groups: dict[bool, dict[str, Any]] = {}
+    routers = list[nn.Parameter]()
     for name, weight in model.named_parameters():
-        kinds[
-            "router" if name.endswith(".gate.weight") else "matrix" if weight.ndim > 1 else "vector"
-        ].append(weight)
-    peaks = {
-        "router": course.peak_lr * _ROUTER_SPEED,
-        "matrix": course.peak_lr,
-        "vector": course.peak_lr,
-    }
-    groups: list[dict[str, Any]] = [
-        {
-            "params": weights,
-            "peak_lr": peaks[kind],
-            "weight_decay": _DECAY if kind == "matrix" else 0.0,
-        }
-        for kind, weights in kinds.items()
-        if weights
-    ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        if name.endswith(".gate.weight"):
+            routers.append(weight)
+            continue
+        decay = _DECAY if weight.ndim > 1 else 0.0
+        empty = {"params": [], "peak_lr": course.peak_lr, "weight_decay": decay}
+        groups.setdefault(weight.ndim > 1, empty)["params"].append(weight)
+    found = [*groups.values()]
+    if routers:
+        speed = course.peak_lr * _ROUTER_SPEED
+        found.append({"params": routers, "peak_lr": speed, "weight_decay": 0.0})
+    return torch.optim.AdamW(found, betas=(0.9, 0.95), fused=True)
 
 
 def _save(model: nn.Module, optimiser: torch.optim.AdamW, path: Path, num_done: int) -> None:
@@ -107,3 +107,27 @@ def _load(model: nn.Module, optimiser: torch.optim.AdamW, path: Path) -> int:
             moments = {part: file.get_tensor(f"{part}.{name}") for part in _STATES}
             optimiser.state[weight] = {"step": torch.tensor(float(num_done)), **moments}
     return num_done
+
+
+def packaged(name: str) -> LlamaForCausalLM:
+    """Return a model of the packaged pair, to begin with."""
+    return LlamaForCausalLM.from_pretrained(PAIR / name, dtype=torch.float32, use_safetensors=True)
+
+
+def write_rounded(model: PreTrainedModel, folder: Path, companions: Sequence[str]) -> None:
+    """Round the model to bf16 and store it, with these files of the packaged target."""
+    model.eval().bfloat16().save_pretrained(folder)
+    model.float()
+    for name in companions:
+        shutil.copyfile(PAIR / "target" / name, folder / name)
+
+
+def distillation_loss(got_NV: Tensor, wanted_NV: Tensor) -> Tensor:
+    """Return KL from the target's distribution, plus its argmax as a label.
+
+    T > 0 accepts by the first, T = 0 by the second.
+    """
+    log_NV = got_NV.float().log_softmax(-1)
+    law_NV = wanted_NV.float().log_softmax(-1)
+    kl = functional.kl_div(log_NV, law_NV, log_target=True, reduction="batchmean")
+    return kl + _LABEL_WEIGHT * functional.nll_loss(log_NV, wanted_NV.argmax(-1))

@@ -7,16 +7,24 @@ have. Invariant: without noise and with the norms of queries and keys taken out,
 dense model's.
 """
 
+import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from offload.checkpoint.files import cache_folder
+from offload.checkpoint.packaged import PAIR, inflated_target
+
 # the last in units of a tensor's own deviation
 _ROUTER_STD = 0.1
 _ROUTER_NOISE = 0.02
 _WEIGHT_NOISE = 0.05
+
+# files beside a packaged model's weights
+COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 class ExpertSizes(NamedTuple):
@@ -114,3 +122,24 @@ def _norm_scales(dense: LlamaForCausalLM, tokens_BS: Tensor) -> dict[str, float]
     for hook in hooks:
         hook.remove()
     return scales
+
+
+def untrained_mixture(size_bytes: int) -> Path:
+    """Return an untrained mixture of this size, where no good text is needed.
+
+    It is made once, then reused; the folder has its name only when it is whole.
+    """
+    folder = cache_folder() / "moe-untrained"
+    if not folder.is_dir():
+        scratch = folder.with_name(f"{folder.name}.part")
+        dense = LlamaForCausalLM.from_pretrained(
+            PAIR / "target", dtype=torch.float32, use_safetensors=True
+        )
+        tokens_BS = torch.randint(
+            dense.config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0)
+        )
+        upcycled(dense, ExpertSizes(), tokens_BS, 0).eval().bfloat16().save_pretrained(scratch)
+        for name in COMPANIONS:
+            shutil.copyfile(PAIR / "target" / name, scratch / name)
+        scratch.rename(folder)
+    return inflated_target(size_bytes, lambda done, total: None, folder, folder.name)

@@ -24,16 +24,35 @@ from offload.errors import UserError
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _ROUTER = "ffn_gate_inp"
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
-_IN_LAYER = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": _ROUTER}  # fmt: skip
-_TOLD = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "vocab_size": "vocab_size",
-    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
-    "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
-    "layer_norm_rms_eps": "rms_norm_eps"}  # fmt: skip
-_TOLD_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": _ROUTER,
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_TOLD = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "vocab_size": "vocab_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
+_TOLD_OF_EXPERTS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 

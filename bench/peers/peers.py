@@ -16,28 +16,28 @@ them.
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import Bench, command, one_of, say_link, say_table
-from offload.bench.harness.prompts import prompts
+from offload.bench.harness.command import Bench, Findings, command, one_of
+from offload.bench.harness.process import last_line
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import PROMPT_TOKENS, find_setting
+from offload.bench.harness.setting import PROMPT_TOKENS
+from offload.bench.harness.tables import Column
 from offload.bench.moe_pair.make import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.run import (
     Outcome,
     gguf_file,
     interpreter_with,
-    last_line,
     proved,
     run_child,
 )
-from offload.cli.demo import cache_folder
+from offload.checkpoint.files import cache_folder
 from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.units import parse_size
@@ -53,8 +53,11 @@ _DRAFTED = (20, 6)
 _COPIED = (48, 6)
 # tokens that others guess, as their documentation has it
 _LOOKUP_TOKENS = 10
-_TUNED = {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "constant",
-          "assistant_confidence_threshold": 0.0}  # fmt: skip
+_TUNED = {
+    "num_assistant_tokens": 16,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
 
 
 class Program(NamedTuple):
@@ -73,75 +76,69 @@ class Program(NamedTuple):
 
     def of_lookup(self) -> "Program":
         """Return the program without a draft."""
-        return self._replace(
-            options={**self.options, "lookup": _LOOKUP_TOKENS}, figure="tokens_per_pass"
-        )
+        options = {**self.options, "lookup": _LOOKUP_TOKENS}
+        return self._replace(options=options, figure="tokens_per_pass")
 
 
-def _ours(tree: str, size: tuple[int, int], wanted: float | None, **options: str) -> Program:
-    needs = ("torch", "transformers")
-    options = {"tree": tree, **options}
+def _ours(tree: str, size: tuple[int, int], wanted: float | None = None, **more: str) -> Program:
+    options = {"tree": tree, **more}
     title = " ".join(["ours,", *(f"--{name} {value}" for name, value in options.items())])
+    needs = ("torch", "transformers")
     return Program(title, f"{__package__}.ours", options, needs, *size, wanted, threads=())
 
 
-def _transformers(
-    title: str, size: tuple[int, int], wanted: float | None, **options: Any
-) -> Program:
-    options = {"weights": "disk", "assistant": None, **options}
-    return Program(
-        title, f"{__package__}.hugging_face", options, ("transformers", "accelerate"), *size, wanted
-    )
+def _transformers(title: str, size: tuple[int, int], wanted: float | None, **more: Any) -> Program:
+    options = {"weights": "disk", "assistant": None, **more}
+    needs = ("transformers", "accelerate")
+    return Program(title, f"{__package__}.hugging_face", options, needs, *size, wanted)
 
 
-def _llama_cpp(title: str, draft_tokens: int, size: tuple[int, int], wanted: float) -> Program:
+def _llama_cpp(draft_tokens: int, size: tuple[int, int], wanted: float) -> Program:
+    title = f"llama.cpp, its draft at n-max {draft_tokens}"
+    title = title if draft_tokens else "llama.cpp on the mmap"
     options = {"draft_tokens": draft_tokens}
     return Program(title, f"{__package__}.llama_cpp", options, ("llama_cpp", "gguf"), *size, wanted)
 
 
+_ON_MAP = {"weights": "mmap"}
 PROGRAMS: dict[str, Program] = {
-    OURS: _ours("grown:128x20", _DRAFTED, None),
+    OURS: _ours("grown:128x20", _DRAFTED),
     "none": _ours("none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
     "disk-assistant": _transformers(
         "disk offload, assistant at its defaults", (12, 6), None, assistant={}
     ),
     "disk-tuned": _transformers("disk offload, assistant tuned", _DRAFTED, 3, assistant=_TUNED),
-    "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, weights="mmap"),
+    "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, **_ON_MAP),
     "mmap-tuned": _transformers(
-        "the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED
+        "the mmap, assistant tuned", _DRAFTED, 3, assistant=_TUNED, **_ON_MAP
     ),
-    "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),
-    "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2.5),
+    "llama": _llama_cpp(0, _ONE_BY_ONE, 8),
+    "llama-draft": _llama_cpp(16, _DRAFTED, 2.5),
 }
-
-
 LOOKUPS = {
-    OURS: _ours("dynamic:64x16", _COPIED, None).of_lookup(),
-    "mmap": _transformers("transformers, prompt lookup", _COPIED, 1.3, weights="mmap").of_lookup(),
-    "llama": _llama_cpp("llama.cpp, prompt lookup", 0, _COPIED, 1.3).of_lookup(),
+    OURS: _ours("dynamic:64x16", _COPIED).of_lookup(),
+    "mmap": _transformers("transformers, prompt lookup", _COPIED, 1.3, **_ON_MAP).of_lookup(),
+    "llama": _llama_cpp(0, _COPIED, 1.3)._replace(title="llama.cpp, prompt lookup").of_lookup(),
 }
-
-
 BLOCKS = {
-    OURS: _ours("auto", _DRAFTED, None),
-    "none": _ours("none", _ONE_BY_ONE, None),
-    "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 3),
-    "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2),
+    OURS: _ours("auto", _DRAFTED),
+    "none": _ours("none", _ONE_BY_ONE),
+    "llama": _llama_cpp(0, _ONE_BY_ONE, 3),
+    "llama-draft": _llama_cpp(16, _DRAFTED, 2),
 }
-
 EXPERTS = {
-    OURS: _ours("auto", _DRAFTED, None),
-    "none": _ours("none", _DRAFTED, None),
+    OURS: _ours("auto", _DRAFTED),
+    "none": _ours("none", _DRAFTED),
     "layers": _ours("auto", _DRAFTED, 3, experts="layers"),
     "layers-64": _ours("dynamic:64x16", _DRAFTED, 3, experts="layers"),
-    "llama": _llama_cpp("llama.cpp on the mmap", 0, _DRAFTED, 2),
-    "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 4", 4, _DRAFTED, 2),
+    "llama": _llama_cpp(0, _DRAFTED, 2),
+    "llama-draft": _llama_cpp(4, _DRAFTED, 2),
 }
 _ROUNDED_ROWS = 1.0  # what scores may differ by where llama.cpp rounds rows to 8 bits as well
 
 
-class Setting(NamedTuple):
+class Common(NamedTuple):
     """What all programs have in common."""
 
     target: Path
@@ -159,7 +156,7 @@ class Setting(NamedTuple):
 def compare(
     names: Sequence[str],
     programs: Mapping[str, Program],
-    setting: Setting,
+    common: Common,
     say: Callable[[Row], Any],
 ) -> list[Row]:
     """Measure ours, the named programs and ours again; return rows with ratios, ours first.
@@ -169,47 +166,54 @@ def compare(
     """
     outcomes: dict[str, Outcome] = {}
     for name in (OURS, *(name for name in names if name != OURS), OURS):
-        outcome = measure(programs[name], setting)
+        outcome = measure(programs[name], common)
         outcomes[name] = outcomes[name].joined(outcome) if name in outcomes else outcome
         say(_row(name, programs[name], outcome))
-    rows = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
-    for row in rows[1:] if "tokens_per_s" in rows[0] else ():
-        if "tokens_per_s" in row:
-            wanted = programs[row["peer"]].wanted
-            figure = programs[row["peer"]].figure
-            row["ratio"] = rows[0][figure] / row[figure]
-            row |= {} if wanted is None else {"wanted": wanted, "is_met": row["ratio"] >= wanted}
-    return rows
+    ours, *others = [_row(name, programs[name], one) for name, one in outcomes.items()]
+    for row in others:
+        if "tokens_per_s" in ours and "tokens_per_s" in row:
+            program = programs[row["peer"]]
+            row["ratio"] = ours[program.figure] / row[program.figure]
+            if program.wanted is not None:
+                row |= {"wanted": program.wanted, "is_met": row["ratio"] >= program.wanted}
+    return [ours, *others]
 
 
-def measure(program: Program, setting: Setting) -> Outcome:
-    python = interpreter_with(program.needs, setting.pythons)
+def measure(program: Program, common: Common) -> Outcome:
+    python = interpreter_with(program.needs, common.pythons)
     if python is None:
-        return Outcome(
-            reason=f"missing: no interpreter here can import {' and '.join(program.needs)}"
-        )
-    target = setting.target
-    draft = setting.draft
-    model = setting.model
+        needs = " and ".join(program.needs)
+        return Outcome(reason=f"missing: no interpreter here can import {needs}")
+    target = common.target
+    draft = common.draft
+    model = common.model
     noise = None
     try:
-        if setting.kind != "BF16":
-            target = model = gguf_file(target, setting.gguf_folder, python, setting.kind)
+        if common.kind != "BF16":
+            target = model = gguf_file(target, common.gguf_folder, python, common.kind)
             noise = _ROUNDED_ROWS if "gguf" in program.needs else None
         elif "gguf" in program.needs:
-            target = gguf_file(target, setting.gguf_folder, python)
+            target = gguf_file(target, common.gguf_folder, python)
         if "gguf" in program.needs:
-            draft = gguf_file(draft, setting.gguf_folder, python)
+            draft = gguf_file(draft, common.gguf_folder, python)
     except subprocess.CalledProcessError as error:
         return Outcome(reason=f"failed: {last_line(error.stderr)}")
-    num_tokens = (
-        program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW)
+    num_tokens = program.num_tokens
+    if not common.is_quick:
+        num_tokens = min(4 * num_tokens, _ROOM_FOR_NEW)
+    order = Order(
+        program.module,
+        program.options,
+        str(target),
+        str(draft),
+        common.prompts[: program.num_prompts],
+        num_tokens,
+        QUICK_LIMIT_S if common.is_quick else FULL_LIMIT_S,
+        threads=list(program.threads),
+        cap_bytes=common.cap_bytes,
+        group=None,
     )
-    limit_s = QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S
-    prompts_of = setting.prompts[: program.num_prompts]
-    what = program.module, program.options, str(target), str(draft), prompts_of, num_tokens, limit_s
-    order = Order(*what, threads=list(program.threads), cap_bytes=setting.cap_bytes, group=None)
-    return proved(run_child(python, order), model, setting.prompts, noise)
+    return proved(run_child(python, order), model, common.prompts, noise)
 
 
 def _row(name: str, program: Program, outcome: Outcome) -> Row:
@@ -217,64 +221,47 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
     if outcome.reason:
         return {**row, "reason": outcome.reason}
     runs = list(outcome.runs)
-    same = ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
     num_tokens = sum(run.num_decoded for run in runs)
-    by_prompt = [rate([run]) for run in runs]
-    row |= {
+    for key in ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s"):
+        row[key] = getattr(outcome, key)
+    return row | {
         "tokens_per_s": rate(runs),
         "s_per_token": 1 / rate(runs),
-        "tokens_per_s_by_prompt": by_prompt,
-    }
-    row |= {"num_tokens": num_tokens, "prompts": [run.prompt for run in runs]}
-    row |= {"threads": outcome.num_threads, "near_ties": outcome.num_near}
-    return {
-        **row,
-        "num_prompts": len(set(row["prompts"])),
+        "tokens_per_s_by_prompt": [rate([run]) for run in runs],
+        "num_tokens": num_tokens,
+        "prompts": [run.prompt for run in runs],
+        "num_prompts": len({run.prompt for run in runs}),
+        "threads": outcome.num_threads,
+        "near_ties": outcome.num_near,
         "tokens_per_pass": num_tokens / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": mean(run.bursts[0][0] for run in runs),
-        **{key: getattr(outcome, key) for key in same},
     }
 
 
-def table(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Return heading and one line per row, as text; a row without figures says why."""
-    yield [
-        "",
-        "tokens/s",
-        "s/token",
-        "ours / it",
-        "wanted",
-        "a pass",
-        "tokens",
-        "prompts",
-        "threads",
-        "first token",
-        "memory",
-    ]
-    for row in rows:
-        yield [row["title"], row["reason"]] if "reason" in row else _cells(row)
+def _wanted(row: Row) -> str:
+    if "wanted" not in row:
+        return ""
+    return f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}"
 
 
-def _cells(row: Row) -> list[str]:
-    ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
-    wanted = (
-        f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}" if "wanted" in row else ""
-    )
-    held = (
-        f"{row['peak_bytes'] / 1e9:.2f} GB"
-        if row["is_capped"] and row["peak_bytes"]
-        else "uncapped"
-    )
-    rates = [f"{row['tokens_per_s']:.2f}", f"{row['s_per_token']:.3f}", ratio, wanted]
-    counts = [f"{row['tokens_per_pass']:.1f}", str(row["num_tokens"]), str(row["num_prompts"])]
-    return [
-        row["title"],
-        *rates,
-        *counts,
-        str(row["threads"] or "own"),
-        f"{row['first_token_s']:.1f} s",
-        held,
-    ]
+def _held(row: Row) -> str:
+    is_known = row["is_capped"] and row["peak_bytes"]
+    return f"{row['peak_bytes'] / 1e9:.2f} GB" if is_known else "uncapped"
+
+
+COLUMNS = (
+    Column("", "title"),
+    Column("tokens/s", "tokens_per_s", ".2f"),
+    Column("s/token", "s_per_token", ".3f"),
+    Column("ours / it", "ratio", ".2f"),
+    Column("wanted", _wanted),
+    Column("a pass", "tokens_per_pass", ".1f"),
+    Column("tokens", "num_tokens"),
+    Column("prompts", "num_prompts"),
+    Column("threads", lambda row: row["threads"] or "own"),
+    Column("first token s", "first_token_s", ".1f"),
+    Column("memory", _held),
+)
 
 
 def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
@@ -296,47 +283,39 @@ def _rates(row: Row) -> dict[int, float]:
     return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
 
 
-Peers = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all")
-]
-Cap = Annotated[
-    str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")
-]
-Python = Annotated[
-    str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
-]
-
-
-Lookup = Annotated[
-    bool,
-    typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts"),
-]
-
-
-Experts = Annotated[
-    bool, typer.Option("--experts", help="with a mixture of experts, trained when it is not there")
-]
-
-
-Blocks = Annotated[
-    str,
-    typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file"),
-]
-
-
 @command(
     *("peers", "size source quick compare"),
     examples=["offload bench peers --quick --peer mmap --python others/python"],
 )
 def main(
     bench: Bench,
-    peer: Peers = None,
-    cap: Cap = "1.2GB",
-    python: Python = None,
-    lookup: Lookup = False,
-    gguf: Blocks = "BF16",
-    experts: Experts = False,
-) -> None:
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all"),
+    ] = None,
+    cap: Annotated[
+        str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")
+    ] = "1.2GB",
+    python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
+    ] = None,
+    lookup: Annotated[
+        bool,
+        typer.Option(
+            "--lookup", help="without a draft: tokens per pass of copies, half the prompts"
+        ),
+    ] = False,
+    gguf: Annotated[
+        str,
+        typer.Option(
+            "--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file"
+        ),
+    ] = "BF16",
+    experts: Annotated[
+        bool,
+        typer.Option("--experts", help="with a mixture of experts, trained when it is not there"),
+    ] = False,
+) -> Findings:
     """How many times more tokens per second than other programs, with the same files, prompts and
     memory?
     """
@@ -348,55 +327,51 @@ def main(
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
     cap_bytes = parse_size(cap, "--cap")
-    size = bench.given("size")
-    screen = bench.screen
-    found = (
-        moe_setting(size, None, screen) if experts else find_setting(None, None, size, None, screen)
-    )
+    found = moe_setting(bench.given("size"), None, bench.screen) if experts else bench.setting()
+    found = found._replace(ram_bytes=cap_bytes)
     tokenizer = load_tokenizer(found.origin)
     assert tokenizer is not None and found.draft is not None, "the packaged pair has both"
-    num_prompts = max(one.num_prompts for one in known.values())
     part = slice(1, None, 2) if lookup else slice(None)
-    texts = prompts(bench.given("source") or ["code"], num_prompts, part)
+    texts, _ = bench.prompts(max(one.num_prompts for one in known.values()), part)
     ids = [
         encode_prompt(tokenizer, one.text, raw=True)[: None if one.then else PROMPT_TOKENS]
         for one in texts
     ]
-    pythons = (sys.executable, *([python] if python else []))
-    setting = Setting(
-        found.target,
-        found.draft,
-        found.origin,
-        cache_folder(),
-        ids,
-        cap_bytes,
-        pythons,
+    common = Common(
+        *(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes),
+        (sys.executable, *([python] if python else [])),
         bench.quick,
         gguf,
     )
-    settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS, "lookup": lookup,
-                "gguf": gguf, "experts": experts}  # fmt: skip
-    bench.check_same(found._replace(ram_bytes=cap_bytes), lookup=lookup, experts=experts)
-    ceiling = say_link(found)
-    programs = known
-    if settings["target_bytes"] <= cap_bytes:
-        print("the target fits into --cap: no ratio was promised for that")
-        timed = "tokens_per_s"  # passes are as many wherever the weights lie
-        programs = {
-            name: one._replace(wanted=None) if one.figure == timed else one
-            for name, one in known.items()
-        }
+    ways = {"lookup": lookup, "gguf": gguf, "experts": experts}
+    settings = {**found.as_dict(), "num_prompt_tokens": PROMPT_TOKENS, **ways}
+    bench.check_same(found, **ways)
+    ceiling = bench.say_link(found)
+    programs = _promised(known, settings["target_bytes"] <= cap_bytes)
 
     def say(row: Row) -> None:
-        print(
-            f"{row['peer']}: {row.get('reason') or '{:.2f} tokens/s'.format(row['tokens_per_s'])}",
-            file=sys.stderr,
-        )
+        told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
+        print(f"{row['peer']}: {told}", file=sys.stderr)
         bench.row(row)
 
-    rows = compare(peer or list(known), programs, setting, say)
-    head, *lines = table(rows)
-    say_table(head, lines)
-    bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows))
-    if "reason" in rows[0]:
-        raise typer.Exit(1)
+    rows = compare(peer or list(known), programs, common, say)
+    return Findings(
+        rows=rows,
+        columns=COLUMNS,
+        settings=settings,
+        ceiling={"bytes_per_s": ceiling},
+        guards=guards_of(rows),
+        has_failed="reason" in rows[0],
+    )
+
+
+def _promised(programs: Mapping[str, Program], fits: bool) -> Mapping[str, Program]:
+    """Return the programs without the ratios that nobody promised of a target that fits."""
+    if not fits:
+        return programs
+    print("the target fits into --cap: no ratio was promised for that")
+    timed = "tokens_per_s"  # passes are as many wherever the weights lie
+    return {
+        name: one._replace(wanted=None) if one.figure == timed else one
+        for name, one in programs.items()
+    }

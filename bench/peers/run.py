@@ -4,18 +4,17 @@ Invariant: an `Outcome` without a reason holds tokens that were all found to be 
 own.
 """
 
-import json
-import os
 import subprocess
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import offload
 from offload.bench.harness.memory_cap import new_cap
+from offload.bench.harness.process import call, environment
 from offload.bench.harness.record import partial_path
 from offload.bench.peers.child import Measured, Order
+from offload.errors import RunError
 from offload.units import Sampling
 
 _HAS_ALL = "import sys, importlib.util as i; sys.exit(not all(map(i.find_spec, sys.argv[1:])))"
@@ -43,12 +42,12 @@ class Outcome(NamedTuple):
         if self.reason or later.reason:
             return Outcome(reason=self.reason or later.reason)
         peaks = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None]
-        near = self.num_near
-        runs = [*self.runs, *later.runs]
-        is_capped = self.is_capped and later.is_capped
-        same = later._replace(runs=runs, num_near=near + later.num_near, is_capped=is_capped)
-        return same._replace(
-            peak_bytes=max(peaks, default=None), rss_bytes=max(self.rss_bytes, later.rss_bytes)
+        return later._replace(
+            runs=[*self.runs, *later.runs],
+            num_near=self.num_near + later.num_near,
+            is_capped=self.is_capped and later.is_capped,
+            peak_bytes=max(peaks, default=None),
+            rss_bytes=max(self.rss_bytes, later.rss_bytes),
         )
 
 
@@ -65,14 +64,30 @@ def run_child(python: str, order: Order) -> Outcome:
     cap = new_cap(order.cap_bytes)
     try:
         order = order._replace(group=str(cap.processes) if cap else None)
-        figures = _run_json(python, order)
-        outcome = Outcome(reason=figures) if isinstance(figures, str) else _outcome(figures)
-        return outcome._replace(
-            is_capped=cap is not None, peak_bytes=cap.peak_bytes() if cap else None
-        )
+        outcome = _outcome(python, order)
+        peak_bytes = cap.peak_bytes() if cap else None
+        return outcome._replace(is_capped=cap is not None, peak_bytes=peak_bytes)
     finally:
         if cap:
             cap.remove()
+
+
+def _outcome(python: str, order: Order) -> Outcome:
+    limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
+    try:
+        figures = call("offload.bench.peers.child", order, python=python, limit_s=limit_s)
+    except RunError as error:
+        return Outcome(reason=str(error))
+    return with_runs(figures)
+
+
+def with_runs(figures: dict[str, object]) -> Outcome:
+    """Return what a child has told of its runs."""
+    told: Sequence[tuple[int, list[tuple[float, list[int]]]]] = figures.pop("runs")  # type: ignore[assignment]
+    runs = [Measured(prompt, [(at_s, ids) for at_s, ids in bursts]) for prompt, bursts in told]
+    if not all(run.bursts and run.num_decoded for run in runs):
+        return Outcome(reason="failed: no token after the first within the time limit")
+    return Outcome(runs=runs, **figures)  # type: ignore[arg-type]
 
 
 def proved(
@@ -106,12 +121,10 @@ def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Pa
     Raises:
         subprocess.CalledProcessError: the writer failed.
     """
-    shards = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in source.glob("*.safetensors")
-    ]
+    stats = [(path.name, path.stat()) for path in source.glob("*.safetensors")]
+    shards = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     own = "" if kind == "BF16" else f"-{kind}"
-    path = folder / f"{source.name}{own}-{zlib.crc32(repr(sorted(shards)).encode()):08x}.gguf"
+    path = folder / f"{source.name}{own}-{zlib.crc32(repr(shards).encode()):08x}.gguf"
     if not path.is_file():
         command = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(path), kind]
         try:
@@ -119,46 +132,3 @@ def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Pa
         finally:
             partial_path(path).unlink(missing_ok=True)  # a writer that was killed cleans nothing
     return path
-
-
-def _run_json(python: str, order: Order) -> dict[str, Any] | str:
-    """Return the child's last line, or why there is none."""
-    command = [python, "-m", "offload.bench.peers.child", json.dumps(order)]
-    limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, env=environment()
-        )
-    except subprocess.TimeoutExpired:
-        return f"failed: took longer than {limit_s:.0f} s"
-    if done.returncode < 0:
-        return f"failed: killed by signal {-done.returncode}" + (
-            ", out of memory" if done.returncode == -9 else ""
-        )
-    figures: dict[str, Any] = {} if done.returncode else json.loads(last_line(done.stdout))
-    return figures or f"failed: {last_line(done.stderr)}"
-
-
-def _outcome(figures: dict[str, Any]) -> Outcome:
-    runs = [
-        Measured(prompt, [(at_s, tokens) for at_s, tokens in bursts])
-        for prompt, bursts in figures.pop("runs")
-    ]
-    if not all(run.bursts and run.num_decoded for run in runs):
-        return Outcome(reason="failed: no token after the first within the time limit")
-    return Outcome(runs=runs, **figures)
-
-
-def last_line(text: str) -> str:
-    """Return the last line with anything on it, cut to what fits into a table."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
-
-
-def environment() -> dict[str, str]:
-    """Return our environment and, in a checkout, the way to this package for others."""
-    root = Path(offload.__file__).resolve().parents[1]
-    paths = [str(root)] if (root / "pyproject.toml").is_file() else []
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
-    # set by our own import
-    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}

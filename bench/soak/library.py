@@ -1,8 +1,8 @@
 """A process that opens a model, writes some texts and closes it, each time in another way.
 
-It goes on until it is told to end. Runs are broken off, chats and sessions kept and gone on with.
-It tells each text as a line of JSON; a line `round` says that everything is closed, waits for an
-answer, and that is when it is looked at.
+Its first line is its order, and it goes on until its input ends. Runs are broken off, chats and
+sessions kept and gone on with. It tells each text as a line of JSON; a line `round` says that
+everything is closed, waits for an answer, and that is when it is looked at.
 
 Invariant: between rounds it holds nothing that it did not hold before the first one.
 """
@@ -21,8 +21,8 @@ from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
-from offload.engine.many import in_order
 from offload.engine.request import Request
+from offload.engine.scheduler import in_order
 
 TREES = ("none", "chain:4", "chain:auto", "16x4", "dynamic:24x6", "sequences:4x4", "auto")
 RULES = ("match", "match", "topk")
@@ -53,16 +53,19 @@ def main(order: Order) -> None:
 def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
     """Open a decoder, write some texts, and close it."""
     how: dict[str, Any] = {
-        "tree": rng.choice(TREES), "rule": rng.choice(RULES), "parallel": rng.choice((1, 1, 2, 3)),
-        "lookup": rng.choice((True, None)), "draft_dtype": rng.choice((None, "int8")),
-    }  # fmt: skip
+        "tree": rng.choice(TREES),
+        "rule": rng.choice(RULES),
+        "parallel": rng.choice((1, 1, 2, 3)),
+        "lookup": rng.choice((True, None)),
+        "draft_dtype": rng.choice((None, "int8")),
+        "context": CONTEXT,
+        "profile": "none",
+    }
     if how["tree"] in ("none", "chain:auto"):
         how["lookup"] = None
     ram_bytes = rng.choice(order.ram_bytes)
     names = rng.sample(range(len(table)), 6)
-    with load(
-        order.target, order.draft, ram_bytes, context=CONTEXT, profile="none", **how
-    ) as decoder:
+    with load(order.target, order.draft, ram_bytes, **how) as decoder:
         for name in names[:-2]:
             write_one(decoder, table[name], name, rng)
         several = [
@@ -111,4 +114,4 @@ def tell(name: int, result: Generation) -> None:
 
 
 if __name__ == "__main__":
-    main(Order(*json.loads(sys.argv[1])))
+    main(Order(*json.loads(sys.stdin.readline())))

@@ -7,36 +7,34 @@ Invariant: texts are proved at the end, so that the proof's memory and time are 
 that was broken off must be the beginning of the right one.
 """
 
-import json
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import typer
 
-from offload.bench.harness.command import Bench, command, say_link, say_table
+from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.gate import Written
 from offload.bench.harness.picture import draw_hours, require_pictures
+from offload.bench.harness.process import Talker, environment, free_port
 from offload.bench.harness.promises import WrongTokenError
-from offload.bench.harness.record import Guard, Row, writable
-from offload.bench.harness.setting import Setting, find_setting
-from offload.bench.peers.run import environment
+from offload.bench.harness.record import Guard, Row
+from offload.bench.harness.setting import Setting
+from offload.bench.harness.tables import Column
 from offload.bench.soak.clients import Answer, Clients
 from offload.bench.soak.library import Order
-from offload.bench.soak.watch import Sample, drift, growth, look, speed_kept, speeds
+from offload.bench.soak.watch import Sample, look, row_of
 from offload.bench.soak.wishes import CONTEXT, Wish, wishes, with_template
-from offload.checkpoint.hub import open_headers
 from offload.errors import RunError
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import least_budget, plan_memory
 
 NUM_CLIENTS = 5
 PARALLEL = 3
@@ -50,17 +48,6 @@ _END_S = 60.0
 _MOST_NODES = 96
 SERVER = "server"
 LIBRARY = "library"
-HEAD = [
-    "process",
-    "looks",
-    "memory",
-    "drift",
-    "descriptors",
-    "threads",
-    "files",
-    "tokens/s",
-    "kept",
-]
 
 
 class Told(NamedTuple):
@@ -78,52 +65,61 @@ class Server:
     def __init__(
         self, setting: Setting, model: Path, table: Sequence[Wish], seed: int, folder: Path
     ) -> None:
-        port = _free_port()
         self.temporary = _made(folder / "server-tmp")
-        what = [
-            "serve",
-            "-m",
-            model,
-            "-d",
-            setting.draft,
-            "--ram",
-            setting.ram_bytes,
-            "--context",
-            CONTEXT,
-        ]
-        what += ["--parallel", PARALLEL, "--queue", QUEUE, "--port", port, "--profile", "none"]
-        self.log = (folder / "server.log").open("w")
-        self.process = _start(
-            ["offload", *map(str, what)], self.temporary, stdout=self.log, stderr=self.log
-        )
-        self._port = port
-        _wait_until(lambda: self._get("/health"), self.process, folder)
-        self.clients = Clients(port, table, NUM_CLIENTS, seed)
+        self._port = free_port()
+        self._log = folder / "server.log"
+        words = f"serve -m {model} -d {setting.draft} --ram {setting.ram_bytes} --context {CONTEXT}"
+        words += f" --parallel {PARALLEL} --queue {QUEUE} --port {self._port} --profile none"
+        command = [sys.executable, "-m", "offload", *words.split()]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=_environment(self.temporary), stdout=log, stderr=log
+            )
+        self._wait_until_up()
+        self.clients = Clients(self._port, table, NUM_CLIENTS, seed)
 
     def look(self, time_s: float) -> Sample:
         self.clients.pause()
-        while _figure(self._get("/metrics"), "requests_active"):  # of those who have left
+        while self._figure("requests_active"):  # of those who have left
             time.sleep(0.05)
-        return look(
-            self.process.pid,
-            self.temporary,
-            time_s,
-            int(_figure(self._get("/metrics"), "tokens_total")),
-        )
+        num_tokens = int(self._figure("tokens_total"))
+        return look(self.process.pid, self.temporary, time_s, num_tokens)
 
-    def close(self) -> int:
-        """End the server; return its exit status."""
+    def go(self) -> None:
+        self.clients.go()
+
+    def close(self) -> str:
+        """End the server; return why it has failed, if it has."""
         self.clients.close()
         self.process.terminate()
         try:
-            return self.process.wait(_END_S)
+            status = self.process.wait(_END_S)
         finally:
             self.process.kill()
-            self.log.close()
+        return f"server ended with {status}: {self._said()}" if status else ""
 
     def _get(self, path: str) -> str:
         with urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=_END_S) as response:
             return str(response.read().decode())
+
+    def _figure(self, name: str) -> float:
+        lines = self._get("/metrics").splitlines()
+        return next(float(one.split()[1]) for one in lines if one.startswith(f"offload_{name} "))
+
+    def _wait_until_up(self) -> None:
+        give_up_s = time.monotonic() + _START_S
+        while True:
+            try:
+                self._get("/health")
+                return
+            except (OSError, URLError):
+                if self.process.poll() is not None or time.monotonic() > give_up_s:
+                    self.process.kill()
+                    raise RunError(f"the server has ended: {self._said()}") from None
+                time.sleep(0.2)
+
+    def _said(self) -> str:
+        return " ".join(self._log.read_text(errors="replace").split())[-300:]
 
 
 class Library:
@@ -132,45 +128,26 @@ class Library:
     def __init__(self, order: Order, folder: Path) -> None:
         self.temporary = _made(folder / "library-tmp")
         self.texts = list[Told]()
-        self.log = (folder / "library.log").open("w")
-        what = ["offload.bench.soak.library", json.dumps(order)]
-        self.process = _start(
-            what, self.temporary, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
-        )
-        self._folder = folder
+        self._log = (folder / "library.log").open("w+")
+        command = [sys.executable, "-m", "offload.bench.soak.library"]
+        self._talker = Talker(command, self._log, _environment(self.temporary))
+        self._talker.tell(order)
 
     def look(self, time_s: float) -> Sample:
-        """Sample the process at the end of its round, which is waited for."""
-        self._finish_round()
-        return look(
-            self.process.pid, self.temporary, time_s, sum(len(text.new_ids) for text in self.texts)
-        )
+        """Sample the process at the end of its round, which is waited for. Raises `RunError`."""
+        while "round" not in (row := self._talker.hear()):
+            self.texts.append(Told(**row))
+        num_tokens = sum(len(text.new_ids) for text in self.texts)
+        return look(self._talker.process.pid, self.temporary, time_s, num_tokens)
 
     def go(self) -> None:
-        self._pipe(self.process.stdin).write("\n")
-        self._pipe(self.process.stdin).flush()
+        self._talker.tell("go on")
 
-    def close(self) -> int:
-        self._pipe(self.process.stdin).close()
-        try:
-            return self.process.wait(_END_S)
-        finally:
-            self.process.kill()
-            self._pipe(self.process.stdout).close()
-            self.log.close()
-
-    def _finish_round(self) -> None:
-        for line in self._pipe(self.process.stdout):
-            row = json.loads(line)
-            if "round" in row:
-                return
-            self.texts.append(Told(row["wish"], row["new_ids"], row["rule"], row["is_invariant"]))
-        raise RunError(f"the library's process has ended: {_tail(self._folder, LIBRARY)}")
-
-    @staticmethod
-    def _pipe(pipe: IO[str] | None) -> IO[str]:
-        assert pipe is not None
-        return pipe
+    def close(self) -> str:
+        """End the process; return why it has failed, if it has."""
+        status = self._talker.close(_END_S)
+        self._log.close()
+        return f"library ended with {status}" if status else ""
 
 
 class Soaked(NamedTuple):
@@ -185,82 +162,61 @@ class Soaked(NamedTuple):
 
 
 def soak(
-    setting: Setting, model: Path, seconds: float, seed: int, folder: Path, bench: Bench
+    bench: Bench, setting: Setting, model: Path, seconds: float, seed: int, folder: Path
 ) -> Soaked:
     """Run both for so long. Raises `RunError` where one ends before."""
-    table = wishes()
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
     order = Order(str(model), str(setting.draft), [setting.ram_bytes, 3 * setting.ram_bytes], seed)
     samples = dict[str, list[Sample]]({SERVER: [], LIBRARY: []})
-    with _both(setting, model, table, seed, folder, order) as (server, library):
+    with ExitStack() as resources:
+        library = Library(order, folder)
+        resources.callback(library.close)
+        server = Server(setting, model, wishes(), seed, folder)
+        resources.callback(server.close)
         started = time.monotonic()
-        while (passed_s := time.monotonic() - started) < seconds or len(
-            samples[SERVER]
-        ) < _LEAST_LOOKS:
-            server.clients.go()
+        passed_s = 0.0
+        while passed_s < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
+            server.go()
             time.sleep(min(period_s, max(0.0, seconds - passed_s)))
             for name, one in ((SERVER, server), (LIBRARY, library)):
                 samples[name].append(one.look(time.monotonic() - started))
                 bench.row({"process": name, **samples[name][-1]._asdict()})
             library.go()
-            bench.screen.wait(
-                f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes, {len(library.texts)} texts"
-            )
-        statuses = {SERVER: server.close(), LIBRARY: library.close()}
-    ends = [
-        f"{name} ended with {code}: {_tail(folder, name)}"
-        for name, code in statuses.items()
-        if code
-    ]
-    errors = [*server.clients.errors, *ends]
-    return Soaked(
-        samples, library.texts, server.clients.answers, errors, server.clients.num_refused
-    )
+            passed_s = time.monotonic() - started
+            minutes = f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes"
+            bench.screen.wait(f"{minutes}, {len(library.texts)} texts")
+        resources.pop_all()
+        ends = [server.close(), library.close()]
+    clients = server.clients
+    errors = [*clients.errors, *filter(None, ends)]
+    return Soaked(samples, library.texts, clients.answers, errors, clients.num_refused)
 
 
-@contextmanager
-def _both(
-    setting: Setting, model: Path, table: Sequence[Wish], seed: int, folder: Path, order: Order
-) -> Iterator[tuple[Server, Library]]:
-    library = Library(order, folder)
-    try:
-        server = Server(setting, model, table, seed, folder)
-        try:
-            yield server, library
-        finally:
-            server.clients.close()
-            server.process.kill()
-    finally:
-        library.process.kill()
+def texts_of(setting: Setting, model: Path, soaked: Soaked) -> list[Written]:
+    """Return what both have written, to be proved.
 
-
-def prove(bench: Bench, setting: Setting, model: Path, soaked: Soaked) -> Any:
-    """Prove every token of both. Raises `WrongTokenError` and `UserError`."""
+    What the server said is compared with texts that are written here. Raises `WrongTokenError`.
+    """
     table = wishes()
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
         ids = [wish.ids(decoder) for wish in table]
-        asked = {answer.wish for answer in soaked.answers}
         right = {
             number: decoder.generate(
                 ids[number],
-                temperature=wish.sampling.temperature,
-                seed=wish.sampling.seed,
-                max_new_tokens=wish.num_new,
+                temperature=table[number].sampling.temperature,
+                seed=table[number].sampling.seed,
+                max_new_tokens=table[number].num_new,
             )
-            for number, wish in enumerate(table)
-            if number in asked
+            for number in sorted({answer.wish for answer in soaked.answers})
         }
     for answer in soaked.answers:
         require_right(answer, right[answer.wish].text)
-    told = [
-        Told(number, one.token_ids, one.rule, one.is_invariant) for number, one in right.items()
-    ]
-    texts = {repr(one): one for one in (*told, *soaked.texts)}.values()
-    written = [
-        Written(ids[one.wish], one.new_ids, table[one.wish].sampling, one.rule, one.is_invariant)
-        for one in texts
-    ]
-    return bench.prove(setting, written)
+    found = {repr(one): one for one in soaked.texts}
+    written = [Written.of(ids[number], one) for number, one in right.items()]
+    for one in found.values():
+        sampling = table[one.wish].sampling
+        written.append(Written(ids[one.wish], one.new_ids, sampling, one.rule, one.is_invariant))
+    return written
 
 
 def require_right(answer: Answer, right: str) -> None:
@@ -272,67 +228,65 @@ def require_right(answer: Answer, right: str) -> None:
         )
 
 
-Hours = Annotated[float, typer.Option(metavar="H", min=0.001, help="for how long")]
-Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target that is streamed")]
-Seed = Annotated[int, typer.Option(metavar="N", help="of what is asked, and how")]
-Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="both processes over time", callback=writable)
-]
+COLUMNS = (
+    Column("process", "process"),
+    Column("looks", "num_looks"),
+    Column("MiB", lambda row: row["rss_bytes"] / 2**20, ".0f"),
+    Column("drift", "drift", "+.2%"),
+    Column("descriptors", "more_descriptors", "+d"),
+    Column("threads", "more_threads", "+d"),
+    Column("files", "more_files", "+d"),
+    Column("tokens/s", "tokens_per_s", ".2f"),
+    Column("kept", "speed_kept", ".3f"),
+)
 
 
-@command("soak", "quick", examples=["offload bench soak --hours 2 --picture hours.png"])
+@command("soak", "picture quick", examples=["offload bench soak --hours 2 --picture hours.png"])
 def main(
-    bench: Bench, hours: Hours = 2.0, size: Size = "200MB", seed: Seed = 0, picture: Picture = None
-) -> None:
+    bench: Bench,
+    hours: Annotated[float, typer.Option(metavar="H", min=0.001, help="for how long")] = 2.0,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="of the target that is streamed")
+    ] = "200MB",
+    seed: Annotated[int, typer.Option(metavar="N", help="of what is asked, and how")] = 0,
+) -> Findings:
     """Does anything drift in hours of texts, chats, cancelled runs and clients?"""
+    picture = bench.given("picture")
     if picture is not None:
         require_pictures()
-    setting = find_setting(None, None, size, None, bench.screen)
+    setting = bench.setting(size=size)
     setting = setting._replace(ram_bytes=_least_ram(setting))
-    seconds = 180.0 if bench.quick else 3600 * hours
-    ceiling = say_link(setting)
-    with tempfile.TemporaryDirectory(prefix="offload-soak-") as name:
+    seconds = bench.effort(3600 * hours, 180.0)
+    settings = {**setting.as_dict(), "seconds": seconds, "seed": seed}
+    ceiling = bench.say_link(setting)
+    with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
-        with bench.screen:
-            soaked = soak(setting, model, seconds, seed, Path(name), bench)
+        soaked = soak(bench, setting, model, seconds, seed, Path(name))
         if soaked.errors:
             raise RunError(f"{len(soaked.errors)} failures, the first: {soaked.errors[0]}")
-        proof = prove(bench, setting, model, soaked)
-    rows = [_row(process, samples) for process, samples in soaked.samples.items()]
-    say_table(HEAD, map(_cells, rows))
-    print(_count(soaked))
-    settings = {**setting.as_dict(), "seconds": seconds, "seed": seed}
-    if picture is not None:
-        draw_hours(soaked.samples, settings, picture)
-    bench.finish(
-        rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=_guards(rows), proof=proof
+        written = texts_of(setting, model, soaked)
+    rows = [row_of(process, samples) for process, samples in soaked.samples.items()]
+    whole = sum(answer.is_whole for answer in soaked.answers)
+    answers = f"{whole} whole answers, {len(soaked.answers) - whole} left"
+
+    def draw() -> None:
+        if picture is not None:
+            draw_hours(soaked.samples, settings, picture)
+
+    return Findings(
+        rows=rows,
+        columns=COLUMNS,
+        setting=setting,
+        written=written,
+        settings=settings,
+        ceiling={"bytes_per_s": ceiling},
+        notes=[
+            f"{len(soaked.texts)} texts of the library; of the server {answers}, "
+            f"{soaked.num_refused} refused"
+        ],
+        guards=_guards(rows),
+        draw=draw,
     )
-
-
-def _row(process: str, samples: Sequence[Sample]) -> Row:
-    last = samples[-1]
-    return {
-        "process": process,
-        "num_looks": len(samples),
-        "rss_bytes": last.rss_bytes,
-        "drift": drift(samples),
-        **{f"more_{name.removeprefix('num_')}": more for name, more in growth(samples).items()},
-        "tokens_per_s": sum(speeds(samples)) / max(1, len(samples) - 1),
-        "speed_kept": speed_kept(samples),
-    }
-
-
-def _cells(row: Row) -> list[str]:
-    counts = [f"{row[name]:+d}" for name in ("more_descriptors", "more_threads", "more_files")]
-    memory = [f"{row['rss_bytes'] / 2**20:.0f} MiB", f"{100 * row['drift']:+.2f} %"]
-    speed = [f"{row['tokens_per_s']:.2f}", f"{row['speed_kept']:.3f}"]
-    return [row["process"], str(row["num_looks"]), *memory, *counts, *speed]
-
-
-def _count(soaked: Soaked) -> str:
-    num_whole = sum(answer.is_whole for answer in soaked.answers)
-    answers = f"{num_whole} whole answers, {len(soaked.answers) - num_whole} left, {soaked.num_refused} refused"
-    return f"{len(soaked.texts)} texts of the library; of the server {answers}"
 
 
 def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
@@ -342,50 +296,16 @@ def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
 
 def _least_ram(setting: Setting) -> int:
     """Return the least budget for the largest of what is opened, so that nearly all is streamed."""
-    assert setting.draft is not None
-    files = ModelFiles(open_headers(setting.target), open_headers(setting.draft))
-    plan = partial(
-        plan_memory, files, dtype="auto", context=CONTEXT, num_nodes=_MOST_NODES, parallel=PARALLEL
-    )
+    how = {"context": CONTEXT, "num_nodes": _MOST_NODES, "parallel": PARALLEL}
+    plan = partial(plan_memory, setting.files, dtype="auto", **how)
     return least_budget(lambda size: plan(ram=size))
 
 
-def _start(what: Sequence[str], temporary: Path, **pipes: Any) -> subprocess.Popen[str]:
-    env = {**environment(), "TMPDIR": str(temporary), "XDG_CACHE_HOME": str(temporary / "cache")}
-    return subprocess.Popen([sys.executable, "-m", *what], env=env, text=True, **pipes)
-
-
-def _tail(folder: Path, process: str) -> str:
-    """Return the end of a process's standard error."""
-    return " ".join((folder / f"{process}.log").read_text(errors="replace").split())[-300:]
+def _environment(temporary: Path) -> dict[str, str]:
+    cache = str(temporary / "cache")
+    return {**environment(), "TMPDIR": str(temporary), "XDG_CACHE_HOME": cache}
 
 
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def _wait_until(holds: Any, process: subprocess.Popen[str], folder: Path) -> None:
-    limit_s = time.monotonic() + _START_S
-    while True:
-        try:
-            holds()
-            return
-        except (OSError, URLError):
-            if process.poll() is not None or time.monotonic() > limit_s:
-                raise RunError(f"the server has ended: {_tail(folder, SERVER)}") from None
-            time.sleep(0.2)
-
-
-def _figure(metrics: str, name: str) -> float:
-    return next(
-        float(line.split()[1])
-        for line in metrics.splitlines()
-        if line.startswith(f"offload_{name} ")
-    )

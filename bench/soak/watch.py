@@ -6,11 +6,12 @@ not in use.
 
 import os
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from offload.bench.harness.record import Row
 from offload.machine import rss_bytes
 
 # share of a soak in which caches fill, and libraries are imported when they are first needed
@@ -35,7 +36,6 @@ class Sample(NamedTuple):
 def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:
     """Return what a process holds now. Raises `OSError` where it has ended."""
     folder = Path(f"/proc/{process}")
-    ticks = os.sysconf("SC_CLK_TCK")
     user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
     return Sample(
         time_s,
@@ -43,9 +43,24 @@ def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sampl
         len(os.listdir(folder / "fd")),
         len(os.listdir(folder / "task")),
         sum(1 for _ in temporary.rglob("*")),
-        (int(user) + int(system)) / ticks,
+        (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"),
         num_tokens,
     )
+
+
+def row_of(process: str, samples: Sequence[Sample]) -> Row:
+    """Return what has drifted behind the warm-up, and the tokens per second on the clock."""
+    passed_s = samples[-1].time_s - samples[0].time_s
+    written = samples[-1].num_tokens - samples[0].num_tokens
+    return {
+        "process": process,
+        "num_looks": len(samples),
+        "rss_bytes": samples[-1].rss_bytes,
+        "drift": drift(samples),
+        **{f"more_{name.removeprefix('num_')}": more for name, more in growth(samples).items()},
+        "tokens_per_s": written / max(1e-9, passed_s),
+        "speed_kept": speed_kept(samples),
+    }
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -76,8 +91,12 @@ def growth(samples: Sequence[Sample]) -> dict[str, int]:
     """
     kept = settled(samples)
     half = max(1, len(kept) // 2)
+
+    def most(own: Sequence[Sample], name: str) -> int:
+        return max((getattr(one, name) for one in own), default=0)
+
     names = ("num_descriptors", "num_threads", "num_files")
-    return {name: _most(kept[half:], name) - _most(kept[:half], name) for name in names}
+    return {name: most(kept[half:], name) - most(kept[:half], name) for name in names}
 
 
 def speed_kept(samples: Sequence[Sample]) -> float:
@@ -88,22 +107,8 @@ def speed_kept(samples: Sequence[Sample]) -> float:
     """
     kept = settled(samples)
     half = len(kept) // 2
-    return _speed(kept[half:]) / _speed(kept[: half + 1])
 
+    def speed(first: Sample, last: Sample) -> float:
+        return max(1, last.num_tokens - first.num_tokens) / max(1e-9, last.cpu_s - first.cpu_s)
 
-def speeds(samples: Sequence[Sample]) -> list[float]:
-    """Return tokens per second on the clock, between looks."""
-    return [
-        (later.num_tokens - one.num_tokens) / max(1e-9, later.time_s - one.time_s)
-        for one, later in pairwise(samples)
-    ]
-
-
-def _speed(samples: Sequence[Sample]) -> float:
-    first = samples[0]
-    last = samples[-1]
-    return max(1, last.num_tokens - first.num_tokens) / max(1e-9, last.cpu_s - first.cpu_s)
-
-
-def _most(samples: Sequence[Sample], name: str) -> int:
-    return max((getattr(one, name) for one in samples), default=0)
+    return speed(kept[half], kept[-1]) / speed(kept[0], kept[half])

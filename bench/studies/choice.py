@@ -68,7 +68,8 @@ def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[TuneResu
 
 def tree_for(profile: Profile, size: Size) -> TreeChoice:
     """Return what `--tree NxD` means with this profile."""
-    return TreeSelector(profile.identity.rule, profile).choose(TreeSpec("best", *size))
+    selector = TreeSelector(TreeSpec("best", *size), lambda *_: (profile, ""))
+    return selector.for_run(Sampling(), profile.identity.rule)
 
 
 def _halves() -> list[tuple[str, str]]:

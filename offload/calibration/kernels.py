@@ -1,13 +1,11 @@
 """Kernel selection: each kernel against its reference, at the sizes of the run's own models.
 
-`choose_kernels` compares the kernels of a step. Triton compiles a kernel anew for every width, path
-length and temperature that is a constant of it; all are compared, and so compiled, before the first
-step. The rival is the reference, but for `match`, which draws on the few rows that a walk visits.
-`choose_expansion` compares how coded weights are expanded, by numba or Triton instead of plain
-torch, on words of the checkpoint's own layers.
+Triton compiles a kernel anew for every width, path length and temperature that is a constant of it;
+all are compared, and so compiled, before the first step. The rival is the reference, but for
+`match`, which draws on the few rows that a walk visits.
 
-Invariant: a function is used only where it has agreed with the reference at every shape and coding
-of its kind; the bench times the very functions that the start of a run compares.
+Invariant: a kernel is used only where it has agreed with the reference at every shape; the bench
+times the very functions that the start of a run compares.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,24 +13,17 @@ from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, used
-from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.sizes import config_sizes, head_dim
-from offload.encoding.base import Coding
-from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
-from offload.kernels.jit import is_for_kernels
 from offload.kernels.kv_commit import MAX_ROWS
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window
 from offload.kernels.registry import KERNELS, REFERENCES, KernelSet
 from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
 from offload.memory.plan import MemoryPlan
-from offload.model.expanded import CodedWeight
 from offload.model.norms import find_norms
 from offload.model.path_attention import path_attention, path_rows
 from offload.model.streamed import StreamedModel
@@ -341,117 +332,3 @@ def _commits_agree(shapes: Shapes, device: str) -> bool:
         KERNELS.kv_commit(got, 1, row_A)
         agree += map(torch.equal, got, wanted)
     return all(agree)
-
-
-# The figures by kind are in docs/quantised.md, made by bench/studies/expansion.py.
-WITHOUT_NUMBA = (
-    "weights are expanded with torch: pip install 'offload[fast]' makes that 2 to 25 times faster"
-)
-# numbers of an example: with fewer a thread's share may lack cases of the code, more take long
-_ENOUGH = 1 << 18
-
-
-class ExpansionChoice(NamedTuple):
-    """How a model's coded weights are expanded, and why."""
-
-    expansion: Expansion = REFERENCE
-    # one for each kind and coding
-    comparisons: tuple[ComparisonOutcome, ...] = ()
-    # for the user
-    notes: tuple[str, ...] = ()
-
-
-def choose_expansion(
-    model: StreamedModel,
-    fetch: Callable[[SlabLayout], np.ndarray],
-    device: Device | None,
-) -> ExpansionChoice:
-    """Compare expansions on words of the model's own layers, which are not bound yet.
-
-    Nothing is read where no weights are coded.
-
-    Args:
-        fetch: reads the slab of a layer.
-        device: where the model computes; None is the CPU, with as many threads as torch has now.
-    """
-    codings = _layer_of_codings(model)
-    faster = _faster_expansion(model.place)
-    if not codings or faster is None:
-        missed = bool(codings) and model.place.type == "cpu"
-        return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
-    outcomes = list[ComparisonOutcome]()
-    for words in _examples(model, fetch, codings):
-        outcomes += [compare(one, device) for one in _comparisons(words, faster)]
-    agreeing = {kind: getattr(faster, kind) for kind, is_used in used(outcomes).items() if is_used}
-    return ExpansionChoice(REFERENCE._replace(**agreeing), tuple(outcomes), tuple(_notes(outcomes)))
-
-
-def _faster_expansion(place: torch.device) -> Expansion | None:
-    """Return the faster functions that may replace the reference there, None if there are none."""
-    if place.type == "cpu":
-        return COMPILED if HAS_NUMBA else None
-    return EXPANSION_KERNELS if is_for_kernels(place) else None
-
-
-def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
-    """Return every coding that layers have, with the first layer that has it."""
-    found = dict[Coding, int]()
-    for layer in range(model.num_layers):
-        found = dict.fromkeys(model.codings_of(layer), layer) | found
-    return found
-
-
-def _examples(
-    model: StreamedModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
-) -> Iterator[CodedWeight]:
-    """Yield words of each coding, from its smallest weight that is large enough, or its largest."""
-    for layer in sorted(set(codings.values())):
-        words = model.coded_words(layer, fetch)
-        for coding in [coding for coding, first in codings.items() if first == layer]:
-            own = sorted(
-                (one for one in words if one.coding == coding), key=lambda one: one.num_weights
-            )
-            yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])
-
-
-def _comparisons(words: CodedWeight, faster: Expansion) -> Iterator[KernelComparison]:
-    """Yield one comparison for each function that the coding calls."""
-    out, wanted = (
-        torch.empty(words.shape, dtype=words.dtype, device=words.stored_B.device) for _ in range(2)
-    )
-    for kind in _kinds(words, out):
-        rival = REFERENCE._replace(**{kind: getattr(faster, kind)})
-        run, run_reference = (
-            partial(words.expand, into, how) for into, how in ((out, rival), (wanted, REFERENCE))
-        )
-        shape = f"{words.coding.name}, {' x '.join(map(str, words.shape))}"
-        yield KernelComparison(
-            kind, shape, run, run_reference, partial(_agree, run, run_reference, out, wanted)
-        )
-
-
-def _kinds(words: CodedWeight, out: Tensor) -> list[str]:
-    called = dict[str, None]()
-
-    def note(kind: str, *_: Any, **__: Any) -> None:
-        called[kind] = None
-
-    words.expand(out, Expansion(*(partial(note, kind) for kind in Expansion._fields)))
-    return list(called)
-
-
-def _agree(
-    run: Callable[[], Any], run_reference: Callable[[], Any], out: Tensor, wanted: Tensor
-) -> bool:
-    """Return whether both outputs are bitwise equal; any NaN equals any NaN."""
-    run()
-    run_reference()
-    bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
-    got, expected = (one.masked_fill(one.isnan(), 0).view(bits) for one in (out, wanted))
-    return torch.equal(got, expected) and torch.equal(out.isnan(), wanted.isnan())
-
-
-def _notes(outcomes: list[ComparisonOutcome]) -> Iterator[str]:
-    """Yield a line about each kind whose faster function does not work."""
-    for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
-        yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"

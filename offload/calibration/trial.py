@@ -1,6 +1,6 @@
 """One kernel against what runs without it: used where both agree, at the sizes of the run.
 
-How fast both are is a question for the bench (`bench/gpu/duels.py`), since a kernel is written to
+How fast both are is a question for the bench (`bench/gpu/kernels.py`), since a kernel is written to
 be faster.
 
 Invariant: a kernel that was wrong or refused at one shape is not used at any.

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from offload import __version__
-from offload.bench.suite import app as bench
 from offload.errors import UserError
 
 # name: its file, what --help says of it; in the order of --help
@@ -27,6 +26,7 @@ COMMANDS = {
     "verify": ("verify_command", "Is a model whole?"),
     "serve": ("serve_command", "Serve a model larger than memory over OpenAI's protocol."),
     "launch": ("launch_command", "Run a command on many ranks."),
+    # `offload.commands` knows it
     "bench": ("", "Measure speeds, each beside its ceiling."),
     "datastore": ("datastore_commands", "Make a store of text, in which guesses are looked up."),
 }
@@ -76,7 +76,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench")
 
 
 def every_command() -> dict[str, Any]:
@@ -84,7 +83,7 @@ def every_command() -> dict[str, Any]:
     for file in dict.fromkeys(file for file, _ in COMMANDS.values() if file):
         import_module(f"offload.cli.{file}")
     found: Any = typer.main.get_command(app)
-    return {name: found.commands[name] for name in COMMANDS}
+    return {name: found.commands[name] for name in COMMANDS if name in found.commands}
 
 
 def _say_version(is_asked: bool) -> None:

@@ -20,8 +20,8 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.identities import Identities
 from offload.engine.load import open_decoder
-from offload.engine.many import Finished, write_all
 from offload.engine.request import Request
+from offload.engine.scheduler import Finished, write_all
 from offload.errors import RunError, UserError
 from offload.planning.near_copy import read_models
 from offload.planning.options import LoadOptions

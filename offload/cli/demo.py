@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import cache_folder
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.inflate import inflate, inflated_config
+from offload.checkpoint.inflate import inflated_config
+from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress
@@ -27,21 +27,9 @@ from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_tree
 from offload.units import require
 
-PAIR = Path(__file__).parents[1] / "demo_pair"
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
-PROMPT = '''"""Read settings from a file."""
-
-import os
-
-
-class Settings:
-    """A mapping of names to values, read once.
-    """
-
-    def __init__(self, path, encoding=None):
-'''
 
 
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
@@ -110,19 +98,3 @@ def check(request: Request) -> None:
     )
     vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
     request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
-
-
-def inflated_target(
-    size_bytes: int, progress: Progress, source: Path = PAIR / "target", name: str = "demo"
-) -> Path:
-    """The packaged target, or another, inflated to about `size_bytes`; made once, then reused.
-    Raises `UserError`.
-    """
-    folder = cache_folder() / f"{name}-{size_bytes // 10**6}MB"
-    try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        return inflate(source, folder, size_bytes, progress=progress)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder"
-        ) from None

@@ -44,11 +44,12 @@ def demo(
         sizes_like=ram or made.size,
     )
     with shown as console, libraries(console):
+        from offload.checkpoint.packaged import PROMPT, inflated_target
         from offload.cli import demo as packaged
         from offload.cli import demo_run as run
         from offload.engine.request import Request
 
-        prompt = packaged.PROMPT if text.prompt is None else read_prompt(text.prompt, None)
+        prompt = PROMPT if text.prompt is None else read_prompt(text.prompt, None)
         request = Request(prompt, sampling, max_tokens, raw=True)
         options = packaged.demo_options(
             packaged.budget(size_bytes, ram, tree, rule),
@@ -58,7 +59,7 @@ def demo(
         )
         packaged.check(request)
         landed = partial(console.bytes_landed, label="making the target")
-        target = packaged.inflated_target(size_bytes, landed)
+        target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
             console.open(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
-from offload.cli.demo import PAIR
 from offload.cli.progress import plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run

@@ -14,7 +14,7 @@ from offload.cli.progress import plural
 from offload.cli.sampling import sampling_words
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.scheduler import Closing, Engine
+from offload.engine.service import Closing, Engine
 from offload.errors import UserError
 from offload.options import ServerOptions
 from offload.planning.options import LoadOptions

@@ -19,24 +19,23 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.distributed.orders import error_message, sampling_of, text_of
+from offload.distributed.orders import HEAD, error_message, sampling_of, text_of
 from offload.distributed.transport import Channel, Kind, Message, RankError, Transport
 from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DraftCalibration
+from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
-from offload.kernels.registry import REFERENCES, KernelSet
+from offload.engine.sequence import num_shared
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.units import Sampling
 
-_NUM_CHILDREN = 32  # that a node may have
 _ROWS_PER_PASS = 8  # at most
 
 
@@ -97,9 +96,8 @@ class DraftTree:
         vocab_size: int,
         context: int,
         num_rows: int,
-        kernels: KernelSet = REFERENCES,
     ) -> None:
-        self._cache = model.new_cache(context + num_rows, kernels.kv_commit)
+        self._cache = model.new_cache(context + num_rows)
         self._draft = Draft(model, vocab_size, self._cache)
         self._context = context
         self.capacity = num_rows
@@ -116,10 +114,7 @@ class DraftTree:
         What it shares with the last text is not run again. `sharpness` learns from the tokens that
         follow.
         """
-        agreed = takewhile(
-            lambda pair: pair[0] == pair[1], zip(self._tokens, tokens[:-1], strict=False)
-        )
-        self._cache.clear(sum(1 for _ in agreed))
+        self._cache.clear(num_shared(self._tokens, tokens[:-1]))
         self._tokens = list(tokens)
         self._sampler = sampler
         self._sharpness = sharpness
@@ -189,13 +184,11 @@ class DraftTree:
         score_WV = point_mass_scores(
             logits_WV, self._sampler, [node.position + 1 for node in nodes]
         ).float()
-        log_p_WV = (self._sharpness.exponent * score_WV).log_softmax(1)
-        best_WK = log_p_WV.topk(min(_NUM_CHILDREN, log_p_WV.shape[1]))
-        for row, (log_p_K, token_K) in enumerate(
-            zip(best_WK.values.tolist(), best_WK.indices.tolist(), strict=True)
-        ):
-            node = nodes[row]
-            node.score_V = score_WV[row].clone()  # a view would keep those of all the pass
+        log_p_WV, token_WK = ranked_children(score_WV, self._sharpness.exponent)
+        log_p_WK = log_p_WV.gather(1, token_WK)
+        columns = (nodes, score_WV, log_p_WK.tolist(), token_WK.tolist())
+        for node, score_V, log_p_K, token_K in zip(*columns, strict=True):
+            node.score_V = score_V.clone()  # a view would keep those of all the pass
             node.children = [
                 DraftNode(token, node.position + 1, node, math.exp(log_p), node.log_f + log_p)
                 for log_p, token in zip(log_p_K, token_K, strict=True)
@@ -285,18 +278,18 @@ class _Asked:
     num_passes: int = 0
 
 
-def serve_draft(transport: Transport, tree: DraftTree, vocab_size: int, head: int = 0) -> None:
+def serve_draft(transport: Transport, tree: DraftTree, vocab_size: int) -> None:
     """Draft until the head says STOP; `vocab_size` is the target's.
 
     Raises `RankError` where the head is lost; any other error is told to it, and raised.
     """
-    service = _Service(transport, tree, vocab_size, head)
+    service = _Service(transport, tree, vocab_size)
     is_idle = True
     try:
         while True:
             # Whoever has nothing to run sleeps; else what has arrived comes first: it may change
             # what is worth running.
-            message = (transport.receive if is_idle else transport.poll)(head, Channel.DRAFT)
+            message = (transport.receive if is_idle else transport.poll)(HEAD, Channel.DRAFT)
             if message is None:
                 is_idle = not service.step()
             elif message.kind in (Kind.STOP, Kind.ERROR):
@@ -307,18 +300,17 @@ def serve_draft(transport: Transport, tree: DraftTree, vocab_size: int, head: in
     except RankError:
         raise
     except Exception as error:
-        transport.send(head, Channel.RESULT, error_message(error))
+        transport.send(HEAD, Channel.RESULT, error_message(error))
         raise
 
 
 class _Service:
     """One tree, and what the head has asked for."""
 
-    def __init__(self, transport: Transport, tree: DraftTree, vocab_size: int, head: int) -> None:
+    def __init__(self, transport: Transport, tree: DraftTree, vocab_size: int) -> None:
         self._transport = transport
         self._tree = tree
         self._vocab_size = vocab_size
-        self._head = head
         self._sharpness = ByKind[Sampling, DraftCalibration](DraftCalibration)
         self._asked: _Asked | None = None
 
@@ -365,4 +357,4 @@ class _Service:
         payload = (
             torch.tensor([(node.f, node.p) for node in told], dtype=torch.float64) if told else None
         )
-        self._transport.send(self._head, Channel.RESULT, Message(Kind.TREE, numbers, payload))
+        self._transport.send(HEAD, Channel.RESULT, Message(Kind.TREE, numbers, payload))

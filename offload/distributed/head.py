@@ -9,7 +9,7 @@
 
 Runs on their way survive between two calls of `advance`, so stages and draft work while the caller
 does something else. The run table (`runs.py`) says what runs are about; here is when. Replies come
-on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. A `CutOff` decides from
+on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. A `Price` decides from
 which chance on a guess is worth a row of a run: f is the chance that the target walks through a
 node, so a row is worth f tokens, and it costs the slowest stage some time.
 
@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from itertools import takewhile
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
 from offload.distributed.orders import reset_message
 from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.engine.sequence import num_shared
 from offload.errors import RankError
 from offload.interrupts import held_back
 from offload.memory.plan import PROMPT_ROWS
@@ -44,11 +44,18 @@ class Least(NamedTuple):
     p: float  # of the token alone, among its siblings
 
 
-class CutOff(Protocol):
-    """A rule for the least chance of guesses, which is told what has come of earlier ones."""
+class Price:
+    """The least chance of guesses is the price of a row, which stays.
+
+    f must reach (seconds of one more row at the slowest stage) / (seconds of a token).
+    """
+
+    def __init__(self, row_s: float) -> None:
+        self._row_s = row_s
 
     def least(self, token_s: float) -> Least:
         """Return the least chances now; a `token_s` of 0 is not known yet."""
+        return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
 
     def speculated(self) -> None:
         """Note that guesses have come."""
@@ -58,33 +65,10 @@ class CutOff(Protocol):
 
     def failed(self) -> bool:
         """Note that no guess was likely enough; return whether the rule now asks for less."""
-
-
-class Price:
-    """The price of a row: f must reach (seconds of one more row) / (seconds of a token).
-
-    The row's seconds are those at the slowest stage.
-    """
-
-    def __init__(self, row_s: float) -> None:
-        self._row_s = row_s
-
-    def least(self, token_s: float) -> Least:
-        """Return the price; 0 while nothing is known."""
-        return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
-
-    def speculated(self) -> None:
-        """Do nothing: the price stays."""
-
-    def accepted(self) -> None:
-        """Do nothing: the price stays."""
-
-    def failed(self) -> bool:
-        """Return False: the price stays."""
         return False
 
 
-class RisingCut:
+class RisingCut(Price):
     """PipeInfer's cut-off (2407.11798, section IV): guesses on unproved guesses must be surer.
 
     cut = start + recovery x (batches since a run was accepted) - decay x (attempts that found
@@ -92,6 +76,7 @@ class RisingCut:
     """
 
     def __init__(self, rule: PaperCut) -> None:
+        super().__init__(0.0)
         self._rule = rule
         self._num_batches = 0
         self._num_fails = 0
@@ -222,7 +207,7 @@ class Head:
         self._clock = clock
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
-        self._cut: CutOff = Price(price.row_s) if options.cut is None else RisingCut(options.cut)
+        self._cut = Price(price.row_s) if options.cut is None else RisingCut(options.cut)
         self._ways, self._time, self._tokens = _ways(roles), TokenTime(), list[int]()
         self._draft = _Draft.IDLE
         self._num_asked = 0
@@ -241,8 +226,7 @@ class Head:
     def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int) -> None:
         self.end()
         known = self._tokens[: self._table.num_committed]
-        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(known, tokens[:-1], strict=False))
-        num_kept = min(sum(1 for _ in agreed), most_kept)
+        num_kept = min(num_shared(known, tokens[:-1]), most_kept)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
         self._time.begin()

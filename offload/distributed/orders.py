@@ -102,7 +102,7 @@ def error_message(error: Exception) -> Message:
     return Message(Kind.ERROR, (), torch.tensor(list(reason(error).encode()), dtype=torch.uint8))
 
 
-_HEAD = 0
+HEAD = 0  # the rank that has the text
 _MOST_BYTES = 1 << 20
 T = TypeVar("T")
 
@@ -113,11 +113,11 @@ def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
     Returns when the last rank has spoken.
     """
     ranks = range(transport.num_ranks)
-    if transport.rank != _HEAD:
-        transport.send(_HEAD, Channel.DATA, _word(value))
-        return list(_read(transport.receive(_HEAD, Channel.DATA), _HEAD))
+    if transport.rank != HEAD:
+        transport.send(HEAD, Channel.DATA, _word(value))
+        return list(_read(transport.receive(HEAD, Channel.DATA), HEAD))
     values = [
-        value if rank == _HEAD else _read(transport.receive(rank, Channel.DATA), rank)
+        value if rank == HEAD else _read(transport.receive(rank, Channel.DATA), rank)
         for rank in ranks
     ]
     for rank in ranks[1:]:
@@ -127,7 +127,7 @@ def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
 
 def broadcast_from_head(transport: Transport, value: Any = None) -> Any:
     """Return what the head says, on every rank."""
-    return all_gather_objects(transport, value)[_HEAD]
+    return all_gather_objects(transport, value)[HEAD]
 
 
 def agree_on(transport: Transport, refusal: str | None = None) -> None:

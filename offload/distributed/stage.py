@@ -22,10 +22,16 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from offload.distributed.orders import RunMessage, error_message, read_commit, read_run, sampling_of
+from offload.distributed.orders import (
+    HEAD,
+    RunMessage,
+    error_message,
+    read_commit,
+    read_run,
+    sampling_of,
+)
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, ensure
-from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart
 from offload.model.streamed import SectionModel
@@ -45,7 +51,6 @@ class Neighbours(NamedTuple):
     before: int
     # the rank that has the layers behind; None: there are none, and this stage draws
     after: int | None
-    head: int = 0
 
 
 class _CancelledError(Exception):
@@ -68,15 +73,13 @@ class PipelineStage:
         stream: Layers,
         plan: MemoryPlan,
         *,
-        kernels: KernelSet = REFERENCES,
         slow_layer_s: float = 0.0,
     ) -> None:
         self.model = model
         self.stream = stream
         self._max_logits = plan.num_logits_rows
-        self._kernels = kernels
         self._slow_layer_s = slow_layer_s
-        self._cache = model.new_cache(plan.cache_slots, kernels.kv_commit)
+        self._cache = model.new_cache(plan.cache_slots)
         # rows of cancelled runs are never computed
         self._cache.fix()
         self._position_U = torch.empty(0, dtype=torch.long)
@@ -95,9 +98,7 @@ class PipelineStage:
         self._cache.clear(num_kept)
         self._position_U = self._position_U[:0]
         self._is_whole_U = self._is_whole_U[:0]
-        self.sampler = Sampler(
-            sampling, self.model.vocab_size, kernels=self._kernels, send=self.model.send
-        )
+        self.sampler = Sampler(sampling, self.model.vocab_size, send=self.model.send)
 
     def commit(self, path: abc.Sequence[int], kept: abc.Sequence[int]) -> None:
         """Commit rows, see `KVCache.commit`.
@@ -204,7 +205,7 @@ def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineSta
     Raises `RankError` where a peer is lost; any other error is told to the head, ends the stages
     behind, and is raised.
     """
-    cancellations = _Cancellations(transport, neighbours.head)
+    cancellations = _Cancellations(transport)
     service = _Service(transport, neighbours, stage, cancellations)
     try:
         while service.do(transport.receive(neighbours.before, Channel.DATA)):
@@ -250,7 +251,7 @@ class _Service:
     def fail(self, error: Exception) -> NoReturn:
         """Tell why, the head first: it tells the user."""
         message = error_message(error)
-        self._transport.send(self._neighbours.head, Channel.RESULT, message)
+        self._transport.send(HEAD, Channel.RESULT, message)
         self._pass_on(message)
         raise error
 
@@ -266,7 +267,7 @@ class _Service:
             self._transport.send(after, Channel.DATA, Message(Kind.RUN, numbers, out))
         else:
             drawn = [run.number, int(is_dead), *([] if out is None else out.tolist())]
-            self._transport.send(self._neighbours.head, Channel.RESULT, Message(Kind.DRAWN, drawn))
+            self._transport.send(HEAD, Channel.RESULT, Message(Kind.DRAWN, drawn))
 
     def _received(self, payload: Tensor | None, num_rows: int) -> Tensor | None:
         """Return what the stage before has computed. Raises `ValueError` for anything else."""
@@ -288,9 +289,8 @@ class _Cancellations:
     Numbers of runs rise, so earlier ones are forgotten.
     """
 
-    def __init__(self, transport: Transport, head: int) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._head = head
         self._dead = set[int]()
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="offload-cancel", daemon=True).start()
@@ -306,9 +306,7 @@ class _Cancellations:
 
     def _listen(self) -> None:
         try:
-            while (
-                message := self._transport.receive(self._head, Channel.CONTROL)
-            ).kind == Kind.CANCEL:
+            while (message := self._transport.receive(HEAD, Channel.CONTROL)).kind == Kind.CANCEL:
                 with self._lock:
                     self._dead.update(message.numbers)
         except RankError:

@@ -436,6 +436,13 @@ class _Rows:
         }
 
 
+def ranked_children(score_WV: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
+    """Return log pi (W, V) of every child of each row, and the likeliest children (W, K)."""
+    # never above 0: f must not rise
+    log_pi_WV = (exponent * score_WV).log_softmax(1)
+    return log_pi_WV, score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
+
+
 def _children(parents: Candidates, rows: _Rows, entry: DraftEntry) -> Candidates:
     """Return the likeliest children of one text's rows that were run, row after row.
 
@@ -443,9 +450,7 @@ def _children(parents: Candidates, rows: _Rows, entry: DraftEntry) -> Candidates
     """
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
     ranking = entry.ranking
-    # never above 0: f must not rise
-    log_pi_WV = (ranking.exponent * score_WV).log_softmax(1)
-    token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
+    log_pi_WV, token_WK = ranked_children(score_WV, ranking.exponent)
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
     children_WK["token"] = token_WK.cpu().numpy()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.calibration.kernels import choose_expansion
+from offload.calibration.expansions import choose_expansion
 from offload.calibration.trial import ComparisonOutcome
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.hub import are_same, other_vocabulary

@@ -25,7 +25,6 @@ from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.base import Drafter
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.generation import Generation, Run, RunInfo
-from offload.engine.many import in_order
 from offload.engine.request import (
     Prompt,
     Request,
@@ -37,6 +36,7 @@ from offload.engine.request import (
     whole_numbers,
     with_start,
 )
+from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
 from offload.engine.sequence import CachePool, Caches, DecoderLock, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
@@ -47,7 +47,7 @@ from offload.errors import UserError
 from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
-from offload.planning.selector import TreeChoice, Trees
+from offload.planning.selector import TreeChoice, TreeSelector
 from offload.sampling.grammar import Grammar
 from offload.sampling.grammar_mask import Grammars
 from offload.sampling.sampler import Sampler
@@ -66,7 +66,7 @@ class DecoderConfig(NamedTuple):
 
     plan: MemoryPlan
     models: Models
-    trees: Trees
+    trees: TreeSelector
     rule: Rule  # where a run names none
     threads: ThreadPolicy
     choice: KernelChoice = NO_KERNELS
@@ -120,31 +120,27 @@ class Decoder:
         resources: ExitStack,
         notes: list[str],
     ) -> None:
-        (
-            self.plan,
-            self._models,
-            self._trees,
-            self.rule,
-            self.threads,
-            choice,
-            self.tokenizer,
-            self.end_ids,
-            self.invariance,
-            self.sources,
-            grammars,
-        ) = settled
-        self._kernels, self.comparisons = choice
+        self.plan = settled.plan
+        self._models = settled.models
+        self._trees = settled.trees
+        self.rule = settled.rule
+        self.threads = settled.threads
+        self._kernels, self.comparisons = settled.choice
+        self.tokenizer = settled.tokenizer
+        self.end_ids = settled.end_ids
+        self.invariance = settled.invariance
+        self.sources = settled.sources
         self.identities = self._models.identities
         self.target = target
         self.drafter = drafter
         self._resources = resources
-        self._vocab_size, self._start = target.vocab_size, target.start
-        self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
-        self._turn, self._waiting, self._encoding = (
-            DecoderLock(target.computing),
-            ThreadWaiting(),
-            threading.Lock(),
-        )
+        self._vocab_size = target.vocab_size
+        self._start = target.start
+        own_grammars = Grammars(self.tokenizer, self._vocab_size, self.end_ids)
+        self._grammars = settled.grammars or own_grammars
+        self._turn = DecoderLock(target.computing)
+        self._waiting = ThreadWaiting()
+        self._encoding = threading.Lock()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]
@@ -386,21 +382,11 @@ class Decoder:
             prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree)
         )
 
-    def advance(self, runs: abc.Sequence[Run]) -> list[str]:
-        """One pass over the weights for all of these runs: the piece of text that each has gained
-        by it.
+    def sweep(self, runs: abc.Sequence[Run]) -> None:
+        """Run one pass over the weights for all of these; what each gains is there to `take`.
 
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using
         it.
-        """
-        with self._turn.held():
-            self.sweep(runs)
-            return [run.take() for run in runs]
-
-    def sweep(self, runs: abc.Sequence[Run]) -> None:
-        """Run the pass of `advance`; what each has gained is there to `take`.
-
-        Raises what `advance` raises.
         """
         with self._turn.stepping():
             if writing := [run.sequence for run in runs if run.is_writing]:

@@ -156,7 +156,7 @@ class Run:
 
     def take(self) -> str:
         """The text of what its sequence has gained by a pass that others may have shared; see
-        `Decoder.advance`.
+        `Decoder.sweep`.
         """
         if self.is_finished:
             return ""

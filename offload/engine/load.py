@@ -27,7 +27,6 @@ from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import calibrate, pick_threads
 from offload.declaration import as_in, called_with
-from offload.distributed.transport import Transport
 from offload.engine.build import (
     ModelPair,
     counter,
@@ -40,6 +39,7 @@ from offload.engine.decoder import Decoder, DecoderConfig
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.identities import Identities
 from offload.engine.lookup_sources import open_sources
+from offload.engine.ranks import LOADERS
 from offload.engine.request import Request
 from offload.engine.resolve import NO_HOOKS, ResolvedRun, resolve
 from offload.engine.session import Models, check_session, require_sessions
@@ -53,7 +53,7 @@ from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
 from offload.options import ModelChoice, ModelOptions
 from offload.planning.options import LoadOptions
-from offload.planning.selector import RunSettings, Trees
+from offload.planning.selector import RunSettings, TreeSelector
 from offload.streaming.device import Device, computing_on
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.streaming.expert_cache import warm_order
@@ -170,7 +170,7 @@ def open_decoder(
     device: Device | None = None,
     open_source: OpenSource = DiskReader,
     hooks: Hooks = NO_HOOKS,
-    transport: Transport | None = None,
+    transport: Any = None,
 ) -> Decoder:
     """Do what `load` does, with its options in one piece.
 
@@ -183,9 +183,7 @@ def open_decoder(
     return open_run(run, request, transport)
 
 
-def open_run(
-    run: ResolvedRun, request: Request | None = None, transport: Transport | None = None
-) -> Decoder:
+def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = None) -> Decoder:
     """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
     options = run.options
     device = run.device
@@ -193,11 +191,11 @@ def open_run(
     with computing_on(device), ExitStack() as resources:
         roles = options.roles()
         if roles is not None and not roles.is_sharded:
-            # not at the top: what torch.distributed brings takes time
-            from offload.engine.stages import open_pipeline
-
-            return open_pipeline(run, request, resources, transport)
-        team = _join(run, resources, transport)
+            pipeline: Decoder = LOADERS["stages"](run, request, resources, transport)
+            return pipeline
+        team = Team()
+        if roles is not None:
+            team = LOADERS["shards"](run, request, resources, transport)
         run = team.own(run)
         files = run.files
         settings = run.settings(request.sampling if request else Sampling())
@@ -248,23 +246,23 @@ def open_run(
             device=device,
         )
         rule = find_rule(options.rule, options.lenience)
-        text = (pair.tokenizer, pair.end_ids)
         inexact = [] if rule.is_exact else [not_exact_line(rule)]
         pair.notes.extend([*run.notes, *team.notes, *inexact])
         settled = DecoderConfig(
-            plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars
+            plan=plan,
+            models=models,
+            trees=trees,
+            rule=rule,
+            threads=threads,
+            choice=choice,
+            tokenizer=pair.tokenizer,
+            end_ids=pair.end_ids,
+            invariance=invariance,
+            sources=sources,
+            grammars=pair.grammars,
         )
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
-
-
-def _join(run: ResolvedRun, resources: ExitStack, transport: Transport | None) -> Team:
-    """Those who share the target; on others than the head it does not return."""
-    if run.options.ranks is None:
-        return Team()
-    from offload.engine.shards import join_shards
-
-    return join_shards(run, resources, transport)
 
 
 def _identities(
@@ -301,7 +299,7 @@ def _check_request(request: Request | None, pair: ModelPair, models: Models) -> 
 
 def _plan_tree(
     run: ResolvedRun,
-    trees: Trees,
+    trees: TreeSelector,
     pair: ModelPair,
     settings: RunSettings,
     threads: ThreadPolicy,
@@ -394,7 +392,7 @@ def _pick_kernels(pair: ModelPair, plan: MemoryPlan, sampling: Sampling) -> Kern
 def _open_experts(
     pair: ModelPair,
     plan: MemoryPlan,
-    trees: Trees,
+    trees: TreeSelector,
     settings: RunSettings,
     on_bytes: Progress,
     resources: ExitStack,

@@ -39,7 +39,7 @@ from offload.planning.profile import (
     unprofiled,
 )
 from offload.planning.room import MemoryBudget
-from offload.planning.selector import RunSettings, Trees, routing_in, with_experts
+from offload.planning.selector import RunSettings, TreeSelector, routing_in, with_experts
 from offload.rank_roles import find_place
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.trees.spec import TreeSpec
@@ -124,16 +124,16 @@ class ResolvedRun:
             num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
             self.plan_for(self.options.parallel * num_nodes)
 
-    def trees(self, sampling: Sampling) -> Trees:
+    def trees(self, sampling: Sampling) -> TreeSelector:
         """Return what chooses the trees, with all that is known before anything is measured.
 
         Raises `UserError` for a named profile that does not hold for such runs.
         """
-        find = self._profile_finder()
+        find = self.profile_finder()
         profile, _ = find(*self.settings(sampling))
         is_on_cpu = self.budget.gpu is None
         rates = self.budget.rates
-        return Trees(
+        return TreeSelector(
             self.tree,
             find,
             cache(partial(self.budget.traffic, self.files, hardware=self.hardware)),
@@ -187,7 +187,7 @@ class ResolvedRun:
         positions = int(_FILLED_SHARE * alone.context)
         return costs_on(self.hardware, model_shape(target, dtype), draft_shape, positions)
 
-    def _profile_finder(self) -> Callable[[Sampling, str], tuple[Profile | None, str]]:
+    def profile_finder(self) -> Callable[[Sampling, str], tuple[Profile | None, str]]:
         """Return what finds the profile for settings and rule, or says why there is none."""
         experts = self.budget.experts_of(self.files)
         target, draft = self.files

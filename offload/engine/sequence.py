@@ -385,7 +385,7 @@ class CachePool:
         self._places[-1].fill(tokens)
 
 
-def num_shared(first: list[int], second: list[int]) -> int:
+def num_shared(first: Several[int], second: Several[int]) -> int:
     """Tokens at the beginning that two texts have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next(

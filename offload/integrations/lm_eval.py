@@ -18,8 +18,8 @@ from offload.declaration import options_at
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
-from offload.engine.many import write_all
 from offload.engine.request import Request
+from offload.engine.scheduler import write_all
 from offload.engine.template_process import TemplateFailed
 from offload.engine.text import render_chat
 from offload.errors import RunError, UserError, require

@@ -45,14 +45,6 @@ def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
     return tokens_per_run(alpha, gamma) / (gamma * cost + 1)
 
 
-def operations_growth(alpha: float, gamma: int, cost: float) -> float:
-    """Return how many times more arithmetic is done (Theorem 3.11).
-
-    `cost` is c': a draft's operations per token over the target's.
-    """
-    return (gamma * cost + gamma + 1) / tokens_per_run(alpha, gamma)
-
-
 def best_length(alpha: float, max_length: int, relative_time: Callable[[int], float]) -> int:
     """Return the gamma in 0..`max_length` with the largest gain (section 3.5), the least of equals.
 

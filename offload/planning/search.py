@@ -54,6 +54,9 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 SOURCE = "arXiv 2402.12374"
 _LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as large
+# of the tree by which smoothings are compared
+_TRIED_NODES = 128
+_TRIED_DEPTH = 16
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
 _FIRST_NODES = 512  # larger trees are ordered only where they might be better
 _SPARE = 3  # times the largest tree's nodes are ordered, since a bound on the depth drops some
@@ -291,30 +294,6 @@ class _Candidate(NamedTuple):
         return Prediction(label_of(shape), shape, self.step, (self.tokens,) * 2)
 
 
-def rank_trees(
-    trees: TreeSearch,
-    costs: Costs,
-    traffic_of: Callable[[int], Traffic | None],
-    max_depth: int = DEPTHS[-1],
-    *,
-    is_dynamic: bool = False,
-    num_texts: int = 1,
-) -> list[Prediction]:
-    """Return all trees that memory can hold, the one with the most tokens per second first.
-
-    With several texts in a pass each has such a tree, and a prediction is for all of them together.
-
-    Args:
-        traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
-            does not fit.
-        is_dynamic: whether trees are dynamic.
-    """
-    ranked = _ranked(
-        trees, costs, traffic_of, max_depth, is_dynamic=is_dynamic, num_texts=num_texts
-    )
-    return [one.built(trees) for one in ranked]
-
-
 def _ranked(
     trees: TreeSearch,
     costs: Costs,
@@ -324,7 +303,10 @@ def _ranked(
     is_dynamic: bool,
     num_texts: int,
 ) -> list[_Candidate]:
-    """Return the trees of `rank_trees` before they are built."""
+    """Return all trees that memory can hold, the one with the most tokens per second first.
+
+    With several texts in a pass each has such a tree, and a candidate is for all of them together.
+    """
     candidates = []
     for size in (size for size in SIZES if size <= trees.max_nodes):
         traffic = traffic_of(num_texts * size)
@@ -354,9 +336,15 @@ def search(
     num_texts: int = 1,
     most: int | None = None,
 ) -> tuple[TreeSearch, list[Prediction]]:
-    """Return the trees of the whole grid, ranked by `rank_trees`, and where they come from.
+    """Return the trees of the whole grid that memory can hold, and where they come from.
+
+    The one with the most tokens per second comes first. With several texts in a pass each has such
+    a tree, and a prediction is for all of them together.
 
     Args:
+        traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
+            does not fit.
+        is_dynamic: whether trees are dynamic.
         trees_of: returns the trees of at most so many nodes; large ones take long to order.
         most: how many of the best static trees are built and returned; None for all of them.
     """
@@ -400,13 +388,11 @@ def _may_pay(
     )
 
 
-def best_smoothing(
-    p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, depth: int = 16
-) -> float:
+def best_smoothing(p_K: Floats, traces: Sequence[Trace]) -> float:
     """Return the weight of the product form beside the traces that serves held-out traces best."""
 
     def held_out(smoothing: float) -> float:
-        return TreeSearch(p_K, traces, smoothing, num_nodes).expected(num_nodes, depth)
+        return TreeSearch(p_K, traces, smoothing, _TRIED_NODES).expected(_TRIED_NODES, _TRIED_DEPTH)
 
     best = max(SMOOTHINGS, key=held_out)
     return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM

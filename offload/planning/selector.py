@@ -116,42 +116,52 @@ class TreeChoice(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class TreeSelector:
-    """What is known of a pair and a machine; `choose` selects a tree by it."""
+class _Selection:
+    """One choice of a `TreeSelector`.
 
-    rule: str  # of acceptance; decides whether chosen trees may be dynamic
-    profile: Profile | None = None  # None takes the default acceptance
-    note: str = ""  # why there is no profile
-    costs: Costs | None = None  # None where nothing was measured
-    traffic_of: TrafficOf = lambda _: None
-    max_nodes: int = SIZES[-1]  # of all texts' trees together, as memory was planned
-    max_depth: int = DEPTHS[-1]  # as the context allows
-    # without a draft there are retrieved guesses alone, of which nothing is known beforehand
-    has_draft: bool = True
-    usual: AcceptancePrior = SMALL  # stands in for a profile
-    num_texts: int = 1  # texts that share a pass, each with such a tree
-    # passes of this decoder, where texts share them
-    seen: ObservedPasses = field(default_factory=ObservedPasses)
+    Args:
+        rule: of acceptance; decides whether chosen trees may be dynamic.
+        profile: None takes the usual acceptance, and `note` says why.
+        num_texts: texts that share a pass, each with such a tree.
+        max_nodes: of all texts' trees together.
+    """
+
+    def __init__(
+        self,
+        known: "TreeSelector",
+        rule: str,
+        profile: Profile | None,
+        note: str,
+        num_texts: int,
+        max_nodes: int,
+    ) -> None:
+        self._known = known
+        self._rule = rule
+        self._profile = profile
+        self._note = note
+        self._num_texts = num_texts
+        self._max_nodes = max_nodes
+        self._max_depth = DEPTHS[-1] if known.context is None else known.context - 1
+        self._costs = known.costs_of(profile)
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
         """Return the tree for this spec. Raises `UserError` if the rule does not allow it."""
-        if not self.has_draft:
+        if not self._known.has_draft:
             return self._of_guesses(spec)
-        spec.check_rule(self.rule)
+        spec.check_rule(self._rule)
         if spec.kind == "auto_chain":
             return self._chain()
         if spec.kind != "auto":
             return self._named(spec)
-        if self.costs is not None:
-            return self._best(self.costs)
+        if self._costs is not None:
+            return self._best(self._costs)
         default = TreeSpec(
-            "dynamic" if self._is_dynamic and min(self._most - 1, self.max_depth) else "best",
+            "dynamic" if self._is_dynamic and min(self._most - 1, self._max_depth) else "best",
             min(AUTO_NODES, self._most),
-            min(AUTO_NODES - 1 if self.usual.is_copy else AUTO_DEPTH, self.max_depth),
+            min(AUTO_NODES - 1 if self._known.usual.is_copy else AUTO_DEPTH, self._max_depth),
         )
         return self._named(default)._replace(
-            why=f"a default, since nothing was measured ({self.note})"
+            why=f"a default, since nothing was measured ({self._note})"
         )
 
     def _of_guesses(self, spec: TreeSpec) -> TreeChoice:
@@ -163,7 +173,7 @@ class TreeSelector:
         depth = spec.depth
         if spec.is_chosen:
             num_nodes = min(LOOKUP_NODES, self._most)
-            depth = min(LOOKUP_DEPTH, self.max_depth)
+            depth = min(LOOKUP_DEPTH, self._max_depth)
         depth = min(depth, num_nodes - 1)
         if depth < 1:
             return TreeChoice(
@@ -183,20 +193,20 @@ class TreeSelector:
     def _best(self, costs: Costs) -> TreeChoice:
         trees_of = partial(self._trees, max_depth=DEPTHS[-1])
         if self._learns and (traffic := self._traffic(1)):
-            costs = self.seen.costs(costs, self.num_texts, traffic.slots_bytes)
+            costs = self._known.seen.costs(costs, self._num_texts, traffic.slots_bytes)
         trees, ranked = search(
             trees_of,
             self._most,
             costs,
             self._traffic,
-            self.max_depth,
+            self._max_depth,
             is_dynamic=self._is_dynamic,
-            num_texts=self.num_texts,
+            num_texts=self._num_texts,
             most=NUM_SHOWN,
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        best = self.seen.pick(ranked, self.num_texts) if self._learns else ranked[0]
+        best = self._known.seen.pick(ranked, self._num_texts) if self._learns else ranked[0]
         why = self._basis
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)
@@ -206,29 +216,31 @@ class TreeSelector:
                 else ", as if static: dynamic trees yield more"
             )
         return TreeChoice(
-            best.shape, why, best.tokens_per_sweep / self.num_texts, tuple(ranked[:NUM_SHOWN])
+            best.shape, why, best.tokens_per_sweep / self._num_texts, tuple(ranked[:NUM_SHOWN])
         )
 
     def _chain(self) -> TreeChoice:
         """Return the chain of the length with the largest gain, by the first acceptance entry."""
-        alpha = (self.usual.acceptance if self.profile is None else self.profile.acceptance)[0]
-        most = min(MAX_CHAIN, self._most - 1, self.max_depth)
+        alpha = (
+            self._known.usual.acceptance if self._profile is None else self._profile.acceptance
+        )[0]
+        most = min(MAX_CHAIN, self._most - 1, self._max_depth)
         why = f"alpha {alpha:.2f} at first ({self._basis})"
         traffic = self._traffic(most + 1)
-        if self.costs is None or traffic is None:
+        if self._costs is None or traffic is None:
             policy = ChainPolicy.assumed(alpha, most)
             why = f"{why}; a draft step as a {ASSUMED_COST:g} of a sweep"
         else:
-            policy = ChainPolicy.of(alpha, self.costs, traffic, most)
+            policy = ChainPolicy.of(alpha, self._costs, traffic, most)
         ranked = [policy.predicted(gamma) for gamma in range(most + 1)]
         ranked.sort(key=lambda one: one.s_per_token)
         gamma = policy.length()
-        candidates = () if self.costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
+        candidates = () if self._costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
         return TreeChoice(chain(gamma), why, tokens_per_run(alpha, gamma), candidates, policy)
 
     def _traffic(self, num_nodes: int) -> Traffic | None:
-        traffic = self.traffic_of(num_nodes)
-        return None if traffic is None else traffic.routed_by(routing_in(self.profile))
+        traffic = self._known.traffic_at(num_nodes)
+        return None if traffic is None else traffic.routed_by(routing_in(self._profile))
 
     def _named(self, spec: TreeSpec) -> TreeChoice:
         trees = self._trees(
@@ -239,21 +251,21 @@ class TreeSelector:
             return TreeChoice(trees.tree(spec.count, spec.depth), self._basis, tokens)
         shape = spec.build()
         if isinstance(shape, DynamicShape):
-            shape = paced(shape, self.costs) if self.costs else shape
+            shape = paced(shape, self._costs) if self._costs else shape
             why = "at most, as the draft's scores suggest"
             return TreeChoice(shape, why, trees.expected_dynamic(shape.num_nodes, shape.depth))
         return TreeChoice(shape, "as named", trees.expected_of(shape))
 
     def _trees(self, max_nodes: int, max_depth: int) -> TreeSearch:
-        if self.profile is None:
-            p_K = check_acceptance(self.usual.acceptance)
-            counted = self.usual.dynamic_yields
+        if self._profile is None:
+            p_K = check_acceptance(self._known.usual.acceptance)
+            counted = self._known.usual.dynamic_yields
             if self._learns and not counted:
-                p_K = self.seen.acceptance(p_K, self._expected)
+                p_K = self._known.seen.acceptance(p_K, self._expected)
             return known_trees(
                 tuple(p_K.tolist()), max_nodes=max_nodes, max_depth=max_depth, counted=counted
             )
-        known = self.profile
+        known = self._profile
         p_K = isotonic(known.acceptance)  # far ranks are noisy
         return known_trees(
             tuple(p_K.tolist()),
@@ -266,7 +278,7 @@ class TreeSelector:
 
     def _expected(self, p_K: Floats, shape: Shape) -> float:
         """Return the tokens of a tree by the product form."""
-        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(self.max_nodes, shape.num_nodes))
+        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(self._max_nodes, shape.num_nodes))
         return trees.expected(shape.num_nodes, shape.depth)
 
     @property
@@ -275,22 +287,22 @@ class TreeSelector:
 
         They may not where the text for a seed depends on its trees, or a text is alone.
         """
-        return self._is_dynamic and self.num_texts > 1
+        return self._is_dynamic and self._num_texts > 1
 
     @property
     def _most(self) -> int:
         """Return how many nodes each text may have."""
-        return max(1, self.max_nodes // self.num_texts)
+        return max(1, self._max_nodes // self._num_texts)
 
     @property
     def _is_dynamic(self) -> bool:
-        return not drafting_of(self.rule).keeps_distributions
+        return not drafting_of(self._rule).keeps_distributions
 
     @property
     def _basis(self) -> str:
-        if self.profile is None:
-            return f"{self.usual.source}, {self.note}"
-        return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
+        if self._profile is None:
+            return f"{self._known.usual.source}, {self._note}"
+        return f"{self._profile.num_tokens} traced tokens, profile of {self._profile.created}"
 
 
 def routing_in(profile: Profile | None) -> ExpertRouting | None:
@@ -300,12 +312,13 @@ def routing_in(profile: Profile | None) -> ExpertRouting | None:
 
 
 @dataclass
-class Trees:
-    """The trees of one decoder."""
+class TreeSelector:
+    """What is known of a pair, a machine and its decoder; `for_run` selects the tree of a run."""
 
     spec: TreeSpec  # the tree that `load` was asked for
     find: FindProfile
-    traffic_of: TrafficOf  # what a plan for so many nodes moves; after `settle` the plan's own
+    # what a plan for so many nodes moves; after `settle` the plan's own
+    traffic_of: TrafficOf = lambda _: None
     # measured at start: disks drift, so a profile's own figure may be old
     link_bytes_per_s: float | None = None
     costs: Costs | None = None  # from the start, for runs without a profile of their own
@@ -314,17 +327,19 @@ class Trees:
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep
+    # without one there are retrieved guesses alone, of which nothing is known beforehand
     has_draft: bool = True
-    usual: AcceptancePrior = SMALL
+    usual: AcceptancePrior = SMALL  # stands in for a profile
     routing: ExpertRouting | None = None  # where experts were counted
     parallel: int = 1  # texts that may share a pass
     _known: dict[tuple[TreeSpec, str, str, int], TreeChoice] = field(default_factory=dict)
-    _seen: ObservedPasses = field(default_factory=ObservedPasses)
+    # passes of this decoder, where texts share them
+    seen: ObservedPasses = field(default_factory=ObservedPasses)
 
     def took(self, one: ObservedPass) -> None:
         """Record a pass of several texts; the next choice for several uses it."""
-        self._seen.add(one)
-        if self._seen.num_passes <= _OFTEN or self._seen.num_passes % _SELDOM == 0:
+        self.seen.add(one)
+        if self.seen.num_passes <= _OFTEN or self.seen.num_passes % _SELDOM == 0:
             # a copy, since another thread may be adding to it
             for key in [*self._known]:
                 if key[-1] > 1:
@@ -354,13 +369,13 @@ class Trees:
 
     def _nodes_to_spare(self) -> int:
         """Return the nodes that retrieved guesses may have at next to no cost."""
-        alone = self._traffic_of(self.parallel)
+        alone = self.traffic_at(self.parallel)
         if alone is None:
             return 1
         # for a pass of one row; what guesses add to it is weighed in every step
         most_bytes = alone.bytes_at(1) * _SPARE_TRAFFIC
         for size in reversed([self.parallel * size for size in SIZES if size <= LOOKUP_NODES]):
-            traffic = self._traffic_of(size)
+            traffic = self.traffic_at(size)
             if (
                 traffic
                 and traffic.bytes_at(1) <= most_bytes
@@ -401,7 +416,7 @@ class Trees:
         key = (spec, note, rule, num_texts)
         choice = self._known.get(key)
         if choice is None:
-            choice = self._selector(spec, profile, note, rule, num_texts).choose(spec)
+            choice = self._selection(spec, profile, note, rule, num_texts).choose(spec)
             self._check(choice.shape, tree)
             if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
                 self._known.clear()
@@ -416,42 +431,29 @@ class Trees:
                 raise
             return None, str(error)  # only the prediction rests on it
 
-    def _selector(
+    def _selection(
         self, spec: TreeSpec, profile: Profile | None, note: str, rule: str, num_texts: int
-    ) -> TreeSelector:
-        costs = self.costs_of(profile)
+    ) -> _Selection:
         max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
-        max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         # a chain may grow after other texts have joined
         if spec.kind == "auto_chain":
             max_nodes //= self.parallel
             num_texts = 1
-        return TreeSelector(
-            rule,
-            profile,
-            note,
-            costs,
-            self._traffic_of,
-            max_nodes,
-            max_depth,
-            self.has_draft,
-            self.usual,
-            num_texts,
-            self._seen,
-        )
+        return _Selection(self, rule, profile, note, num_texts, max_nodes)
 
     def ahead_rows(self) -> int:
         """Return the least rows for which a sweep should prefetch all experts, see `Traffic`."""
-        traffic = self._traffic_of(self.max_nodes)
+        traffic = self.traffic_at(self.max_nodes)
         return NEVER if traffic is None else traffic.ahead_rows(self.costs_of(None))
 
-    def _traffic_of(self, num_nodes: int) -> Traffic | None:
+    def traffic_at(self, num_nodes: int) -> Traffic | None:
+        """Return what a sweep moves with memory planned for so many nodes, routed as counted."""
         traffic = self.traffic_of(num_nodes)
         return None if traffic is None else traffic.routed_by(self.routing)
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Return the seconds of a step from its rows; constant where nothing was measured."""
-        traffic = self._traffic_of(num_rows)
+        traffic = self.traffic_at(num_rows)
         costs = self.costs_of(None)
         if costs is None or traffic is None:
             return 1.0

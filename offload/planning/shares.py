@@ -98,12 +98,6 @@ def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, .
     return tuple(share / sum(shares) for share in shares)
 
 
-def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
-    """Return the seconds that a rank's link needs in every pass for its share of each layer."""
-    held_bytes = load.slots_bytes + load.kv_bytes
-    return _link_s(rank, fraction * load.num_bytes, fraction * load.kv_bytes, fraction * held_bytes)
-
-
 def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]:
     """Return each rank's layers: least time of the slowest stage, then least time in all.
 

@@ -41,7 +41,7 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile, parse_profile
 from offload.planning.room import MemoryBudget
 from offload.planning.search import SOURCE, range_for
-from offload.planning.selector import TreeChoice, Trees
+from offload.planning.selector import TreeChoice, TreeSelector
 from offload.trees.spec import TreeSpec, label_of
 from offload.trees.topology import Shape, chain
 from offload.units import Sampling, format_bytes, parse_rate, require
@@ -196,7 +196,7 @@ def estimate(
     is_copy = run.files.draft is not None and run.files.draft.is_copy
     if run.files.draft is not None and not is_copy:
         require_one_vocabulary(run.files.target, run.files.draft)
-    settings = run.settings(_sampling(options))
+    settings = run.settings(profiled_sampling(options))
     trees = run.trees(settings.sampling)
     profile, where = trees.find(*settings)
     link = run.measure_link() if run.knows_link else None
@@ -266,7 +266,7 @@ def planned_tree(
     return tree
 
 
-def _sampling(options: LoadOptions) -> Sampling:
+def profiled_sampling(options: LoadOptions) -> Sampling:
     """Return the settings that the named profile is for; greedy ones where none is named."""
     if options.profile is None or options.has_no_profile:
         return Sampling()
@@ -275,7 +275,7 @@ def _sampling(options: LoadOptions) -> Sampling:
 
 
 def _settle_costs(
-    run: ResolvedRun, trees: Trees, profile: Profile | None, link: float | None
+    run: ResolvedRun, trees: TreeSelector, profile: Profile | None, link: float | None
 ) -> Costs | None:
     """Tell `trees` what is known without measuring, and return the costs of a step.
 
@@ -299,7 +299,7 @@ def _basis(options: LoadOptions, profile: Profile | None, where: str) -> str:
     return f"profile {where}" if options.profile is None else f"acceptance of {where}"
 
 
-def _traffic(run: ResolvedRun, trees: Trees, plan: MemoryPlan) -> Traffic:
+def _traffic(run: ResolvedRun, trees: TreeSelector, plan: MemoryPlan) -> Traffic:
     return Traffic.of(plan, run.hardware).routed_by(trees.routing)
 
 
@@ -340,7 +340,7 @@ def tokens_of(
 
 def _predict(
     run: ResolvedRun,
-    trees: Trees,
+    trees: TreeSelector,
     costs: Costs,
     plan: MemoryPlan,
     shape: Shape,

@@ -28,9 +28,9 @@ from offload.distributed.layout import (
     lay_out_shards,
     lay_out_stages,
 )
+from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, require_no_states
-from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
 from offload.planning.cluster import Cluster, Gathers, read_cluster
 from offload.planning.cost_model import (
@@ -43,12 +43,12 @@ from offload.planning.cost_model import (
     draft_widths,
 )
 from offload.planning.model_facts import ModelFacts
-from offload.planning.near_copy import check_held, read_models
+from offload.planning.near_copy import check_held
 from offload.planning.options import LoadOptions
-from offload.planning.profile import Profile, parse_profile
-from offload.planning.selector import Trees
+from offload.planning.profile import Profile
+from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
-from offload.reports.estimate import planned_tree, tokens_of
+from offload.reports.estimate import planned_tree, profiled_sampling, tokens_of
 from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
 from offload.units import Sampling
@@ -250,16 +250,16 @@ def forecast(
     tree = planned_tree(options, draft, tokens_per_sweep)
     check_held(draft, options.draft_dtype, str(ranks))
     names = [model] if draft is None else [model, draft]
-    files = read_models(model, draft, options, describe)
+    # the head's memory need not hold what ranks share, so it admits any model
+    head = Assumptions(cluster.ranks[0])
+    run = resolve(model, draft, options, assumed=head, admit=lambda run: None)
+    files = run.files
+    dtype = run.options.dtype
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
-    require_no_states(files, options.dtype)
-    profile = (
-        None
-        if options.profile is None or options.has_no_profile
-        else parse_profile(Path(options.profile))
-    )
-    request = ClusterRequest(files, cluster, options.dtype, options.context, options.rule)
+    require_no_states(files, dtype)
+    profile, _ = run.profile_finder()(*run.settings(profiled_sampling(options)))
+    request = ClusterRequest(files, cluster, dtype, options.context, options.rule)
     models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
     one_way = partial(_one_way, request, tree, profile, tokens_per_sweep)
     shards = one_way("shards")
@@ -344,7 +344,7 @@ def _choice(
     note = (
         "no rates of computing are known" if costs is None else "for this pair nothing was measured"
     )
-    trees = Trees(
+    trees = TreeSelector(
         tree,
         lambda *_: (profile, note),
         lambda _: Traffic(0, 0),

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offload.calibration.curves import draft_curve
 from offload.calibration.link import link_bytes_per_s
-from offload.calibration.startup import draft_curve
 from offload.checkpoint.files import read_given, read_object
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
@@ -182,7 +182,7 @@ def _overlap_penalty(
 def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
     """Scale the curve of bare draft steps to what whole trees took.
 
-    Trees also rank, draw noise and catch up.
+    TreeSelector also rank, draw noise and catch up.
     """
     predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
     scale = (

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from offload import __version__
 from offload.engine.generation import Generation
-from offload.engine.scheduler import TextPiece, Ticket
+from offload.engine.job import TextPiece, Ticket
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.engine.text import Tokenizer, TokenPieces
 from offload.server.protocol import Body, ChatBody, closing

@@ -22,6 +22,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +35,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.declaration import Option, options_at
-from offload.engine.scheduler import Engine, EngineFigures, PassDone, Ticket
+from offload.engine.job import Ticket
+from offload.engine.scheduler import EngineFigures
+from offload.engine.service import Engine
 from offload.errors import RunError
 from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
 from offload.server.network import Guard, answer
@@ -61,84 +65,56 @@ def metrics_text(figures: EngineFigures) -> str:
     """One family of lines for each figure; rates are of the passes of the last minute, and 0 where
     there was none.
     """
+    moved = figures.moved
     recent = figures.recent
-    span_s = sum(one.seconds for one in recent)
-    per_s = 1 / span_s if span_s else 0.0
-    num_texts = sum(one.num_texts for one in recent)
+    num_passes = max(1, len(recent))
+    per_s = 1 / (sum(one.seconds for one in recent) or float("inf"))
     num_tokens = sum(one.num_tokens for one in recent)
-    outcomes: dict[str, float] = {
+    num_texts = sum(one.num_texts for one in recent)
+    recent_bytes = sum(one.moved.num_bytes for one in recent)
+    outcomes = {
         "done": figures.num_done,
         "cancelled": figures.num_cancelled,
         "failed": figures.num_failed,
         "queue_full": figures.num_refused,
     }
+    gauge = partial(_family, "gauge")
+    counter = partial(_family, "counter")
     families = [
-        ("requests_active", "gauge", "texts that are written", figures.num_active),
-        ("requests_waiting", "gauge", "requests that wait for a place", figures.num_waiting),
-        (
-            "prompt_tokens_total",
-            "counter",
-            "tokens of prompts that were begun",
-            figures.num_prompt_tokens,
+        gauge("requests_active", "texts that are written", figures.num_active),
+        gauge("requests_waiting", "requests that wait for a place", figures.num_waiting),
+        counter(
+            "prompt_tokens_total", "tokens of prompts that were begun", figures.num_prompt_tokens
         ),
-        ("tokens_total", "counter", "new tokens", figures.num_tokens),
-        ("passes_total", "counter", "passes over the weights", figures.num_passes),
-        ("pass_seconds_total", "counter", "time in passes", figures.pass_s),
-        (
-            "link_bytes_total",
-            "counter",
-            "bytes of weights that passes have moved",
-            figures.moved.num_bytes,
+        counter("tokens_total", "new tokens", figures.num_tokens),
+        counter("passes_total", "passes over the weights", figures.num_passes),
+        counter("pass_seconds_total", "time in passes", figures.pass_s),
+        counter("link_bytes_total", "bytes of weights that passes have moved", moved.num_bytes),
+        counter(
+            "link_wait_seconds_total", "time that computing waited for the link", moved.stall_s
         ),
-        (
-            "link_wait_seconds_total",
-            "counter",
-            "time that computing waited for the link",
-            figures.moved.stall_s,
-        ),
-        (
+        counter(
             "queue_wait_seconds_total",
-            "counter",
             "time that requests waited before they were begun",
             figures.waited_s,
         ),
-        ("tokens_per_second", "gauge", "new tokens per second of passes", num_tokens * per_s),
-        (
-            "tokens_per_pass",
-            "gauge",
-            "new tokens of all texts per pass",
-            num_tokens / max(1, len(recent)),
-        ),
-        ("texts_per_pass", "gauge", "texts that share a pass", num_texts / max(1, len(recent))),
-        (
-            "link_bytes_per_second",
-            "gauge",
-            "bytes moved per second of passes",
-            _moved(recent) * per_s,
-        ),
+        gauge("tokens_per_second", "new tokens per second of passes", num_tokens * per_s),
+        gauge("tokens_per_pass", "new tokens of all texts per pass", num_tokens / num_passes),
+        gauge("texts_per_pass", "texts that share a pass", num_texts / num_passes),
+        gauge("link_bytes_per_second", "bytes moved per second of passes", recent_bytes * per_s),
+        counter("requests_total", "requests by what became of them", outcomes),
     ]
-    lines = [
-        line
-        for name, kind, what, value in families
-        for line in _family(name, kind, what, {"": value})
-    ]
-    totals = {f'{{outcome="{outcome}"}}': count for outcome, count in outcomes.items()}
-    return "\n".join(
-        [
-            *lines,
-            *_family("requests_total", "counter", "requests by what became of them", totals),
-            "",
-        ]
-    )
+    return "\n".join([*chain(*families), ""])
 
 
-def _moved(recent: tuple[PassDone, ...]) -> int:
-    return sum(one.moved.num_bytes for one in recent)
-
-
-def _family(name: str, kind: str, what: str, values: Mapping[str, float]) -> list[str]:
-    samples = [f"offload_{name}{labels} {value:.10g}" for labels, value in values.items()]
-    return [f"# HELP offload_{name} {what}", f"# TYPE offload_{name} {kind}", *samples]
+def _family(kind: str, name: str, what: str, value: float | Mapping[str, float]) -> list[str]:
+    """Return the lines of one figure, or of one for each outcome."""
+    if isinstance(value, Mapping):
+        samples = {f'{{outcome="{outcome}"}}': count for outcome, count in value.items()}
+    else:
+        samples = {"": value}
+    head = [f"# HELP offload_{name} {what}", f"# TYPE offload_{name} {kind}"]
+    return head + [f"offload_{name}{labels} {one:.10g}" for labels, one in samples.items()]
 
 
 _FILE = Path(__file__).with_name("page.html")

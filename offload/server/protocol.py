@@ -16,13 +16,15 @@ From a body to requests of an engine: the one place that knows both vocabularies
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from offload.declaration import options_at
-from offload.engine.request import Request
-from offload.engine.scheduler import Closing, Engine, EngineFigures, QueueFull, Ticket
+from offload.engine.job import Ticket
+from offload.engine.request import Request, samples_of
+from offload.engine.scheduler import EngineFigures
+from offload.engine.service import Closing, Engine, QueueFull
 from offload.errors import RunError, UserError
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.server.listening import LOADING, is_loopback
@@ -494,15 +496,6 @@ _LARGEST_SEED = 2**63 - 1
 _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
 
 
-class RequestBody(NamedTuple):
-    """What chat and plain completions say each in their own words."""
-
-    param: str  # the field that has the prompt
-    num_new: int | None  # None is as many as there is room for
-    num_logprobs: int | None
-    grammar: Grammar | None = None
-
-
 def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list[Ticket]:
     """One ticket for each choice. Raises `Refusal` and `UserError`; then no request is left behind."""
     _require_few(engine, body)
@@ -514,9 +507,8 @@ def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list
         raise Refusal(
             400, "'top_logprobs' goes with 'logprobs': set that to true", param="top_logprobs"
         )
-    return _order(
-        engine, settings, body, [ids], RequestBody("messages", num_new, num_logprobs, grammar)
-    )
+    common = _common(settings, body, num_logprobs=num_logprobs, grammar=grammar)
+    return _order(engine, body, [ids], common, num_new, param="messages")
 
 
 def order_completion(
@@ -528,7 +520,8 @@ def order_completion(
     _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
-    return _order(engine, settings, body, prompts, RequestBody("prompt", num_new, body.logprobs))
+    common = _common(settings, body, num_logprobs=body.logprobs)
+    return _order(engine, body, prompts, common, num_new, param="prompt")
 
 
 def _require_few(engine: Engine, body: Body) -> None:
@@ -538,41 +531,41 @@ def _require_few(engine: Engine, body: Body) -> None:
         raise Refusal(400, f"{message}, got {body.num_texts}", param="n")
 
 
+def _common(settings: ServerSettings, body: Body, **more: Any) -> Request:
+    """What the texts of a body have in common."""
+    return Request(sampling=_sampling(settings, body), stop=body.stop or None, **more)
+
+
 def _order(
     engine: Engine,
-    settings: ServerSettings,
     body: Body,
     prompts: Sequence[list[int]],
-    wanted: RequestBody,
+    common: Request,
+    num_new: int | None,
+    *,
+    param: str,
 ) -> list[Ticket]:
-    sampling = _sampling(settings, body)
+    """Submit each choice of each prompt.
+
+    Args:
+        num_new: new tokens of each; None is as many as there is room for.
+        param: the field that has the prompts.
+    """
+    how = {"tree": body.extension.tree, "rule": body.extension.rule}
     tickets = list[Ticket]()
     try:
         for ids in prompts:
-            for index in range(body.num_choices):
-                own = replace(sampling, seed=(sampling.seed + index) & _LARGEST_SEED)
-                room = _room(engine, ids, wanted)
-                num_logprobs = wanted.num_logprobs
-                grammar = wanted.grammar
-                request = Request(
-                    ids, own, room, body.stop or None, num_logprobs=num_logprobs, grammar=grammar
-                )
-                ticket = engine.submit(request, tree=body.extension.tree, rule=body.extension.rule)
-                tickets.append(ticket)
+            room = engine.decoder.room(ids)
+            if room < max(1, num_new or 0):
+                raise too_long(len(ids), num_new, engine.decoder.plan.context, param)
+            own = replace(common, prompt=ids, max_new_tokens=room if num_new is None else num_new)
+            for request in samples_of(own, body.num_choices):
+                tickets.append(engine.submit(request, **how))
     except Exception:
         for ticket in tickets:
             ticket.cancel()
         raise
     return tickets
-
-
-def _room(engine: Engine, ids: list[int], wanted: RequestBody) -> int:
-    """New tokens that are wanted, or as many as there is room for."""
-    room = engine.decoder.room(ids)
-    num_new = wanted.num_new
-    if room < max(1, num_new or 0):
-        raise too_long(len(ids), num_new, engine.decoder.plan.context, wanted.param)
-    return room if num_new is None else num_new
 
 
 def _sampling(settings: ServerSettings, body: Body) -> Sampling:

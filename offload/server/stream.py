@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offload.engine.scheduler import TextPiece, Ticket
+from offload.engine.job import TextPiece, Ticket
 from offload.server.answer import Answer
 from offload.server.protocol import refusal_of
 

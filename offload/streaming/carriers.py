@@ -231,7 +231,7 @@ class DeviceCarrier(HostCarrier):
         self, layer: int, slot: Tensor, free: Event, slab: Tensor, *, is_locked: bool = True
     ) -> Event:
         """Enqueue the copy of a layer; return the event after it."""
-        source = HostBlock(slab[self.layouts[layer].sent], is_locked, layer)
+        source = HostBlock(slab[self.layouts[layer].sent], is_locked)
         return self.sender.send(layer, slot, free, source)
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:

@@ -6,7 +6,7 @@ are two moving averages of the rows that used a block, and how much each tells o
 learnt by least squares from the passes so far. A block that is less likely than all that are kept
 is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing` are at
 once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where
-dropping what was used longest ago would keep nothing at all. Figures: `offload bench expert-cache`.
+dropping what was used longest ago would keep nothing at all. Figures are in `bench/LOG.md`.
 
 Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one
 block, or is empty. Blocks are numbered in the order in which a pass comes to them.

@@ -24,8 +24,9 @@ class HostBlock(NamedTuple):
 
     weights: Tensor
     is_locked: bool
-    # a number for the memory it lies in, by which the last copy from there is found
-    place: int
+    # a number for the memory it lies in, by which the last copy from there is found; None: it is
+    # never written again
+    place: int | None = None
 
 
 class Sender:
@@ -63,7 +64,8 @@ class Sender:
             if source.is_locked:
                 device.copy(to, source.weights, device.copies)
                 sent = device.record(device.copies, is_timed=begun is not None)
-                self.last[source.place] = sent
+                if source.place is not None:
+                    self.last[source.place] = sent
         if not source.is_locked:
             assert self._bounces is not None, "memory that is not locked was expected"
             sent = self._bounces.send(to, source.weights, is_timed=begun is not None)

@@ -184,23 +184,6 @@ def isotonic(p: AcceptanceVector) -> Floats:
     return np.repeat([total / count for total, count in pools], [count for _, count in pools])
 
 
-def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
-    """Return F(T), the tokens that one pass over the tree is expected to commit (Prop. 3.4).
-
-    The bonus token is included.
-    """
-    p_K = check_acceptance(p)
-    top_rank = int(topology.rank_N.max())
-    rule = f"the acceptance vector must reach the tree's highest rank, {top_rank}"
-    require(
-        top_rank < p_K.size,
-        rule,
-        f"{p_K.size} entries",
-        "append zeros for ranks that are never accepted",
-    )
-    return float(path_chances(topology, p_K).sum())
-
-
 def path_chances(topology: Topology, p_K: Floats) -> Floats:
     """Return (N,) the chance that each node is reached; ranks beyond `p_K` are never accepted."""
     chance_K = np.zeros(max(p_K.size, int(topology.rank_N.max()) + 1))

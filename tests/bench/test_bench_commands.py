@@ -24,7 +24,7 @@ FEW = ["--num-prompts", "1", "-n", "12", "--tree", "8x4"]
 
 LISTS_IMPORTS = """
 import sys
-from offload.cli.main import main
+from offload.commands import main
 try:
     main()
 finally:
@@ -229,8 +229,8 @@ def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = shell("bench")
     assert listing == shell("bench", "--help") and listing.code == 0
-    assert "decode " in listing.out and "choice " in listing.out
-    for command in ("passes", "decode", "gate", "device", "peers", "compare", "prediction", "main-job", "choice"):
+    assert "decode " in listing.out and "soak " in listing.out
+    for command in ("passes", "decode", "gate", "device", "peers", "compare", "prediction", "main-job", "many"):
         told = shell("bench", command, "--help")
         assert told.code == 0 and f"offload bench {command}" in told.out, command
     assert process("bench", "--help", python=("-c", LISTS_IMPORTS), is_cold=True).out.endswith("heavy: set()\n")

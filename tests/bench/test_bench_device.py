@@ -10,16 +10,17 @@ import torch
 from matrix import matrix
 from shell import Outcome, shell
 
-from offload.bench.gpu import promised as bench
+from offload.bench.gpu import parts as device_parts
 from offload.bench.harness import setting
 from offload.bench.harness.gate import Proof, Written, WrongTokenError
+from offload.bench.harness.models import PRETEND, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.promises import PROMISES
-from offload.bench.harness.setting import PRETEND, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origin, sketch
 from offload.bench.harness.timeline import LANES
 from offload.bench.latency import exact
-from offload.cli.demo import PAIR, PROMPT
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.load import load
+from offload.errors import UserError
 from offload.reports.proof import draw_gaps
 from offload.units import Sampling
 
@@ -105,8 +106,8 @@ def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) ->
     def breaks(*_: object) -> Iterator[dict[str, object]]:
         yield from broken()
 
-    monkeypatch.setitem(bench.ON_DECODER, "drafting", breaks)
-    monkeypatch.setitem(bench.ON_DECODER, "soak", breaks)
+    monkeypatch.setitem(device_parts.ON_DECODER, "drafting", breaks)
+    monkeypatch.setitem(device_parts.ON_DECODER, "soak", breaks)
     code, result, _ = run_tiny(*parts("sweeps", "drafting", "soak", "memory"))
     promises = {one["promise"]: one for one in result["promises"]}
     assert code == 1, "a promise was missed"
@@ -247,7 +248,7 @@ def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path)
 
 def test_layers_that_cannot_be_are_refused() -> None:
     with (
-        pytest.raises(setting.UserError, match="--layers must be 8 to"),
+        pytest.raises(UserError, match="--layers must be 8 to"),
         synthetic_setting(3, "1GiB", place_of(PRETEND, None)["opened"]),
     ):
         pass

@@ -10,12 +10,13 @@ from shell import Outcome, shell
 from small_moe import save_small_moe
 
 from offload.bench.harness import command
+from offload.bench.harness.models import find_setting
+from offload.bench.harness.screen import Screen
 from offload.bench.latency import experts
-from offload.bench.latency.experts import AUTO, promises, room_bytes
+from offload.bench.latency.experts import AUTO, checks, room_bytes
 from offload.bench.peers import run
 from offload.bench.peers.child import Order, follow
-from offload.cli.console import Console
-from offload.cli.demo import PAIR
+from offload.checkpoint.packaged import PAIR
 
 
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "") -> Outcome:
@@ -28,7 +29,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
         if order.options["experts"] == spoilt:
             runs = figures["runs"]
             figures["runs"] = [one._replace(bursts=[(at, [7] * len(ids)) for at, ids in one.bursts]) for one in runs]
-        return run._outcome(figures)
+        return run.with_runs(figures)
 
     monkeypatch.setattr(command, "CEILING_BYTES", 1_000_000)
     monkeypatch.setattr(experts, "run_child", here)
@@ -65,19 +66,19 @@ def test_what_is_wanted_of_auto() -> None:
         for room in (10, 20)
         for (way, tree), one in speeds.items()
     ]
-    speedup, third, choice = promises(rows, 30)[:3]
+    speedup, third, choice = checks(rows, 30)[:3]
     assert (speedup["value"], speedup["is_met"]) == (2.0, True) and (choice["value"], choice["is_met"]) == (0.8, True)
     assert (third["value"], third["wanted"], third["is_met"]) == (2.0, 3.0, False)
-    assert ["third" in row["name"] for row in promises(rows, 60)] == [False, False, False, True, False]
+    assert ["third" in row["name"] for row in checks(rows, 60)] == [False, False, False, True, False]
     rows[0]["tokens_per_s"] = 6.0
-    assert [row["is_met"] for row in promises(rows[:4], 300)] == [True, False, False]
-    assert len(promises([rows[0], rows[3]], 300)) == 1, "whole layers had no room"
+    assert [row["is_met"] for row in checks(rows[:4], 300)] == [True, False, False]
+    assert len(checks([rows[0], rows[3]], 300)) == 1, "whole layers had no room"
     del rows[3]["tokens_per_s"]
-    assert promises(rows[:4], 300) == [], "a run that was cut before its second pass"
+    assert checks(rows[:4], 300) == [], "a run that was cut before its second pass"
 
 
 def test_room_is_a_share_of_the_experts(tmp_path: Path) -> None:
     folder = save_small_moe(tmp_path / "moe")
-    with Console(is_quiet=True) as screen:
-        setting = experts.find_setting(str(folder), None, "", "1TiB", screen)
+    with Screen(is_quiet=True) as screen:
+        setting = find_setting(str(folder), None, "", "1TiB", screen)
     assert room_bytes(setting, 20) < room_bytes(setting, 60)

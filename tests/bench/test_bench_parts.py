@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,23 +21,34 @@ from offload.bench.harness.gate import (
     Proof,
     Written,
     prove,
-    reference,
     surprise_sigmas,
 )
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.record import Guard, Result, new_result, read, store, whole, writable
-from offload.bench.harness.timeline import Event, Timeline, write_trace
-from offload.bench.latency.decode import FULL, QUICK, Effort, need_of
+from offload.bench.harness.record import (
+    Guard,
+    ProcessorClock,
+    Result,
+    new_result,
+    read,
+    store,
+    whole,
+    writable,
+)
+from offload.bench.harness.reference import reference
+from offload.bench.harness.tables import Column, check, medians, say_table
+from offload.bench.harness.timeline import Event, Timeline
+from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflated_config
+from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.demo import PAIR
 from offload.memory.planner import ModelFiles, plan_memory
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
 V = 50
+SIDES: tuple[Any, ...] = ("higher", "lower")
 
 
 def fixed_scores(seed: int) -> tuple[Tensor, object]:
@@ -55,7 +67,7 @@ def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Effort, 
     """A quarter of a small target would not hold two layers beside the tree; and of a large one it is a quarter."""
     config = inflated_config(PAIR / "target", size_bytes)
     files = ModelFiles(checkpoint_of_config(config, PAIR / "target" / "config.json"), open_checkpoint(PAIR / "draft"))
-    need = need_of(effort)
+    need = effort.need()
     budget_bytes = need.budget_bytes(files)
     num_nodes = parse_tree(need.tree).num_nodes
     how: dict[str, Any] = {"dtype": "auto", "context": need.context, "num_nodes": num_nodes, "rule": need.rule}
@@ -121,7 +133,7 @@ def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.
     new_ids = list(range(40, 60))
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as resident:
         wanted = resident([5, 6, 7], new_ids)
-    monkeypatch.setattr("offload.bench.harness.gate.available_ram_bytes", lambda: 0)
+    monkeypatch.setattr("offload.bench.harness.reference.available_ram_bytes", lambda: 0)
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as streamed:
         for _ in range(2):  # a second text begins afresh
             assert torch.allclose(streamed([5, 6, 7], new_ids), wanted, atol=1e-3)
@@ -285,7 +297,7 @@ def test_copies_follow_each_other_in_a_trace(tmp_path: Path) -> None:
         Event("copy", 1, 2.0, 3.0),
         Event("copy", 2, 7.0, 8.0),
     ]
-    write_trace(events, tmp_path / "t.json")
+    timeline.write(tmp_path / "t.json")
     told = [one for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if one["ph"] == "X"]
     spans = [(one["cat"], one["args"]["layer"], one["ts"], one["ts"] + one["dur"]) for one in told]
     assert spans == [(event.kind, event.layer, event.start_s * 1e6, event.end_s * 1e6) for event in events]
@@ -302,3 +314,26 @@ def test_plain_reader_goes_round_small_files(how: Reading, tmp_path: Path, monke
     block_bytes = min(how.block_bytes, 3 << 20)
     assert counts == [block_bytes] * ((20 << 20) // block_bytes), "whole blocks, three times round both files"
     assert seconds > 0
+
+
+def test_medians_are_of_rows_that_agree_and_checks_know_their_side() -> None:
+    rows = [{"case": case, "tokens_per_s": speed, "n": 2} for case in "ab" for speed in (1.0, 5.0, 2.0)]
+    assert medians(rows, "case") == [{"case": case, "tokens_per_s": 2.0, "n": 2} for case in "ab"]
+    told = [check("x", [1.0, 3.0, 2.0], wanted, better)["is_met"] for wanted in (1.9, 2.1) for better in SIDES]
+    assert told == [True, False, False, True]
+
+
+def test_a_table_lines_up_and_a_row_without_figures_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [Column("case", "name"), Column("s", "s", ".2f"), Column("x", lambda row: row["s"] * 10, ".0f")]
+    say_table(columns, [{"name": "a", "s": 1.5}, {"name": "longer", "reason": "it was cut"}])
+    assert capsys.readouterr().out.splitlines() == ["case       s   x", "a       1.50  15", "longer  it was cut"]
+
+
+def test_what_others_take_of_the_processors_is_a_share() -> None:
+    clock = ProcessorClock()
+    ours_s = time.process_time()
+    while time.process_time() < ours_s + 0.2:
+        pass
+    assert 0 <= clock.others_share() <= 1
+    clock._others_s -= 0.5 * os.cpu_count() * (time.monotonic() - clock._started_s)  # type: ignore[operator]
+    assert clock.others_share() > 0.4, "half of all was taken by others"

@@ -90,6 +90,7 @@ def test_uploads_that_do_not_arrive_are_told(device: QueueDevice, monkeypatch: p
 
 def test_what_breaks_costs_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> Any:
+        yield from ()
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(copies, "uploads", broken)

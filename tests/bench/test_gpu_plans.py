@@ -15,7 +15,7 @@ from shell import shell
 
 from offload.bench.gpu import promised
 from offload.bench.gpu.steps import Step, all_steps
-from offload.bench.harness import setting
+from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import load
 from offload.engine.resolve import ResolvedRun
@@ -42,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
         return [5], [6]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(setting, "open_device", lambda *_: card)
+    monkeypatch.setattr(models, "open_device", lambda *_: card)
     monkeypatch.setattr(exact, "reference_ids", reference_ids)
     monkeypatch.setattr(load, "open_pair", open_pair)
     return found

@@ -21,9 +21,9 @@ from offload.bench.gpu import child, runner
 from offload.bench.gpu.__main__ import main
 from offload.bench.gpu.runner import Files, rows_of, statuses
 from offload.bench.gpu.steps import Step, all_steps
-from offload.bench.harness.row_log import add_row, read_rows
+from offload.bench.harness.record import add_row, read_rows
 
-ADD = "from offload.bench.harness.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
+ADD = "from offload.bench.harness.record import add_row; from pathlib import Path; import os, signal, sys, time\n"
 ADD += "def add(name, **more):\n"
 ADD += " add_row(Path('{rows}'), {'row': name, 'value': 1.0, 'unit': 's', 'ratio': None, **more})\n"
 _MOST_S = 1500.0  # of all steps together; one has ten minutes at most, as a call with a device does

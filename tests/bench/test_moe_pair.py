@@ -14,16 +14,15 @@ from small_llama import SIZES, relative_error, save_small
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
-from offload.bench.moe_pair import losses, make, training, upcycle, written
+from offload.bench.harness.screen import Screen
+from offload.bench.moe_pair import losses, make, training, upcycle
 from offload.bench.moe_pair.corpus import windows
 from offload.bench.moe_pair.losses import target_loss
 from offload.bench.moe_pair.make import Recipe, moe_pair
-from offload.bench.moe_pair.routing import chosen_experts, routing_table
 from offload.bench.moe_pair.training import Course, train
 from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
+from offload.checkpoint import packaged
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli import demo
-from offload.cli.console import Console
 from offload.errors import UserError
 
 TINY = ExpertSizes(8, 2, 48)
@@ -121,63 +120,43 @@ def test_routers_that_know_the_text_are_told_from_such_that_do_not() -> None:
     assert torch.isclose(losses._told_of_text(by_text), torch.tensor(8.0).log())
 
 
-def test_routing_table_of_known_choices() -> None:
-    same = torch.tensor([0, 1]).expand(1, 1, 64, 2)
-    turns = torch.stack([torch.arange(64) % 8, (torch.arange(64) + 1) % 8], -1).expand(1, 1, 64, 2)
-    assert set(routing_table(same, 8).union.values()) == {1.0}
-    assert routing_table(same, 8).neighbours == routing_table(same, 8).distant == 1
-    table = routing_table(turns, 8)
-    assert [table.union[n] for n in (1, 2, 4, 8, 64)] == [1, 1.5, 2.5, 4, 4]
-    assert (table.neighbours, table.distant) == (0.5, 1)
-    assert table.popular == pytest.approx([1 / 8] * 8)
-
-
-@pytest.mark.full
-def test_chosen_experts_are_those_that_the_model_multiplies(dense: LlamaForCausalLM) -> None:
-    mixture, seen = upcycled(dense, TINY, tokens(), 0), list[Tensor]()
-    for layer in mixture.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[2].sort(-1).values))
-    chosen = chosen_experts(mixture, tokens())
-    assert chosen.shape == (3, 4, 128, 2)
-    assert torch.equal(chosen.sort(-1).values.flatten(1, 2), torch.stack(seen))
-
-
 @pytest.fixture
 def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: LlamaForCausalLM) -> Path:
     """Makes the pair from tiny models and patterns, in few steps; returns the cache."""
     pair, cache = tmp_path / "packaged", tmp_path / "cache"
     for name, layers in (("target", 3), ("draft", 1)):
         save_small(pair / name, num_hidden_layers=layers)
-        for companion in make._COMPANIONS:
+        for companion in make.COMPANIONS:
             (pair / name / companion).write_text("{}")
     recipe = Recipe(TINY, Course(3, 1e-3), Course(3, 1e-3))
-    for name, value in {"PAIR": pair, "cache_folder": lambda: cache, "Recipe": lambda: recipe}.items():
+    for name, value in {"cache_folder": lambda: cache, "Recipe": lambda: recipe}.items():
         monkeypatch.setattr(make, name, value)
+    monkeypatch.setattr(training, "PAIR", pair)
     monkeypatch.setattr(make, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
-    monkeypatch.setattr(written, "_NUM_TEXTS", 2)
-    monkeypatch.setattr(written, "_TEXT_TOKENS", 64)
+    monkeypatch.setattr(losses, "_NUM_WRITTEN", 2)
+    monkeypatch.setattr(losses, "_WRITTEN_TOKENS", 64)
     return cache
 
 
 @pytest.mark.full
 def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = moe_pair(Console(is_quiet=True))
+    pair = moe_pair(Screen(is_quiet=True))
     assert sorted(path.name for path in pair.iterdir()) == ["draft", "figures.json", "target"]
     assert [path.name for path in little.iterdir()] == [make.Recipe().folder_name] != [Recipe().folder_name]
     figures = json.loads((pair / "figures.json").read_text())
-    assert 0 <= figures["rank_1"] <= 1 and figures["routing"]["union"]["1"] == 1
+    assert 0 <= figures["rank_1"] <= 1
     stored = load_file(pair / "target" / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     assert stored["model.layers.0.mlp.experts.7.down_proj.weight"].shape == (32, 48)
     assert Qwen3MoeForCausalLM.from_pretrained(pair / "target").dtype == torch.bfloat16
     monkeypatch.setattr(make, "make_pair", lambda *_: pytest.fail("it trained again"))
-    assert moe_pair(Console(is_quiet=True)) == pair
+    assert moe_pair(Screen(is_quiet=True)) == pair
 
 
 @pytest.mark.full
 def test_setting_is_the_pair_inflated(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "cache_folder", lambda: little)
-    setting = make.moe_setting("40MB", None, Console(is_quiet=True))
+    monkeypatch.setattr(packaged, "cache_folder", lambda: little)
+    setting = make.moe_setting("40MB", None, Screen(is_quiet=True))
     pair = little / make.Recipe().folder_name
     assert setting[:4] == (little / "moe-40MB", pair / "draft", pair / "target", 10_000_000)
     assert 40_000_000 <= open_checkpoint(setting.target).num_bytes < 70_000_000
@@ -193,20 +172,20 @@ def test_a_cut_run_leaves_its_state_and_no_pair(little: Path, monkeypatch: pytes
 
     monkeypatch.setattr(make, "draft_loss", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        moe_pair(Console(is_quiet=True))
+        moe_pair(Screen(is_quiet=True))
     assert [path.name for path in little.iterdir()] == [f".{make.Recipe().folder_name}.training"]
     monkeypatch.setattr(make, "draft_loss", right)
     monkeypatch.setattr(make, "target_loss", lambda *_: pytest.fail("the target was done"))
-    assert (moe_pair(Console(is_quiet=True)) / "draft" / "model.safetensors").exists()
+    assert (moe_pair(Screen(is_quiet=True)) / "draft" / "model.safetensors").exists()
 
 
 @pytest.mark.full
 def test_two_runs_do_not_train_in_one_place(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def second_run(*_: object) -> None:
         with pytest.raises(UserError, match="another process trains"):
-            moe_pair(Console(is_quiet=True))
+            moe_pair(Screen(is_quiet=True))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(make, "make_pair", second_run)
     with pytest.raises(KeyboardInterrupt):
-        moe_pair(Console(is_quiet=True))
+        moe_pair(Screen(is_quiet=True))

@@ -17,12 +17,14 @@ from small_moe import NUM_EXPERTS, save_small_moe
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from offload.bench.harness.memory_cap import new_cap
+from offload.bench.harness.process import last_line
+from offload.bench.harness.tables import say_table
 from offload.bench.peers import hugging_face, ours, peers
 from offload.bench.peers.child import Measured, follow, rate
 from offload.bench.peers.gguf_writer import reordered, write_gguf
-from offload.bench.peers.peers import OURS, PROGRAMS, Program, Setting, compare, table
-from offload.bench.peers.run import Outcome, interpreter_with, last_line, proved, run_child
-from offload.cli.demo import PAIR
+from offload.bench.peers.peers import COLUMNS, OURS, PROGRAMS, Common, Program, compare
+from offload.bench.peers.run import Outcome, interpreter_with, proved, run_child
+from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError
 from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, rss_bytes
 
@@ -235,7 +237,9 @@ def runs(tokens_per_s: float) -> list[Measured]:
     return [Measured(0, [(1.0, [7]), (1.0 + 4 / tokens_per_s, [8] * 4)])]
 
 
-def test_rows_ratios_and_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_ratios_and_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     speeds = {"a": iter([8.0, 4.0]), "b": iter([1.0]), "c": iter([3.0])}
     wanted = {"a": None, "b": 5.0, "c": 2.5, "d": 1.0}
     programs = {
@@ -250,7 +254,7 @@ def test_rows_ratios_and_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         lambda python, order: Outcome(runs=runs(next(speeds[keys[order.module]])), is_capped=True, peak_bytes=10**9),
     )
     monkeypatch.setattr(peers, "proved", lambda outcome, model, prompts, noise: outcome)
-    setting = Setting(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, (sys.executable,))
+    setting = Common(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, (sys.executable,))
     said: list[dict] = []
     rows = compare(["b", "c", "d"], programs, setting, said.append)
 
@@ -259,17 +263,17 @@ def test_rows_ratios_and_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [row.get("ratio") for row in rows] == [None, pytest.approx(16 / 3), pytest.approx(16 / 9), None]
     assert [row.get("is_met") for row in rows] == [None, True, False, None]
     assert rows[3]["reason"] == "missing: no interpreter here can import absent_module"
-    assert {len(line) for line in table(rows[:3])} == {11}  # heading and cells
-    lines = ["|".join(line) for line in table(json.loads(json.dumps(rows)))]
-    assert "5.33|>= 5 met" in lines[2]
-    assert "1.78|>= 2.5 MISSED" in lines[3]
-    assert lines[4] == "program d|missing: no interpreter here can import absent_module"
+    say_table(COLUMNS, json.loads(json.dumps(rows)))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "5.33 >= 5 met" in lines[2]
+    assert "1.78 >= 2.5 MISSED" in lines[3]
+    assert lines[4] == "program d missing: no interpreter here can import absent_module"
 
 
 def test_no_ratio_without_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcomes = iter([Outcome(reason="refused: wrong"), Outcome(runs=runs(1.0)), Outcome(runs=runs(9.0))])
     monkeypatch.setattr(peers, "measure", lambda program, setting: next(outcomes))
-    setting = Setting(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, ())
+    setting = Common(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, ())
     rows = compare(["mmap"], PROGRAMS, setting, lambda row: None)
     assert rows[0] == {"peer": OURS, "title": PROGRAMS[OURS].title, "reason": "refused: wrong"}
     assert "ratio" not in rows[1]

@@ -15,9 +15,9 @@ from planted_peer import NUM_NEW, PROMPT, order, plant
 
 from offload.bench.peers import child, peers, run
 from offload.bench.peers.child import Order, follow
-from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Program, Setting, measure
+from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Common, Program, measure
 from offload.bench.peers.run import Outcome, gguf_file, run_child
-from offload.cli.demo import PAIR
+from offload.checkpoint.packaged import PAIR
 from offload.engine.load import load
 from offload.machine import rss_bytes
 from offload.reports.proof import draw_gaps, rounding
@@ -35,9 +35,9 @@ def right_tokens() -> list[int]:
     return tokens
 
 
-def setting(*prompts: list[int], is_quick: bool = True) -> Setting:
+def setting(*prompts: list[int], is_quick: bool = True) -> Common:
     pair = (PAIR / "target", PAIR / "draft", PAIR / "target")
-    return Setting(*pair, Path("/nowhere"), list(prompts), 1 << 30, (sys.executable,), is_quick)
+    return Common(*pair, Path("/nowhere"), list(prompts), 1 << 30, (sys.executable,), is_quick)
 
 
 def planted_program(tokens: list[int], num_prompts: int) -> Program:

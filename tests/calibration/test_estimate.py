@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expected import expected_tokens
 from fake_device import FakeDevice
 from shell import shell
 from test_device_planner import CONFIGS, PAIRS
@@ -25,7 +26,7 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
 from offload.reports.estimate import Estimate, estimate
-from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, expected_tokens
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape
 from offload.units import Sampling
 
 

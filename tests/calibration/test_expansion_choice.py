@@ -11,8 +11,8 @@ from rounding import Promise, assert_same_bits
 from tiny import FAMILIES, build, save
 from torch import Tensor
 
-from offload.calibration import kernels as expansion_choice
-from offload.calibration.kernels import WITHOUT_NUMBA, choose_expansion
+from offload.calibration import expansions as expansion_choice
+from offload.calibration.expansions import WITHOUT_NUMBA, choose_expansion
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.compiled import HAS_NUMBA

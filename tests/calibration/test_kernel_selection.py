@@ -34,7 +34,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Curve, Traffic
-from offload.planning.selector import Trees
+from offload.planning.selector import TreeSelector
 from offload.sampling.sampler import Sampler
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
@@ -239,9 +239,9 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
 
 
 def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() -> None:
-    def trees(wish: str, most: int) -> Trees:
+    def trees(wish: str, most: int) -> TreeSelector:
         traffic_of = lambda num_nodes: Traffic(1, 1) if num_nodes <= most else None  # noqa: E731
-        return Trees(parse_tree(wish), lambda *_: (None, ""), traffic_of)
+        return TreeSelector(parse_tree(wish), lambda *_: (None, ""), traffic_of)
 
     assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [2048, 512, 192, 1]
     assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "dynamic:700x9")] == [1, 24, 700]

@@ -30,7 +30,7 @@ def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     room = MemoryBudget.of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
     run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=None, budget=room)
-    return run._profile_finder()
+    return run.profile_finder()
 
 
 @pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)

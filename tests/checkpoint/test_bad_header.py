@@ -6,6 +6,7 @@ Invariant: random damage leads to a refusal or to a load that is consistent, nev
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder, split
 from shell import process
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.safetensors import check_extents, open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("_instant_link")
@@ -121,7 +123,6 @@ HEADERS = [
     case("room before the tensors", with_room(before=64), "belong to no tensor", "again"),
     case("room between two tensors", with_room(between=8), "belong to no tensor", "again"),
     case("room behind the tensors", with_room(behind=64), "belong to no tensor", "again"),
-    case("a million tensors", many_tensors(1 << 20), "at most 524288 tensors, got 1048", "again"),
     case("name twice", raw_header(TWICE), "occurs twice", "again"),
     case("key twice", raw_header(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'), "twice"),
     case("entry a number", header(lambda content: content.update({NORM: 7})), *MALFORMED),
@@ -155,6 +156,26 @@ HEADERS = [
 @pytest.mark.parametrize(("breaks", "words", "by_plan"), HEADERS)
 def test_header_is_refused(breaks: Break, words: tuple[str, ...], by_plan: bool, broken_file: Path) -> None:
     refuse_folder(broken_file, breaks, words, by_plan=by_plan)
+
+
+@pytest.mark.full
+def test_a_million_tensors_are_refused(broken_file: Path) -> None:
+    refuse_folder(broken_file, many_tensors(1 << 20), ("at most 524288 tensors, got 1048", "again"))
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([(8, 16), (16, 16), (16, 24)], None),
+        ([(8, 16), (12, 20)], "b and a overlap"),
+        ([(16, 24), (8, 24)], "a and b overlap"),
+        ([(8, 16), (16, 25)], "b ends at byte 25, the file at 24"),
+    ],
+)
+def test_tensors_lie_beside_one_another_and_inside(spans: list[tuple[int, int]], words: str | None) -> None:
+    entries = {name: TensorEntry(0, "U8", (hi - lo,), lo, hi) for name, (lo, hi) in zip("abc", spans, strict=False)}
+    with nullcontext() if words is None else pytest.raises(UserError, match=words):
+        check_extents(Path("model.safetensors"), entries, 24)
 
 
 def test_refusal_in_a_process_of_its_own(broken_file: Path) -> None:

@@ -19,7 +19,7 @@ from shell import ROOT
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.bench.harness.setting import find_setting
+from offload.bench.harness.models import find_setting
 from offload.checkpoint import hub as headers
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder

@@ -9,7 +9,7 @@ import torch
 from refusals import BOTH, ENOUGH, GENERATE, PLAN, assert_refused, drop, generate
 from shell import shell
 
-from offload.cli.app import every_command
+from offload.commands import every_command
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("_instant_link")

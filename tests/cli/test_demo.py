@@ -12,7 +12,7 @@ from shell import Outcome, shell
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.cli.demo import PAIR, PROMPT
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.cli.demo import budget as run_budget
 from offload.cli.main import main
 from offload.engine.text import load_tokenizer

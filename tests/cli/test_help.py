@@ -8,7 +8,7 @@ import pytest
 from shell import shell
 
 from offload.bench.suite import COMMANDS, MEASURES, STUDIES
-from offload.cli.app import every_command
+from offload.commands import every_command
 from offload.declaration import GROUPS, options_of
 from offload.options import RECORDS
 

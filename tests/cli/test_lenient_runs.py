@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from shell import shell
 
-from offload.bench.harness.setting import resident_pair
+from offload.bench.harness.models import resident_pair
+from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
-from offload.cli.demo import PAIR, demo_options
+from offload.cli.demo import demo_options
 from offload.cli.demo_run import compare, open_demo
 from offload.errors import UserError
 from offload.planning.options import LoadOptions

@@ -12,7 +12,7 @@ import pytest
 from gguf_files import MODELS, write_gguf
 from refusals import drop
 
-MOST_S = 1.0  # of a processor's time, beside the start of Python and of the command line
+MOST_TIMES = 50  # as long as counting to a million takes there and then: a second on a quiet machine
 RUN = """
 import io, json, sys, time
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,7 +24,9 @@ def run(argv):
         try:
             main.main()
         except SystemExit as leaving:
-            return [leaving.code, said.getvalue(), "torch" in sys.modules, time.process_time() - began]
+            took_s, began = time.process_time() - began, time.process_time()
+            sum(range(1_000_000))
+            return [leaving.code, said.getvalue(), "torch" in sys.modules, took_s / (time.process_time() - began)]
 
 print(json.dumps([run(argv) for argv in json.loads(sys.argv[1])]))
 """
@@ -76,9 +78,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory, sound: Path) -> dict[str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_within_a_second(case: str, refused: dict[str, Any]) -> None:
-    code, line, has_torch, took_s = refused[case]
+    code, line, has_torch, num_times = refused[case]
     assert code == 2 and line.count("\n") == 1, line
     for words in CASES[case]:
         assert words in line, line
     assert not has_torch, "an import that takes seconds"
-    assert took_s < MOST_S
+    assert num_times < MOST_TIMES

@@ -12,7 +12,7 @@ from tiny import FAMILIES, build, save
 
 from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine import meeting
+from offload.distributed import meeting
 from offload.engine.hooks import Hooks
 from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, UserError

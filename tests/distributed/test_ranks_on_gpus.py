@@ -12,7 +12,6 @@ from fake_device import FakeDevice
 from in_memory import InMemory
 from rank_threads import as_started_by_torchrun, rank_threads
 from strict_place import OnCard, StrictDevice, place
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.distributed import join
@@ -29,11 +28,6 @@ class Card(FakeDevice):
     """A device of which there may be some beside the host."""
 
     place = property(lambda self: place())  # type: ignore[assignment]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def on_cards(patch: pytest.MonkeyPatch, ranks: set[int]) -> None:

@@ -314,7 +314,7 @@ def test_what_the_slots_hold_is_not_thrown_away(checkpoint: Checkpoint) -> None:
 
 def test_cancelled_runs_behind_us_are_forgotten(checkpoint: Checkpoint, whole: StreamedModel) -> None:
     (transport,) = in_memory(1)
-    cancellations = _Cancellations(transport, 0)
+    cancellations = _Cancellations(transport)
     transport.send(0, Channel.CONTROL, Message(Kind.CANCEL, [3, 5, 8]))
     transport.send(0, Channel.CONTROL, Message(Kind.STOP))
     while 8 not in cancellations:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB_SIZE, save_pair
+from tiny import VOCAB_SIZE
 from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
@@ -189,13 +189,8 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("grown"))
-
-
-@pytest.fixture(scope="module")
-def model(models: tuple[Path, Path]) -> Iterator[StreamedModel]:
-    model = resident_model(open_checkpoint(models[1]), "float32")
+def model(pair: tuple[Path, Path]) -> Iterator[StreamedModel]:
+    model = resident_model(open_checkpoint(pair[1]), "float32")
     yield model
     model.close()
 
@@ -273,8 +268,8 @@ def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     assert sharpness.exponent == exponent
 
 
-def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Path]) -> None:
-    with load(*models, ram="1GiB", context=128, tree="grown:24x6", threads=1) as decoder:
+def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: tuple[Path, Path]) -> None:
+    with load(*pair, ram="1GiB", context=128, tree="grown:24x6", threads=1) as decoder:
         drafter = decoder.drafter
         assert isinstance(drafter, ModelDrafter)
         for temperature, seed in ((0.0, 0), (0.9, 0), (0.9, 1)):
@@ -289,9 +284,9 @@ def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Pa
 
 
 @pytest.mark.parametrize("rule", ["match", "topk"])
-def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], rule: str) -> None:
+def test_rules_that_repeat_draws_give_the_same_ids(pair: tuple[Path, Path], rule: str) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 60}
-    with load(*models, ram="1GiB", context=128, tree="grown:32x8", rule=rule, threads=1) as decoder:
+    with load(*pair, ram="1GiB", context=128, tree="grown:32x8", rule=rule, threads=1) as decoder:
         plain, tree = (decoder.generate(PROMPT, tree=tree, **sampling) for tree in ("none", None))
     assert tree.token_ids == plain.token_ids
     assert tree.stats.tokens_per_sweep > 1.2
@@ -299,22 +294,22 @@ def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], ru
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
-def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str) -> None:
+def test_rules_that_test_ratios_are_refused(pair: tuple[Path, Path], rule: str) -> None:
     refused = pytest.raises(
         UserError, match=rf"`tree` dynamic:32x8 looks at .* and rule {rule} .*: use `tree` 32x8 or `rule` match$"
     )
     with refused:
-        load(*models, ram="1GiB", tree="grown:32x8", rule=rule)
-    with load(*models, ram="1GiB", tree="32x8", rule=rule, threads=1) as decoder, refused:
+        load(*pair, ram="1GiB", tree="grown:32x8", rule=rule)
+    with load(*pair, ram="1GiB", tree="32x8", rule=rule, threads=1) as decoder, refused:
         decoder.generate(PROMPT, tree="grown:32x8")
 
 
 @pytest.mark.parametrize(("num_nodes", "depth"), [(16, 8), (64, 8), (64, 24), (128, 20), (300, 16)])
 def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
-    num_nodes: int, depth: int, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, depth: int, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths, bounds = list[int](), DynamicShape(num_nodes, depth)
-    with load(*models, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:
+    with load(*pair, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:
         text, run = decoder.begin(PROMPT, Sampling()), Draft.run
         monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
         decoder.drafter.grow([DraftText(bounds, text.tokens, text.sampler, text.caches.draft)])[0]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import offload
-from offload.cli.demo import PAIR
+from offload.checkpoint.packaged import PAIR
 from offload.drafting import dynamic
 from offload.drafting import dynamic as confidence
 from offload.drafting.draft_model import Draft

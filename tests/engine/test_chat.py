@@ -91,10 +91,10 @@ def test_a_prefix_that_is_not_shared_would_show(tmp_path: Path, monkeypatch: pyt
 def test_everything_is_kept_where_the_template_gives_it_back(letters: Path) -> None:
     """But for the last token, when it was emitted and never computed with."""
     with offload.load(letters, letters, "1GiB", "8x3", context=CONTEXT, threads=1) as decoder:
-        chat, held = offload.Chat(decoder), 1
-        for _ in range(3):
+        chat, held = offload.Chat(decoder, Sampling(seed=5)), 1
+        for number in range(3):
             assert "".join(chat.ask("Say")) == "Ok."
-            assert chat.turn is not None
+            assert chat.turn is not None and chat.turn.sequence.sampler.sampling.seed == 5 + number
             result = chat.turn.result()
             assert result.stats.num_kept_tokens in (held - 1, held)
             held = result.stats.num_prompt_tokens + len(result.token_ids)

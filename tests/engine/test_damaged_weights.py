@@ -1,14 +1,13 @@
 """Infinite weights: text that nobody can tell from a right one is never written, whatever the rule and the sampling."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from matrix import matrix
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.units import RULES
@@ -17,11 +16,6 @@ PROMPT, LENGTH = [7, 11, 3, 42, 5], 24
 WARM = {"temperature": 0.8, "seed": 3}
 DRAWS = {"greedy": {}, "warm": WARM, "filtered": {**WARM, "top_k": 20, "top_p": 0.9}}
 Pair = tuple[Path, Path]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def load(pair: Pair, rule: str) -> offload.Decoder:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, save_pair, streaming_ram
+from tiny import advance, streaming_ram
 
 import offload
 from offload.drafting import dynamic
@@ -19,11 +19,6 @@ from offload.units import Sampling
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
 PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(range(9, 150)), [101, 2]]
 NUM_NEW = [24, 9, 40, 30, 16, 33]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def opened(pair: Sequence[Path | None], **more: Any) -> Decoder:
@@ -49,7 +44,7 @@ def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
         while waiting and len(active) < decoder.num_parallel:
             index, request = waiting.pop(0)
             active[index] = decoder.start(request)
-        decoder.advance([*active.values()])
+        advance(decoder, [*active.values()])
         for index in [index for index, run in active.items() if run.is_finished]:
             run = active.pop(index)
             found[index] = run.result().token_ids
@@ -98,7 +93,7 @@ def test_a_pass_is_made_once_for_all(pair: tuple[Path, Path]) -> None:
     with opened(pair, tree="none", parallel=6) as decoder:
         runs, num_passes = [decoder.start(Request([index + 1], GREEDY, 8)) for index in range(6)], 0
         while not all(run.is_finished for run in runs):
-            decoder.advance(runs)
+            advance(decoder, runs)
             num_passes += 1
         assert num_passes == 9, "eight tokens of each, and one call that finds them all ended"
         assert {run.sequence.last_pass.num_texts for run in runs if run.sequence.last_pass} == {6}
@@ -109,12 +104,12 @@ def test_a_long_prompt_leaves_room_for_others(pair: tuple[Path, Path], monkeypat
     with opened(pair, tree="dynamic:12x5", parallel=3) as decoder:
         monkeypatch.setattr(decoder._forest, "_max_prompt_rows", 16)
         short, long = decoder.start(requests(GREEDY)[0]), decoder.start(requests(GREEDY)[4])
-        decoder.advance([short])
+        advance(decoder, [short])
         for _ in range(4):  # 140 tokens take nine passes
-            assert decoder.advance([long, short])[0] == "" and not long.sequence.new_ids
+            assert advance(decoder, [long, short])[0] == "" and not long.sequence.new_ids
         assert len(short.sequence.new_ids) >= 5
         while not (long.is_finished and short.is_finished):
-            decoder.advance([long, short])
+            advance(decoder, [long, short])
         assert [short.sequence.new_ids, long.sequence.new_ids] == [wanted[0], wanted[4]]
 
 
@@ -124,7 +119,7 @@ def test_places_are_given_back_and_what_is_alike_is_kept(pair: tuple[Path, Path]
         with pytest.raises(offload.UserError, match="2 texts are being written"):
             decoder.start(Request([1], GREEDY, 4))
         for _ in range(5):
-            decoder.advance([first, second])
+            advance(decoder, [first, second])
         decoder.release(first)
         decoder.release(first)
         again = decoder.start(Request([*PROMPTS[4], 3], GREEDY, 4), continues=True)
@@ -133,7 +128,7 @@ def test_places_are_given_back_and_what_is_alike_is_kept(pair: tuple[Path, Path]
         kept = decoder.start(Request([*PROMPTS[4], 3, 5], GREEDY, 4), continues=True)
         assert kept.sequence.stats.num_kept_tokens == len(PROMPTS[4]), "who was dropped has left it there"
         while not kept.is_finished:
-            decoder.advance([kept])
+            advance(decoder, [kept])
     with opened(pair, tree="none") as decoder:
         plain = decoder.generate([*PROMPTS[4], 3, 5], max_new_tokens=4).token_ids
     assert kept.sequence.new_ids == plain
@@ -153,7 +148,7 @@ def test_candidates_of_all_texts_compete(pair: tuple[Path, Path], monkeypatch: p
     with opened(pair, tree="dynamic:16x6", parallel=4) as decoder:
         runs = [decoder.start(Request(ids, GREEDY, 12)) for ids in PROMPTS[:4]]
         for _ in range(6):
-            decoder.advance(runs)
+            advance(decoder, runs)
     forests = [one for one in seen if len({*one["text"].tolist()}) == 4]
     sizes = [[int((one["text"] == text).sum()) for text in range(4)] for one in forests]
     assert any(max(own) >= 2 * min(own) for own in sizes) and all(sum(own) <= 60 for own in sizes)

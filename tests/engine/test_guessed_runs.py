@@ -11,8 +11,8 @@ import small_t5
 from matrix import matrix
 
 import offload
+from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.demo import PAIR
 from offload.datastore.build import Coder, build
 from offload.drafting.lookup import LookupDrafter
 from offload.engine.decoder import Decoder

@@ -5,25 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, save_pair
 
 import offload
-from offload.engine import many
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
-from offload.engine.many import write_all
 from offload.engine.request import Request
+from offload.engine.scheduler import Scheduler, write_all
 from offload.engine.sequence import Sequence as Text
 from offload.engine.text import TextStream
 from offload.errors import UserError
 from offload.units import Sampling
 
 LONG, SHORT, NUM_NEW = list(range(20, 60)), [7, 3, 90], 6
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def opened(pair: Sequence[Path], **more: Any) -> Decoder:
@@ -85,7 +78,7 @@ def test_a_place_is_free_again_where_a_text_cannot_begin(
 
 
 def test_waiting_for_nobody_is_caught(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "is_coming", lambda *_: False)
+    monkeypatch.setattr(Scheduler, "_is_coming", lambda *_: False)
     widths = list[int]()
     with opened(pair, parallel=4) as decoder:
         list(write_all(decoder, of_seeds(LONG, 4), lambda runs: widths.append(len(runs))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair
+from tiny import advance
 
 import offload
 from offload.drafting import draft_model, dynamic
@@ -16,16 +16,11 @@ from offload.engine.request import Request
 from offload.engine.sequence import Caches
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Traffic
-from offload.planning.selector import Trees
+from offload.planning.selector import TreeSelector
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
 GREEDY, LONG, OTHER = Sampling(), list(range(9, 150)), list(range(150, 90, -1))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 def opened(pair: Sequence[Path], tree: str = "none", **more: Any) -> Decoder:
@@ -33,16 +28,24 @@ def opened(pair: Sequence[Path], tree: str = "none", **more: Any) -> Decoder:
     return offload.load(*pair, tree=tree, **{**how, **more})
 
 
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_keys_and_values_of_all_texts_take_what_was_planned(pair: tuple[Path, Path], parallel: int) -> None:
+    with opened(pair, "8x3", parallel=parallel) as decoder:
+        decoder.generate([5, 9], max_new_tokens=2)
+        buffers = decoder._pool.caches.target._buffers.of_layer
+        assert sum(states.nbytes for both in buffers.values() for states in both) == decoder.plan.kv_bytes
+
+
 def test_what_a_cancelled_text_had_not_taken_in_yet_is_copied(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(pair, parallel=2) as decoder:
         first = decoder.start(Request(LONG, GREEDY, 20))
-        decoder.advance([first])
+        advance(decoder, [first])
         with monkeypatch.context() as patch:
             patch.setattr(decoder._forest, "_max_prompt_rows", 16)
             goner = decoder.start(Request(LONG, GREEDY, 20))
-            decoder.advance([goner])
+            advance(decoder, [goner])
             decoder.release(goner)
         again = decoder.start(Request(LONG, GREEDY, 20), continues=True)
         assert again.sequence.stats.num_kept_tokens == len(LONG) - 1
@@ -53,7 +56,7 @@ def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: tuple[Path, Path], mo
         wanted = decoder.generate(LONG, max_new_tokens=12).token_ids
         first = decoder.start(Request(LONG, GREEDY, 12))
         second = decoder.start(Request(OTHER, GREEDY, 12))
-        decoder.advance([first, second])
+        advance(decoder, [first, second])
         decoder.release(second)
         with monkeypatch.context() as patch:
             patch.setattr(Caches, "copy_from", lambda *_: _interrupt())
@@ -63,7 +66,7 @@ def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: tuple[Path, Path], mo
         decoder.release(first)
         runs = [decoder.start(Request(LONG, GREEDY, 12), continues=True) for _ in range(2)]
         while not all(run.is_finished for run in runs):
-            decoder.advance(runs)
+            advance(decoder, runs)
         assert [run.sequence.new_ids for run in runs] == [wanted, wanted]
 
 
@@ -89,7 +92,7 @@ def test_chains_that_grow_leave_room_for_those_of_others(pair: tuple[Path, Path]
 def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wanted: int) -> None:
     """Of chains five nodes each, of guesses four: what one text has room for is too much for eight."""
     room = Traffic(1000, 100)
-    trees = Trees(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
+    trees = TreeSelector(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
     assert replace(trees, parallel=8, has_draft=has_draft).most_nodes == wanted
 
 

@@ -37,11 +37,6 @@ def run(target: Path, draft: str | Path | None, *, temperature: float = 0.0, **o
         )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
-
-
 def slots_alone(target: Path, draft: str) -> int:
     """A budget with room for three slots and no more."""
     files = files_of([open_checkpoint(target)], draft, None)

@@ -89,7 +89,7 @@ def test_several_prompts_share_the_rows_of_a_pass(model: Path, monkeypatch: pyte
         with opened(model, monkeypatch, link, parallel=2) as (decoder, rows):
             runs = [decoder.start(Request(prompt, Sampling(), 3)) for prompt in prompts]
             while any(run.is_writing for run in runs):
-                decoder.advance(runs)
+                tiny.advance(decoder, runs)
             passes.append(([run.sequence.new_ids for run in runs], rows[:3]))
     (wanted, few), (found, many) = passes
     assert wanted == found

@@ -135,7 +135,7 @@ def test_arguments_of_another_type_are_named(sound: Path) -> None:
     ],
 )
 def test_demo_makes_no_target_in_vain(arguments: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cli.demo.inflate", None)
+    monkeypatch.setattr("offload.checkpoint.packaged.inflate", None)
     assert_refused(shell("demo", *arguments.split()), words)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.cli.demo import PAIR, PROMPT
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.decoder import Decoder
 from offload.sampling.sampler import Sampler
 from offload.units import Sampling

@@ -14,10 +14,11 @@ import pytest
 from reciting import PROMPT, at_call, failing_reads, open_decoder, recited
 
 import offload
-from offload.engine import scheduler as service
+from offload.engine import service
 from offload.engine.decoder import Decoder
+from offload.engine.job import MOST_PIECES, Cancelled, Job, Ticket
 from offload.engine.request import Request
-from offload.engine.scheduler import MOST_PIECES, Cancelled, Closing, Engine, Job, QueueFull, Ticket
+from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.step import SpeculationStep
 from offload.engine.text import TextStream
 from offload.errors import ReadError, UserError

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from test_chat import CONTEXT, QUESTIONS, open_pair, said
 
 import offload
 from offload.checkpoint import identity
+from offload.checkpoint.identity import PARTS, SUM, ModelIdentity
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import check_session
+from offload.engine.session import Models, _caches, check_session
 from offload.errors import UserError
 from offload.model.target import BatchEntry
 from offload.planning.options import LoadOptions
@@ -112,6 +114,8 @@ def test_another_draft_is_no_hindrance(tmp_path: Path) -> None:
     for draft, tree in ((None, "none"), (target, "8x3")):  # the second of the target's weights
         with offload.load(target, draft, "1GiB", tree, context=CONTEXT, dtype="float32", threads=1) as decoder:
             session = decoder.load_session(path)
+            kept = {part: cache.length for part, cache in _caches(decoder._pool).items()}
+            assert kept.pop("target") == len(session.tokens) - 1 and not any(kept.values()), "of another draft nothing"
             run = decoder.run(session.tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
             list(run)
             assert run.result().token_ids == whole[NUM_FIRST:] and run.result().stats.num_kept_tokens
@@ -188,6 +192,29 @@ def test_a_session_of_weights_that_differ_in_one_byte_is_refused(
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"computed with another model \(weights differ\)"):
         open_decoder(copy, None, options, Request(session=tmp_path / "text.session"))
+
+
+SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype", "is_taken"),
+    [
+        (SAME, "float32", True),
+        (SAME, "bfloat16", False),
+        (SAME._replace(parts={**SAME.parts, "weights": "b"}), "float32", False),
+        (SAME._replace(proofs={SUM: "2" * 32}), "float32", False),
+        (SAME._replace(proofs={"files": "3"}), "float32", False),
+        (None, "float32", False),
+    ],
+    ids=["same", "another type", "other weights", "another sum", "nothing proves it", "no draft"],
+)
+def test_states_are_taken_of_the_same_weights_in_the_same_type(
+    told: ModelIdentity | None, dtype: str, is_taken: bool
+) -> None:
+    models: Any = SimpleNamespace(identities=SimpleNamespace(of=lambda _: SAME), dtypes={"draft": "float32"})
+    notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
+    assert Models.can_use(models, "draft", notes) == is_taken
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
@@ -297,7 +324,15 @@ def test_broken_files_are_refused(
     with pytest.raises(UserError, match=words) as error:
         decoder.load_session(path)
     assert "\n" not in str(error.value)
-    assert decoder.generate(PROMPT, max_new_tokens=2).token_ids, "and the decoder goes on"
+
+
+def test_a_decoder_goes_on_behind_a_broken_file(saved: tuple[Decoder, Path], tmp_path: Path) -> None:
+    decoder, sound = saved
+    wanted = decoder.generate(PROMPT, max_new_tokens=2).token_ids
+    (tmp_path / "broken").write_bytes(flipped(sound.read_bytes()))
+    with pytest.raises(UserError, match="checksum"):
+        decoder.load_session(tmp_path / "broken")
+    assert decoder.generate(PROMPT, max_new_tokens=2).token_ids == wanted
     decoder.load_session(sound)
 
 

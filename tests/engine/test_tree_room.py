@@ -5,20 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
-from offload.planning.selector import Trees
+from offload.planning.selector import TreeSelector
 
 CONTEXT = 128
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ def test_a_larger_tree_that_is_not_chosen_takes_nothing(
     num_nodes: int, pair: tuple[Path, Path], ram_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
-    monkeypatch.setattr(Trees, "nodes_to_plan", lambda *_: num_nodes)
+    monkeypatch.setattr(TreeSelector, "nodes_to_plan", lambda *_: num_nodes)
     with opened(pair, ram_bytes) as decoder:
         assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)
         assert decoder.invariance.holds == decoder.plan.is_streamed, decoder.invariance.reason

@@ -8,7 +8,8 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ from faults.trial import Damage, Trial
 from faults.verdict import Circumstances, Reference, Verdict, contents, judged, of_ids
 from matrix import matrix, random_of_the_day
 
-NUM_STRIKES = {"session, new": 4, "datastore build": 8}
+STRIKES = 2  # of each row
+ROWS = [("session, new", 0), ("session, new", 1), *(("datastore build", number) for number in range(4))]
+TrialOf = Callable[[str], Trial]
 has_shim = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None or sys.version_info >= (3, 13),
     reason="faults are injected by a shim in C, for Linux and Python before 3.13",
@@ -29,30 +32,32 @@ has_shim = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trial]]:
+def trial_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialOf]:
     folder = tmp_path_factory.mktemp("faults")
     forge = Forge(folder)
     prepare(forge.root)
     restore(folder / "pristine", forge.root)
-    yield {one.name: Trial(forge, one, folder / "pristine") for one in scenes(forge.root) if one.name in NUM_STRIKES}
+    by_name = {one.name: one for one in scenes(forge.root)}
+    yield cache(lambda name: Trial(forge, by_name[name], folder / "pristine"))
     forge.close()
 
 
 @has_shim
-@matrix("name", NUM_STRIKES, daily=5)
-def test_faults_end_as_promised(name: str, trials: dict[str, Trial]) -> None:
-    chance, trial = random_of_the_day(name), trials[name]
+@matrix("name, number", ROWS, daily=1)
+def test_faults_end_as_promised(name: str, number: int, trial_of: TrialOf) -> None:
+    chance, trial = random_of_the_day(name, number), trial_of(name)
     possible = [fault for fault in FAULTS if trial.numbers(fault)]
-    for fault in chance.sample(possible, NUM_STRIKES[name]):
+    for fault in chance.sample(possible, STRIKES):
         at = chance.choice(trial.numbers(fault))
         verdict, _ = trial.strike(fault, at)
         call = (*CALLS, "any")[fault.call]
         assert not verdict.breaches, f"make faults ONLY='--scene {name!r} --call {call} --fault {fault.name} --at {at}'"
 
 
+@pytest.mark.full
 @has_shim
-def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
-    trial = trials["session, new"]
+def test_the_shim_strikes_where_it_is_told(trial_of: TrialOf) -> None:
+    trial = trial_of("session, new")
     for call, which in (("open", 0), ("rename", -1)):  # the last one is the session's own
         fault = Fault("EIO", CALLS.index(call), ERROR, 5)
         verdict, ended = trial.strike(fault, trial.numbers(fault)[which])
@@ -69,17 +74,17 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
 @pytest.mark.full
 @has_shim
 @pytest.mark.parametrize("how", ["cut", "overwrite"])
-def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trials: dict[str, Trial]) -> None:
-    ends = list(damaged(trials["session, new"], how))
+def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trial_of: TrialOf) -> None:
+    ends = list(damaged(trial_of("session, new"), how))
     assert not any(verdict.breaches for verdict in ends), ends
     assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
 
 
 @pytest.mark.full
 @has_shim
-def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trials: dict[str, Trial]) -> None:
+def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trial_of: TrialOf) -> None:
     seen = list[Verdict]()
-    for end in damaged(trials["session, new"], "overwrite", is_blind=True):
+    for end in damaged(trial_of("session, new"), "overwrite", is_blind=True):
         seen.append(end)
         if any(breach.startswith("exit 0 with another text") for breach in end.breaches):
             return

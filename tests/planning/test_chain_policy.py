@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from offload.planning.chains import ChainPolicy, best_length, operations_growth, tokens_per_run, wall_clock_gain
+from offload.planning.chains import ChainPolicy, best_length, tokens_per_run, wall_clock_gain
 from offload.planning.cost_model import Costs, Curve, Traffic
 from offload.stats import RunningMean
 from offload.trees.verification import acceptance
@@ -36,7 +36,7 @@ def paper(cost: float) -> Callable[[int], float]:
 @pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), TABLE_1)
 def test_table_1(alpha: float, gamma: int, operations: float, speed: float) -> None:
     assert wall_clock_gain(alpha, gamma, 0) == pytest.approx(speed, abs=0.005)
-    assert operations_growth(alpha, gamma, 0) == pytest.approx(operations, abs=0.005)
+    assert (gamma + 1) / tokens_per_run(alpha, gamma) == pytest.approx(operations, abs=0.005)
 
 
 @pytest.mark.parametrize(("gamma", "alpha", "cost", "expected"), TABLE_4)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from mixture_headers import mixture
+from ranking import rank_trees
 
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, ModelFiles, make_plan
@@ -20,8 +21,8 @@ from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffi
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
 from offload.planning.room import MemoryBudget
-from offload.planning.search import TreeSearch, rank_trees
-from offload.planning.selector import Trees, routing_in, with_experts
+from offload.planning.search import TreeSearch
+from offload.planning.selector import TreeSelector, routing_in, with_experts
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance
 from offload.units import Sampling
@@ -122,15 +123,15 @@ def test_chains_growth_and_guesses_pay_for_their_rows() -> None:
     assert trees.ahead_rows() == moved.routed_by(trees.routing).ahead_rows(trees.costs)
 
 
-def trees_with(moved: Traffic, **how: Any) -> Trees:
-    return Trees(parse_tree("auto"), lambda *_: (None, "none"), lambda _: moved, **how)
+def trees_with(moved: Traffic, **how: Any) -> TreeSelector:
+    return TreeSelector(parse_tree("auto"), lambda *_: (None, "none"), lambda _: moved, **how)
 
 
 def test_a_tree_of_guesses_has_room_while_one_row_reads_no_more() -> None:
     def of(size: int) -> Traffic:
         return traffic(kept=0.3 - (0.0 if size <= 16 else 0.1))
 
-    trees = Trees(parse_tree("auto"), lambda *_: (None, "none"), of, has_draft=False)
+    trees = TreeSelector(parse_tree("auto"), lambda *_: (None, "none"), of, has_draft=False)
     assert trees.most_nodes == 16
     assert trees_with(traffic(kept=0.3), has_draft=False).most_nodes == 64
     assert trees_with(traffic(kept=0.3), has_draft=False).for_run(Sampling(), "match").shape.num_nodes == 64

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from matrix import matrix
+from ranking import rank_trees
 
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
-from offload.planning.search import TreeSearch, rank_trees
+from offload.planning.search import TreeSearch
 from offload.planning.seen import ObservedPass, with_misses
-from offload.planning.selector import Trees
+from offload.planning.selector import TreeSelector
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
 from offload.units import Sampling
@@ -95,13 +96,13 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
     return None, "none here"
 
 
-def trees_with(machine: Machine, costs: Costs) -> Trees:
-    found = Trees(parse_tree("auto"), no_profile, lambda _: machine.traffic, costs=costs, max_nodes=MOST_NODES)
+def trees_with(machine: Machine, costs: Costs) -> TreeSelector:
+    found = TreeSelector(parse_tree("auto"), no_profile, lambda _: machine.traffic, costs=costs, max_nodes=MOST_NODES)
     found.parallel, found.link_bytes_per_s = 16, costs.link_bytes_per_s
     return found
 
 
-def chosen(trees: Trees, num_texts: int) -> Shape:
+def chosen(trees: TreeSelector, num_texts: int) -> Shape:
     return trees.for_run(Sampling(), "match", num_texts=num_texts).shape
 
 
@@ -117,7 +118,7 @@ def tokens_of(machine: Machine, shape: Shape, rng: np.random.Generator) -> int:
         node, num_tokens = first_child[node] + rank, num_tokens + 1
 
 
-def passes(machine: Machine, trees: Trees, num_texts: int, num_passes: int, seed: int) -> Iterator[Shape]:
+def passes(machine: Machine, trees: TreeSelector, num_texts: int, num_passes: int, seed: int) -> Iterator[Shape]:
     """Shapes of passes that this machine runs, and tells of; times scatter, and one in twenty is late."""
     rng = np.random.default_rng(seed)
     for _ in range(num_passes):
@@ -168,6 +169,6 @@ def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -
 
 def test_what_was_believed_alone_would_be_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the passes would have had nothing to correct."""
-    monkeypatch.setattr(Trees, "took", lambda self, one: None)
+    monkeypatch.setattr(TreeSelector, "took", lambda self, one: None)
     found = [mean_cost(MACHINES["mixed"], "half", num, 0) for num in (2, 4, 8, 16)]
     assert max(found) > 1.2, found

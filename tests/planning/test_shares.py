@@ -8,7 +8,7 @@ import pytest
 
 from offload.errors import UserError
 from offload.planning.cluster import Gathers, Hops, Network
-from offload.planning.shares import Load, RankCapacity, shard_fractions, shard_link_s, stage_layers, stage_link_s
+from offload.planning.shares import Load, RankCapacity, _link_s, shard_fractions, stage_layers, stage_link_s
 
 GB = 10**9
 LLAMA = Load([1_711_250_000] * 80, num_slots=0)  # Llama-3-70B in bf16; 136.9 GB
@@ -16,6 +16,12 @@ LLAMA = Load([1_711_250_000] * 80, num_slots=0)  # Llama-3-70B in bf16; 136.9 GB
 
 def laptops(count: int, memory_gb: float = 26) -> list[RankCapacity]:
     return [RankCapacity(int(memory_gb * GB), 3e9)] * count
+
+
+def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
+    """What a rank's link needs in every pass for its share of each layer."""
+    held_bytes = load.slots_bytes + load.kv_bytes
+    return _link_s(rank, fraction * load.num_bytes, fraction * load.kv_bytes, fraction * held_bytes)
 
 
 def shard_s(ranks: list[RankCapacity], load: Load) -> float:

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expected import expected_tokens
 from test_device_planner import CONFIGS, GIB
-from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.latency import prediction
-from offload.bench.studies import choice as bench
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import ResolvedRun, resolve
@@ -27,7 +26,7 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
 from offload.planning.room import MemoryBudget
 from offload.planning.search import TreeSearch, range_for
-from offload.planning.selector import TreeChoice, Trees, TreeSelector
+from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports import estimate as estimating
 from offload.reports.estimate import estimate
 from offload.reports.tune import choice_from
@@ -38,7 +37,6 @@ from offload.trees.topology import (
     Topology,
     best_first,
     chain,
-    expected_tokens,
     isotonic,
 )
 from offload.units import Sampling
@@ -79,11 +77,6 @@ def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield,
 
 COUNTED = (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=5.0, num_sweeps=40),)
 SMOOTHED = {"traces": (4.0, ()), "traces and dynamic yields": (4.0, COUNTED), "product form": (PRODUCT_FORM, ())}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +121,7 @@ def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files
             assert is_predicted(pair, tree, choice, path), "yields do not depend on the machine"
             if parse_tree(tree).kind == "best":
                 spec = parse_tree(tree)
-                assert choice.shape == bench.tree_for(profile, (spec.count, spec.depth)).shape
+                assert choice.shape == TreeSelector(profile.identity.rule, profile).choose(spec).shape
 
 
 def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
@@ -146,10 +139,14 @@ def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
 DEFAULT = [*DEFAULT_ACCEPTANCE, *[0.0] * 32]
 
 
+def chosen(tree: str, profile: Profile | None, rule: str = "match") -> TreeChoice:
+    return TreeSelector(parse_tree(tree), lambda *_: (profile, "")).for_run(Sampling(), rule)
+
+
 def test_a_named_tree_follows_the_traces_where_they_know_more(files: ModelFiles) -> None:
     """The defect that began this: 64x16 was built from the vector and predicted from the traces."""
     learnt, product = (profile_of(files, smoothing) for smoothing in (4.0, PRODUCT_FORM))
-    trees = [TreeSelector("match", one).choose(parse_tree("64x16")) for one in (learnt, product)]
+    trees = [chosen("64x16", one) for one in (learnt, product)]
     vector = best_first(isotonic(learnt.acceptance), 64, 16)
     assert expected_tokens(trees[1].shape, isotonic(learnt.acceptance)) == pytest.approx(
         expected_tokens(vector, isotonic(learnt.acceptance)), rel=1e-3
@@ -162,16 +159,16 @@ def test_a_named_tree_follows_the_traces_where_they_know_more(files: ModelFiles)
 
 def test_yields_are_counted_on_the_traces_or_were_counted(files: ModelFiles) -> None:
     profile = profile_of(files, 4.0)
-    choice = TreeSelector("match", profile).choose(parse_tree("chain:6"))
+    choice = chosen("chain:6", profile)
     assert choice.shape == chain(6) and choice.tokens_per_sweep == tokens_per_sweep(chain(6), profile.traces)
     short = replace(profile, traces=profile.traces[:1])
     product = sum(isotonic(profile.acceptance)[0] ** depth for depth in range(7))
-    assert TreeSelector("match", short).choose(parse_tree("chain:6")).tokens_per_sweep == pytest.approx(product)
+    assert chosen("chain:6", short).tokens_per_sweep == pytest.approx(product)
     # Dynamic trees yield what was counted.
-    counted = TreeSelector("match", profile_of(files, 4.0, COUNTED)).choose(parse_tree("dynamic:16x8"))
+    counted = chosen("dynamic:16x8", profile_of(files, 4.0, COUNTED))
     assert counted.shape == DynamicShape(16, 8) and counted.tokens_per_sweep == pytest.approx(5.0)
     with pytest.raises(UserError, match="rule sequoia is exact only without that"):
-        TreeSelector("sequoia").choose(parse_tree("dynamic:16x8"))
+        chosen("dynamic:16x8", None, "sequoia")
     # A smaller forest has the same trees.
     profile = profile_of(files, 16.0)
     p_K = isotonic(profile.acceptance)
@@ -181,7 +178,7 @@ def test_yields_are_counted_on_the_traces_or_were_counted(files: ModelFiles) -> 
 
 @pytest.mark.parametrize("size", [(1, 4), (40, 1), (64, 2), (300, 40), (7, 99)])
 def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: ModelFiles) -> None:
-    choice = TreeSelector("match", profile_of(files, 4.0)).choose(parse_tree("{}x{}".format(*size)))
+    choice = chosen("{}x{}".format(*size), profile_of(files, 4.0))
     assert choice.shape.num_nodes == min(size[0], 33 if size[1] == 1 else size[0]) and choice.shape.depth <= size[1]
 
 
@@ -237,7 +234,7 @@ def usual_profile(costs: Costs) -> Profile:
 class Capped(ResolvedRun):
     """Planted: a way to trees that has a cap of its own, as each caller once had."""
 
-    def trees(self, sampling: Sampling) -> Trees:
+    def trees(self, sampling: Sampling) -> TreeSelector:
         found = super().trees(sampling)
         found.max_nodes = 512
         return found
@@ -315,7 +312,7 @@ def test_a_cap_of_one_caller_is_noticed(caller: str, headers: list[str], describ
 def test_there_is_one_way_from_options_to_a_run() -> None:
     """What used to be assembled by each caller; a second way would soon mean another run."""
     ways = {
-        "TreeSelector(": ["planning/selector.py"],
+        "TreeSelector(": ["distributed/pipeline.py", "engine/resolve.py", "reports/forecast.py"],
         "MemoryBudget.of(": ["engine/resolve.py"],
         "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
         "with_experts(": ["engine/resolve.py", "planning/selector.py"],

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from expected import expected_tokens
+from ranking import rank_trees
 
 from offload import timer
-from offload.calibration import startup as probe
+from offload.calibration import curves as probe
 from offload.errors import UserError
 from offload.planning.acceptance import (
     PRODUCT_FORM,
@@ -32,8 +34,8 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.profile import Profile
-from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, rank_trees, search
-from offload.planning.selector import Trees
+from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, search
+from offload.planning.selector import TreeSelector
 from offload.trees.spec import parse_tree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
@@ -43,7 +45,6 @@ from offload.trees.topology import (
     best_first,
     chain,
     check_acceptance,
-    expected_tokens,
     grow_order,
     sequences,
     tree_of,
@@ -261,11 +262,11 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
 
 
 def test_trees_without_any_measurement_fall_back_and_named_ones_are_as_named() -> None:
-    choice = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
+    choice = TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
     assert choice.shape == DynamicShape(64, 16) and "nothing was measured" in choice.why
-    small = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
+    small = TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
     assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
-    trees = Trees(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
+    trees = TreeSelector(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
     assert trees.for_run(Sampling(), RULE).shape == best_first(P_K, 16, 4)
     assert trees.for_run(Sampling(), RULE, "chain:3").shape == chain(3)
     with pytest.raises(UserError, match="64 nodes, memory was planned for 32"):
@@ -276,7 +277,7 @@ def test_trees_without_any_measurement_fall_back_and_named_ones_are_as_named() -
 
 @pytest.mark.parametrize("measured", [None, costs(row_s=2e-3)])
 def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | None) -> None:
-    trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), 1e9, measured)
+    trees = TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), 1e9, measured)
     for rule in RULES:
         choice = trees.for_run(Sampling(), rule)
         assert choice.is_dynamic == (rule in ("match", "topk")), rule
@@ -287,7 +288,7 @@ def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | N
 
 
 def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
-    policies = [Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
+    policies = [TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
                 for link in (1e11, 1e8)]  # fmt: skip
     fast, slow = (trees.for_run(Sampling(), RULE).shape.num_nodes for trees in policies)
     assert fast < slow

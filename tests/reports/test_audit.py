@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload.bench.harness.gate import Written, draws_hold, prove
-from offload.cli.demo import PAIR, PROMPT
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.load import load
 from offload.errors import UserError
 from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB_SIZE, save_pair
+from tiny import VOCAB_SIZE
 
 import offload
 from offload.engine.decoder import Decoder
@@ -21,11 +21,6 @@ from offload.units import ChildSampling, Sampling
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from quantised import save_quantised
-from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
+from tiny import VOCAB_SIZE, streaming_ram
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -65,11 +65,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
     monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
     monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (DynamicShape(16, 8),))  # growing takes longest
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
@@ -186,7 +181,8 @@ def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], usu
         assert "temperature 0.0, not 0.5" in other.why
     with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
         named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
-        assert named == TreeSelector("match", profile).choose(parse_tree("24x6")) and "traced tokens" in named.why
+        selector = TreeSelector(parse_tree("24x6"), lambda *_: (profile, ""))
+        assert named == selector.for_run(Sampling(), "match") and "traced tokens" in named.why
 
 
 class Counting:
@@ -267,19 +263,27 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
     assert calls == [0, 1, 2, 2, 3], "finished windows are not measured again"
 
 
-def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "NUM_NEW", 16)
+def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(room, "trace_window", lambda _, own, index: asked.append(index) or TracedWindow([index], []))
+
+    def traces(seed: int) -> list[TracedWindow]:
+        asked.clear()
+        decoder: Any = None
+        return trace_windows(decoder, question(seed), lambda *_: None)
 
     def question(seed: int) -> TuneSpec:
         windows = (tuple(window(0)), tuple(window(1)))
         return TuneSpec(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
 
-    traces = trace_windows(decoder, question(0), lambda *_: None)
-    seen: list[int] = []
-    assert trace_windows(decoder, question(0), lambda done, *_: seen.append(done)) == traces and seen == [2]
-    assert trace_windows(decoder, question(1), lambda done, *_: seen.append(done)) == traces and seen == [2, 0, 1, 2]
+    wanted = [TracedWindow([0], []), TracedWindow([1], [])]
+    assert traces(0) == wanted and asked == [0, 1]
+    assert traces(0) == wanted and asked == []
+    assert traces(1) == wanted and asked == [0, 1]
+    question(0).state_path.write_text('{"windows": [[[0], []]]}')
+    assert traces(0) == wanted and asked == [1]
     question(0).state_path.write_text('{"windows": [[[0, 99], []]]}')
-    assert trace_windows(decoder, question(0), lambda *_: None) == traces, "what is not sound counts for nothing"
+    assert traces(0) == wanted and asked == [0, 1], "what is not sound counts for nothing"
 
 
 def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:

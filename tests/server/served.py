@@ -13,7 +13,7 @@ import torch
 from reciting import open_decoder
 
 from offload.engine.decoder import Decoder
-from offload.engine.scheduler import Engine
+from offload.engine.service import Engine
 from offload.engine.step import SpeculationStep
 from offload.server.app import create_app
 from offload.server.listening import bind
@@ -41,6 +41,10 @@ class Served(NamedTuple):
     def is_idle(self) -> bool:
         figures = self.engine.figures()
         return (figures.num_active, figures.num_waiting) == (0, 0)
+
+    def rests(self) -> bool:
+        """It is idle, and all that was done is counted: the engine's thread sleeps until it is asked."""
+        return bool(self.engine._changed._waiters) and self.is_idle()  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from reciting import PIECES, SAID, TEMPLATE, open_decoder
 from served import serving, slow_passes, until
 from tiny import save_reciter
 
-from offload.engine.scheduler import Engine
+from offload.engine.service import Engine
 from offload.server.app import create_app
 from offload.server.listening import bind
 from offload.server.network import Listening

@@ -12,11 +12,11 @@ from test_device_path import BUDGETS, TIERS, base, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
+from offload.distributed.pipeline import _Services
 from offload.drafting.model import ModelDrafter
 from offload.engine import sequence as turn
 from offload.engine.request import Request
-from offload.engine.scheduler import Engine
-from offload.engine.stages import _Services
+from offload.engine.service import Engine
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.units import Sampling

@@ -4,8 +4,10 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -44,6 +46,13 @@ def assert_reads_like_safetensors(checkpoint: Checkpoint, store: DiskReader) -> 
         assert_same_bytes(got, {name: stored[name] for name in layout.parameters})
 
 
+@pytest.fixture
+def opened() -> Iterator[Callable[..., DiskReader]]:
+    """Opens readers, which are closed in the end."""
+    with ExitStack() as stack:
+        yield lambda *given, **how: stack.enter_context(closing(DiskReader(*given, **how)))
+
+
 @pytest.fixture(params=["direct", "buffered"])
 def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "buffered":
@@ -53,47 +62,38 @@ def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("remainder", [0, 1])
 @matrix("seed", SEEDS, always=[0], daily=2)
-def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, is_direct: bool, tmp_path: Path) -> None:
+def test_every_parameter_is_what_safetensors_reads(
+    seed: int, remainder: int, is_direct: bool, tmp_path: Path, opened: Callable[..., DiskReader]
+) -> None:
     checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
     assert any(shard.stat().st_size % BLOCK_BYTES for shard in checkpoint.shards), "an end inside a block"
-    store = DiskReader(checkpoint.shards)
-    try:
-        assert_reads_like_safetensors(checkpoint, store)
-        assert store.is_direct == is_direct, "this test needs a temporary directory with O_DIRECT"
-        assert (store.note is None) == is_direct
-    finally:
-        store.close()
+    store = opened(checkpoint.shards)
+    assert_reads_like_safetensors(checkpoint, store)
+    assert store.is_direct == is_direct, "this test needs a temporary directory with O_DIRECT"
+    assert (store.note is None) == is_direct
 
 
+@pytest.mark.usefixtures("is_direct")
 @pytest.mark.parametrize("remainder", [0, 1])
 def test_a_layer_of_many_requests(
-    remainder: int, is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remainder: int, tmp_path: Path, opened: Callable[..., DiskReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_store, "REQUEST_BYTES", 2 * BLOCK_BYTES)
     checkpoint = random_checkpoint(tmp_path, 1, remainder=remainder)
-    store = DiskReader(checkpoint.shards)
-    try:
-        layouts = [layer_layout(checkpoint, layer) for layer in range(3)]
-        assert max(len(store.read(layout, allocate(layout.slab_bytes))) for layout in layouts) > 5
-        assert_reads_like_safetensors(checkpoint, store)
-    finally:
-        store.close()
+    store = opened(checkpoint.shards)
+    layouts = [layer_layout(checkpoint, layer) for layer in range(3)]
+    assert max(len(store.read(layout, allocate(layout.slab_bytes))) for layout in layouts) > 5
+    assert_reads_like_safetensors(checkpoint, store)
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm")
-def test_a_file_system_in_memory(tmp_path: Path) -> None:
+def test_a_file_system_in_memory() -> None:
     """tmpfs refuses O_DIRECT or has it, which the kernel decides; both must read right and say which."""
-    directory = SHM / f"offload-test-{os.getpid()}"
-    checkpoint = random_checkpoint(directory, 2)
-    store = DiskReader(checkpoint.shards)
-    try:
-        assert_reads_like_safetensors(checkpoint, store)
-        assert (store.note is None) == store.is_direct
-    finally:
-        store.close()
-        for file in directory.iterdir():
-            file.unlink()
-        directory.rmdir()
+    with TemporaryDirectory(dir=SHM) as folder:
+        checkpoint = random_checkpoint(Path(folder), 2)
+        with closing(DiskReader(checkpoint.shards)) as store:
+            assert_reads_like_safetensors(checkpoint, store)
+            assert (store.note is None) == store.is_direct
 
 
 def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
@@ -121,24 +121,23 @@ def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) ->
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_is_not_enough_for_direct_reads(
+    tmp_path: Path, opened: Callable[..., DiskReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some file systems accept the flag and refuse the read."""
     checkpoint, preadv = random_checkpoint(tmp_path, 3), os.preadv
-    opened = []
+    refused = []
 
     def refuse_first(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if not opened:
-            opened.append(fd)
+        if not refused:
+            refused.append(fd)
             raise OSError(errno.EINVAL, "Invalid argument")
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", refuse_first)
-    store = DiskReader(checkpoint.shards)
-    try:
-        assert not store.is_direct
-        assert_reads_like_safetensors(checkpoint, store)
-    finally:
-        store.close()
+    store = opened(checkpoint.shards)
+    assert not store.is_direct
+    assert_reads_like_safetensors(checkpoint, store)
 
 
 def one_piece(path: Path) -> SlabLayout:
@@ -154,14 +153,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(
+    file: Path, opened: Callable[..., DiskReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: 16 * BLOCK_BYTES]], at))
-    store = DiskReader([file])
-    try:
-        assert read(store, one_piece(file))[: file.stat().st_size].tobytes() == file.read_bytes()
-    finally:
-        store.close()
+    assert read(opened([file]), one_piece(file))[: file.stat().st_size].tobytes() == file.read_bytes()
 
 
 def of_a_driver(monkeypatch: pytest.MonkeyPatch, *arrays: np.ndarray) -> None:
@@ -178,10 +175,10 @@ def of_a_driver(monkeypatch: pytest.MonkeyPatch, *arrays: np.ndarray) -> None:
 
 
 def test_memory_that_a_disk_cannot_write_into_is_read_by_way_of_ours(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, opened: Callable[..., DiskReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = one_piece(file)
-    slab, store = allocate(layout.slab_bytes), DiskReader([file])
+    slab, store = allocate(layout.slab_bytes), opened([file])
     plain = store.fetch(layout)
     assert store.note is None
     of_a_driver(monkeypatch, slab)
@@ -189,94 +186,74 @@ def test_memory_that_a_disk_cannot_write_into_is_read_by_way_of_ours(
         future.result()
     assert np.array_equal(slab, plain) and store.note is not None and "locked memory" in store.note
     assert store.bytes_read == 2 * file.stat().st_size
-    store.close()
 
 
-def test_a_bad_address_of_our_own_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_limit_holds(file: Path, opened: Callable[..., DiskReader]) -> None:
+    store = opened([file], rate_limit_bytes_per_s=20 * file.stat().st_size)
+    started = time.perf_counter()
+    for _ in range(6):
+        read(store, one_piece(file))
+    elapsed_s = time.perf_counter() - started
+    assert 0.98 * 6 / 20 <= elapsed_s <= 10, "seconds, on a busy machine too"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EFAULT])
+def test_a_failing_disk_is_the_callers_business(
+    number: int, file: Path, opened: Callable[..., DiskReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is a bad address of our own."""
+    store, why = opened([file]), os.strerror(number)
+
     def fail(*_: object) -> int:
-        raise OSError(errno.EFAULT, "Bad address")
+        raise OSError(number, why)
 
-    store = DiskReader([file])
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(ReadError, match=r"reading .* failed: Bad address"):
-        store.fetch(one_piece(file))
-    store.close()
+    (future,) = store.read(one_piece(file), allocate(2 << 20))
+    with pytest.raises(ReadError, match=rf"shard\.safetensors failed: {why}"):
+        future.result()
 
 
-def test_bytes_read_counts_what_was_moved(file: Path) -> None:
-    store = DiskReader([file])
-    try:
-        for count in (1, 2):
-            read(store, one_piece(file))
-            assert store.bytes_read == count * file.stat().st_size
-    finally:
-        store.close()
+def cut_to(num_bytes: int) -> Callable[[Path], None]:
+    return lambda file: os.truncate(file, num_bytes)
 
 
-def test_rate_limit_holds(file: Path) -> None:
-    num_bytes = file.stat().st_size
-    store = DiskReader([file], rate_limit_bytes_per_s=20 * num_bytes)
-    try:
-        started = time.perf_counter()
-        for _ in range(6):
-            read(store, one_piece(file))
-        elapsed_s = time.perf_counter() - started
-        assert 0.98 * 6 / 20 <= elapsed_s <= 10, "seconds, on a busy machine too"
-    finally:
-        store.close()
+def write_over(file: Path) -> None:
+    """Of the same size, and the same file: only its time tells that these are other weights."""
+    with file.open("r+b") as other:
+        other.write(b"other weights")
 
 
-def test_a_failing_disk_is_the_callers_business(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = DiskReader([file])
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    try:
-        monkeypatch.setattr(os, "preadv", fail)
-        (future,) = store.read(one_piece(file), allocate(2 << 20))
-        with pytest.raises(ReadError, match=r"shard\.safetensors failed: Input/output error"):
-            future.result()
-    finally:
-        store.close()
+CUTS = (0, BLOCK_BYTES, BLOCK_BYTES + 77, 1 << 20)
 
 
-@pytest.mark.parametrize("left_bytes", [0, BLOCK_BYTES, BLOCK_BYTES + 77, 1 << 20])
-def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file: Path) -> None:
-    store, layout = DiskReader([file]), one_piece(file)
-    try:
-        os.truncate(file, left_bytes)
-        (future,) = store.read(layout, allocate(2 << 20))
-        with pytest.raises(ReadError, match=rf"shard\.safetensors ends at byte {left_bytes}: it was cut short"):
-            future.result()
-    finally:
-        store.close()
+@pytest.mark.usefixtures("is_direct")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *((cut_to(size), rf"ends at byte {size}: it was cut short") for size in CUTS),
+        (write_over, "was written to while in use: load the model again"),
+    ],
+)
+def test_a_file_that_changes_while_in_use(
+    change: Callable[[Path], None], words: str, file: Path, opened: Callable[..., DiskReader]
+) -> None:
+    store, layout = opened([file]), one_piece(file)
+    assert len(read(store, layout)) > 0
+    change(file)
+    (future,) = store.read(layout, allocate(2 << 20))
+    with pytest.raises(ReadError, match=rf"shard\.safetensors {words}"):
+        future.result()
 
 
-def test_a_layout_beyond_the_end_of_its_file_leaves_nothing_unread(is_direct: bool, file: Path) -> None:
+@pytest.mark.usefixtures("is_direct")
+def test_a_layout_beyond_the_end_of_its_file_leaves_nothing_unread(
+    file: Path, opened: Callable[..., DiskReader]
+) -> None:
     """Not even where the layout is of another file: what nobody reads would stay zero, and pass for weights."""
     layout = one_piece(file)
     os.truncate(file, 1 << 20)
-    store = DiskReader([file])
-    try:
-        with pytest.raises(ReadError, match=r"shard\.safetensors ends before byte \d+: it was cut short"):
-            store.read(layout, allocate(2 << 20))
-    finally:
-        store.close()
-
-
-def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -> None:
-    """Of the same size, and the same file: only its time tells that these are other weights."""
-    store, layout = DiskReader([file]), one_piece(file)
-    try:
-        assert len(read(store, layout)) > 0
-        with file.open("r+b") as other:
-            other.write(b"other weights")
-        (future,) = store.read(layout, allocate(2 << 20))
-        with pytest.raises(ReadError, match=r"shard\.safetensors was written to while in use: load the model again"):
-            future.result()
-    finally:
-        store.close()
+    with pytest.raises(ReadError, match=r"shard\.safetensors ends before byte \d+: it was cut short"):
+        opened([file]).read(layout, allocate(2 << 20))
 
 
 def test_close_drops_what_is_queued(file: Path) -> None:
@@ -297,21 +274,20 @@ def test_buffers_are_aligned_to_blocks(num_bytes: int) -> None:
     assert num_bytes == 0 or buffer.ctypes.data % BLOCK_BYTES == 0
 
 
-def test_several_readers_work_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_readers_work_at_once(
+    file: Path, opened: Callable[..., DiskReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One request at a time leaves a third of the disk unused: all readers meet at a barrier that fewer cannot pass."""
     barrier, preadv = threading.Barrier(host_store.NUM_READERS), os.preadv
-    store = DiskReader([file])
+    store = opened([file])
 
     def meet(fd: int, views: list[memoryview], at: int) -> int:
         barrier.wait(timeout=60)
         return preadv(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", meet)
-    try:
-        for future in [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(host_store.NUM_READERS)]:
-            future.result()
-    finally:
-        store.close()
+    for future in [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(host_store.NUM_READERS)]:
+        future.result()
 
 
 def plant_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,13 +301,13 @@ def plant_unfinished_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [plant_wrong_offset, plant_unfinished_read])
 def test_a_planted_mistake_is_noticed(
-    plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    opened: Callable[..., DiskReader],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoint = random_checkpoint(tmp_path, 0)
-    store = DiskReader(checkpoint.shards)
+    store = opened(checkpoint.shards)
     plant(monkeypatch)
-    try:
-        with pytest.raises(AssertionError, match="differ from what safetensors reads"):
-            assert_reads_like_safetensors(checkpoint, store)
-    finally:
-        store.close()
+    with pytest.raises(AssertionError, match="differ from what safetensors reads"):
+        assert_reads_like_safetensors(checkpoint, store)

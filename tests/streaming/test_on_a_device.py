@@ -14,13 +14,13 @@ from test_tiny import prompts
 import offload
 from offload.bench.gpu import experts
 from offload.bench.gpu import promised as bench
-from offload.bench.harness import setting
-from offload.bench.harness.setting import place_of, resident_pair
+from offload.bench.harness import models
+from offload.bench.harness.models import place_of, resident_pair
 from offload.bench.harness.steps import record_steps
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT
 from offload.bench.latency.exact import gates
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.demo import PAIR, PROMPT
 from offload.engine import build
 from offload.kernels.registry import KERNELS
 from offload.model.cuda_graphs import use_graphs
@@ -180,8 +180,8 @@ def test_the_command_line_writes_on_the_card(pair: tuple[Path, Path, list[int]])
 
 def test_the_bench_runs_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever line of it breaks on a GPU breaks here, in seconds."""
-    monkeypatch.setattr(setting, "LLAMA_2_70B", TINY)
-    monkeypatch.setattr(setting, "LLAMA_2_7B", TINY_DRAFT)
+    monkeypatch.setattr(models, "LLAMA_2_70B", TINY)
+    monkeypatch.setattr(models, "LLAMA_2_7B", TINY_DRAFT)
     monkeypatch.setattr(bench, "Amounts", lambda: bench.TINY._replace(sizes=(1, 8, 64), hidden_size=64, trees=TREES))
     outcome = shell("bench", "device", "--layers", "8", "--gpu-mem", "1200MiB")
     result = json.loads(outcome.out.splitlines()[-1])

@@ -15,6 +15,7 @@ from strict_place import OnCard, StrictDevice, place
 from test_device_expert_path import place_experts
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
 from test_tiny import prompts
+from tiny import advance
 from torch import Tensor
 
 import offload
@@ -123,10 +124,10 @@ def write(step: Step, counted: Counted, base: Path, patch: pytest.MonkeyPatch) -
         for model in (decoder.target._model, drafter.model):
             model.send_with(counted.send)
         runs = [decoder.start(Request(prompt, step.sampling, 30)) for _ in range(step.num_texts)]
-        decoder.advance(runs)
+        advance(decoder, runs)
         counted.begin()
         for _ in range(3):
-            decoder.advance(runs)
+            advance(decoder, runs)
         assert all(len(run.sequence.new_ids) > 3 for run in runs)
     return len(counted.by_send)
 

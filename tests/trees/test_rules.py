@@ -36,11 +36,6 @@ load = partial(offload.load, ram="1GiB", context=160, tree="16x4", threads=1)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config = FAMILIES["llama"]()
     config.vocab_size, config.num_hidden_layers = SMALL_VOCAB, 1
@@ -48,14 +43,14 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def greedy_ids(models: tuple[Path, Path]) -> list[int]:
-    with load(models[0], tree="none") as alone:
+def greedy_ids(pair: tuple[Path, Path]) -> list[int]:
+    with load(pair[0], tree="none") as alone:
         return alone.generate(PROMPT, max_new_tokens=40).token_ids
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_text_is_the_same_under_every_rule(rule: str, models: tuple[Path, Path], greedy_ids: list[int]) -> None:
-    with load(*models, rule=rule) as decoder:
+def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: tuple[Path, Path], greedy_ids: list[int]) -> None:
+    with load(*pair, rule=rule) as decoder:
         for tree in TREES:
             got = decoder.generate(PROMPT, max_new_tokens=40, tree=tree)
             assert got.token_ids == greedy_ids, tree
@@ -63,9 +58,9 @@ def test_greedy_text_is_the_same_under_every_rule(rule: str, models: tuple[Path,
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_seed_one_text(rule: str, models: tuple[Path, Path]) -> None:
+def test_one_seed_one_text(rule: str, pair: tuple[Path, Path]) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "max_new_tokens": 40}
-    with load(*models, rule=rule) as decoder:
+    with load(*pair, rule=rule) as decoder:
         texts = [decoder.generate(PROMPT, seed=seed, **sampling).token_ids for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
         if find_rule(rule).repeats_draws:
@@ -91,32 +86,32 @@ def next_distributions(model: torch.nn.Module, prompts: list[list[int]], samplin
         return distributions(model(torch.tensor(prompts)).logits[:, -1], sampling)
 
 
-def test_what_the_plan_has_no_room_for_is_refused(models: tuple[Path, Path]) -> None:
+def test_what_the_plan_has_no_room_for_is_refused(pair: tuple[Path, Path]) -> None:
     wanted = "`rule` must be one of match, sequoia, specinfer, spectr, topk, got 'tree'"
     with pytest.raises(offload.UserError, match=wanted):
-        load(*models, rule="tree")
-    with load(*models) as decoder, pytest.raises(offload.UserError, match=wanted):
+        load(*pair, rule="tree")
+    with load(*pair) as decoder, pytest.raises(offload.UserError, match=wanted):
         decoder.generate(PROMPT, rule="tree")
     # Rules beyond the plan are refused.
-    with load(*models) as decoder:
+    with load(*pair) as decoder:
         assert decoder.plan.distribution_bytes == 0
         assert decoder.generate(PROMPT, max_new_tokens=4, rule="topk").rule == "topk"
         for rule in ("sequoia", "specinfer", "spectr"):
             with pytest.raises(offload.UserError, match=f'give rule="{rule}" to load'):
                 decoder.generate(PROMPT, rule=rule)
-    with load(*models, rule="spectr") as decoder:
+    with load(*pair, rule="spectr") as decoder:
         assert decoder.plan.distribution_bytes == 15 * VOCAB_SIZE * 4 + DRAW_BYTES
         for rule in RULES:
             decoder.generate(PROMPT, max_new_tokens=4, rule=rule)
-    with load(models[0], tree="none", rule="sequoia") as alone:
+    with load(pair[0], tree="none", rule="sequoia") as alone:
         assert (
             alone.plan.distribution_bytes == 0
             and alone.generate(PROMPT, max_new_tokens=4, rule="spectr").rule == "spectr"
         )
 
 
-def test_distributions_take_their_share_of_the_budget(models: tuple[Path, Path]) -> None:
-    shapes = [model_shape(open_checkpoint(directory)) for directory in models]
+def test_distributions_take_their_share_of_the_budget(pair: tuple[Path, Path]) -> None:
+    shapes = [model_shape(open_checkpoint(directory)) for directory in pair]
     without, keeping = (
         make_plan(*shapes, Budgets(1 << 30), context=64, num_nodes=64, keeps_distributions=keeps) for keeps in (0, 1)
     )

@@ -15,7 +15,7 @@ from damage import BYTES, STRINGS, json_value, only, other, text
 from model_files import TEMPLATE, save_files
 
 import offload
-from offload.engine.scheduler import Engine
+from offload.engine.service import Engine
 from offload.errors import UserError
 from offload.server.app import create_app
 from offload.server.protocol import ServerSettings

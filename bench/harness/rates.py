@@ -1,6 +1,5 @@
 """The ceilings of a device, or of the host where there is none: memory, products and link."""
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
@@ -9,6 +8,7 @@ import torch
 
 from offload.calibration.link import copy_bytes_per_s
 from offload.streaming.device import Device
+from offload.timer import timed
 from offload.units import format_bytes
 
 _NUM_RUNS = 8
@@ -30,12 +30,9 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
     pinned = device.open_allocator()
     try:
         array = pinned.allocate(num_bytes).array
-        how = (
-            f"copies of {format_bytes(num_bytes)}: {pinned.note or f'page-locked ({pinned.ways})'}"
-        )
-        return CopyRates(
-            how, copy_bytes_per_s(device, array), copy_bytes_per_s(device, array[_ODD_BYTES:])
-        )
+        way = pinned.note or f"page-locked ({pinned.ways})"
+        rates = [copy_bytes_per_s(device, one) for one in (array, array[_ODD_BYTES:])]
+        return CopyRates(f"copies of {format_bytes(num_bytes)}: {way}", *rates)
     finally:
         del array
         pinned.close()
@@ -46,36 +43,27 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
 
 def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
     place = device.place if device else torch.device("cpu")
+    num_rows = 2048 if place.type == "cuda" else 64
     weight = torch.randn(num_out, num_in, device=place, dtype=torch.bfloat16)
-    rows = torch.randn(
-        2048 if place.type == "cuda" else 64, num_in, device=place, dtype=torch.bfloat16
-    )
-    return (
-        2
-        * len(rows)
-        * weight.numel()
-        / _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
-    )
+    rows = torch.randn(num_rows, num_in, device=place, dtype=torch.bfloat16)
+    seconds = _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
+    return 2 * num_rows * weight.numel() / seconds
 
 
 def memory_bytes_per_s(device: Device | None) -> float:
     """Return the rate at which a copy reads: computing cannot read weights faster."""
-    is_cuda = device is not None and device.place.type == "cuda"
+    place = device.place if device else torch.device("cpu")
+    is_cuda = place.type == "cuda"
     size = (1 << 30) if is_cuda else (64 << 20)
-    one, two = (
-        torch.ones(size, dtype=torch.uint8, device=device.place if device else "cpu")
-        for _ in range(2)
-    )
+    one, two = (torch.ones(size, dtype=torch.uint8, device=place) for _ in range(2))
     # device memory is written as fast
     return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))
 
 
 def _seconds(device: Device | None, work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_NUM_RUNS):
-        started = time.perf_counter()
+    def once() -> None:
         work()
         if device is not None:  # the wait before the first one is among those that do not count
             device.synchronize(device.record(device.compute))
-        seconds.append(time.perf_counter() - started)
-    return median(seconds[_NUM_WARM:])
+
+    return median([timed(once) for _ in range(_NUM_RUNS)][_NUM_WARM:])

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from offload.calibration.invariance import Invariance
-from offload.calibration.kernels import NO_KERNELS, choose_expansion
-from offload.calibration.startup import pick_threads
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.distributed.draft import DraftTree, serve_draft
 from offload.distributed.head import Head, RowPrice
+from offload.distributed.meeting import capacity_of, load_section, meet_ranks
 from offload.distributed.orders import (
     agree_on,
     all_gather_objects,
@@ -43,12 +42,10 @@ from offload.engine.build import (
     check_vocabulary,
     end_ids_of,
     resident_model,
-    send_beside_layers,
 )
 from offload.engine.decoder import Decoder, DecoderConfig
 from offload.engine.generation import Run
 from offload.engine.identities import Identities
-from offload.engine.meeting import capacity_of, meet_ranks
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.sequence import Sequence
@@ -57,16 +54,13 @@ from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
 from offload.memory.planner import RUNTIME_BYTES, ModelFiles
-from offload.model.streamed import SectionModel
 from offload.planning.cost_model import Traffic
 from offload.planning.room import MemoryBudget
-from offload.planning.selector import Trees
+from offload.planning.selector import TreeSelector
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles, free_rows
 from offload.stats import RankFigures, Transfers
 from offload.streaming.device import Device, computing_on
-from offload.streaming.layers import open_layers
-from offload.streaming.scan import WeightScan
 from offload.threads import Mode, StepModes, ThreadPolicy
 from offload.timer import timed
 from offload.trees.spec import TreeSpec
@@ -336,17 +330,22 @@ def _settled(rank: _Rank, plan: MemoryPlan, tokenizer: Tokenizer | None) -> Deco
     files = rank.run.files
     options = rank.run.options
     traffic = Traffic.of(plan)
-    trees = Trees(
+    trees = TreeSelector(
         TreeSpec("none"), _no_profile, lambda _: traffic, context=plan.context, has_draft=False
     )
     identities = Identities(files, rank.run.open_source)
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context, identities)
     mode = Mode(torch.get_num_threads())
     threads = ThreadPolicy([mode.num_threads], StepModes(mode, mode))
-    invariance = Invariance(reason="several ranks run it")
-    text = tokenizer, end_ids_of(files.target)
     return DecoderConfig(
-        plan, models, trees, find_rule(options.rule), threads, NO_KERNELS, *text, invariance
+        plan=plan,
+        models=models,
+        trees=trees,
+        rule=find_rule(options.rule),
+        threads=threads,
+        tokenizer=tokenizer,
+        end_ids=end_ids_of(files.target),
+        invariance=Invariance(reason="several ranks run it"),
     )
 
 
@@ -467,27 +466,11 @@ def _wait_for_end(transport: Transport) -> None:
 
 def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack) -> PipelineStage:
     run = rank.run
-    target = rank.run.files.target
     section = rank.section(index, rank.layers[index])
-    place = torch.device("cpu") if run.device is None else run.device.place
-    model = SectionModel(
-        target, section, run.options.dtype, place, has_host_table=run.device is not None
+    has_host_table = run.device is not None
+    model, stream = load_section(
+        run, run.files.target, section, plan, resources, has_host_table=has_host_table
     )
-    resources.callback(model.close)
-    sight = WeightScan(target, run.hooks.on_note)
-    sight.expect(model.layer_layouts, plan.tier_L)
-    limit = run.options.limit_bytes_per_s
-    store = run.open_source(
-        target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=sight
-    )
-    resources.callback(store.close)
-    for note in send_beside_layers(run.device, plan, resources, model):
-        run.hooks.on_note(note)
-    model.read_rest(store.fetch)
-    model.expand_with(choose_expansion(model, store.fetch, run.device).expansion)
-    torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)
-    stream = open_layers(store, model.layer_layouts, plan, run.device, resources)
-    stream.load_resident()
     return PipelineStage(model, stream, plan, slow_layer_s=run.options.slow_layer_s)
 
 

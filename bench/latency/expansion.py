@@ -5,7 +5,6 @@ All take turns with a copy of as many bytes, which nothing that writes them can 
 Invariant: what is timed has given the bits of the reference before.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from offload.bench.harness.command import Bench, command, say_table
+from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.expansions import Sample, samples
 from offload.bench.harness.record import Row
+from offload.bench.harness.tables import Column
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
+from offload.timer import timed
 
 THREADS = (1, 2)
 DTYPE = torch.bfloat16
@@ -41,28 +42,28 @@ def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]
     size = effort.size
     fastest = dict[tuple[str, str, int], float]()
     source, out = (torch.zeros(size, size, dtype=DTYPE) for _ in range(2))
-    works: list[tuple[str, str, Callable[[], object]]] = [(COPY, COPY, partial(out.copy_, source))]
+    works: dict[tuple[str, str], Callable[[], object]] = {(COPY, COPY): partial(out.copy_, source)}
     for sample in samples(size, size):
         check(sample)
         own = out.view(sample.out_shape)
-        works.append((sample.name, "torch", partial(sample.expand, REFERENCE, own)))
+        works[sample.name, "torch"] = partial(sample.expand, REFERENCE, own)
         if HAS_NUMBA:
-            works.append((sample.name, "numba", partial(sample.expand, COMPILED, own)))
+            works[sample.name, "numba"] = partial(sample.expand, COMPILED, own)
     for _ in range(effort.rounds):
         for count in thread_counts:
             with threads(count):
-                for name, how, work in works:
-                    key = (name, how, count)
-                    fastest[key] = min(fastest.get(key, float("inf")), seconds(work))
+                for key, work in works.items():
+                    before_s = fastest.get((*key, count), float("inf"))
+                    fastest[*key, count] = min(before_s, timed(work))
     return [
         {
             "row": f"{name} {how} {count}",
             "name": name,
             "how": how,
             "threads": count,
-            "bytes_per_s": out.nbytes / taken,
+            "bytes_per_s": out.nbytes / taken_s,
         }
-        for (name, how, count), taken in fastest.items()
+        for (name, how, count), taken_s in fastest.items()
     ]
 
 
@@ -89,39 +90,37 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def columns() -> list[Column]:
+    """Return a column for each way and number of threads, and what numba gains on one."""
+    ways = [f"{how} {count}" for count in THREADS for how in ("torch", "numba")]
+    rates = [Column(f"{way} threads", way, ".2f") for way in ways]
+    return [
+        Column("bf16 written, GB/s", "name"),
+        *rates,
+        Column("numba / torch, 1", lambda line: line.get("numba 1", 0.0) / line["torch 1"], ".1f"),
+    ]
+
+
+def lines(rows: Sequence[Row]) -> list[Row]:
+    """Return a line for each kind of words, GB/s by way and threads."""
+    found = dict[str, Row]()
+    for row in rows:
+        line = found.setdefault(row["name"], {"name": row["name"]})
+        line[f"{row['how']} {row['threads']}"] = row["bytes_per_s"] / 1e9
+    found.pop(COPY)
+    return [*found.values()]
 
 
 @command("expansion", "quick")
-def main(bench: Bench) -> None:
+def main(bench: Bench) -> Findings:
     """GB/s of expanded weights by kind of words, beside a copy of as many bytes."""
-    rows = [bench.row(row) for row in measure(QUICK if bench.quick else FULL)]
-    rate = {(row["name"], row["how"], row["threads"]): row["bytes_per_s"] for row in rows}
-    names = dict.fromkeys(name for name, how, _ in rate if how != COPY)
-    ways = [
-        (how, count)
-        for count in THREADS
-        for how in ("torch", "numba")
-        if (how != "numba" or HAS_NUMBA)
-    ]
-    head = [
-        "bf16 written, GB/s",
-        *(f"{how}, {count} threads" for how, count in ways),
-        "numba / torch, 1",
-    ]
-    lines = [
-        [name, *(f"{rate[name, how, count] / 1e9:.2f}" for how, count in ways)] for name in names
-    ]
-    for line in lines:
-        ratio = rate.get((line[0], "numba", 1), 0.0) / rate[line[0], "torch", 1]
-        line.append(f"{ratio:.1f}" if ratio else "")
-    say_table(head, lines)
-    copies = {count: rate[COPY, COPY, count] for count in THREADS}
-    print(
-        "a copy: "
-        + ", ".join(f"{one / 1e9:.2f} GB/s with {count} threads" for count, one in copies.items())
+    rows = measure(bench.effort(FULL, QUICK))
+    copies = {row["threads"]: row["bytes_per_s"] for row in rows if row["name"] == COPY}
+    told = [f"{rate / 1e9:.2f} GB/s with {count} threads" for count, rate in copies.items()]
+    return Findings(
+        rows=rows,
+        tables=[(columns(), lines(rows))],
+        notes=[f"a copy: {', '.join(told)}"],
+        settings={"dtype": str(DTYPE)},
+        ceiling={"bytes_per_s": copies[1]},
     )
-    bench.finish(rows, settings={"dtype": str(DTYPE)}, ceiling={"bytes_per_s": copies[1]})

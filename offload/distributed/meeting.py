@@ -1,28 +1,34 @@
-"""Ranks that were told to load one target meet, and see that they mean the same.
-
-What a rank measures of itself before it takes its share of a model: memory, link and computing.
+"""What shards and stages have in common until they serve: ranks meet and see that they mean the
+same, each measures its memory, link and computing, and loads its own layers.
 """
 
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from offload.calibration.expansions import choose_expansion
 from offload.calibration.link import link_bytes_per_s
+from offload.calibration.startup import pick_threads
+from offload.checkpoint.cuts import Section
 from offload.checkpoint.identity import ModelIdentity, identity_of, proved
-from offload.checkpoint.safetensors import compute_dtype_name
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.distributed.join import Joined, joined, require_same_weights
 from offload.distributed.orders import all_gather_objects, try_together
 from offload.distributed.transport import Transport
+from offload.engine.build import send_beside_layers
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
+from offload.model.streamed import SectionModel
 from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
 from offload.rank_roles import require_place
+from offload.streaming.layers import Layers, open_layers
+from offload.streaming.scan import WeightScan
 from offload.streaming.summing import with_sum
 from offload.timer import timed
 
@@ -122,3 +128,38 @@ def _compute_s(run: ResolvedRun) -> float:
     multiply = product_for(functional.linear, rows)
     once_s = median(timed(lambda: float(multiply(rows, weight)[0, 0])) for _ in range(_NUM_TIMES))
     return once_s * model_shape(files.target, dtype).num_weights / width**2
+
+
+def load_section(
+    run: ResolvedRun,
+    checkpoint: Checkpoint,
+    section: Section,
+    plan: MemoryPlan,
+    resources: ExitStack,
+    **more: Any,
+) -> tuple[SectionModel, Layers]:
+    """Return the model of this rank's layers and the stream that brings them, which has begun.
+
+    `more` goes to the model. What both hold is open as long as `resources`.
+    """
+    device = run.device
+    place = torch.device("cpu") if device is None else device.place
+    model = SectionModel(checkpoint, section, run.options.dtype, place, **more)
+    resources.callback(model.close)
+    sight = WeightScan(checkpoint, run.hooks.on_note)
+    sight.expect(model.layer_layouts, plan.tier_L)
+    store = run.open_source(
+        checkpoint.shards,
+        stamps=checkpoint.stamps,
+        rate_limit_bytes_per_s=run.options.limit_bytes_per_s,
+        sight=sight,
+    )
+    resources.callback(store.close)
+    for note in send_beside_layers(device, plan, resources, model):
+        run.hooks.on_note(note)
+    model.read_rest(store.fetch)
+    model.expand_with(choose_expansion(model, store.fetch, device).expansion)
+    torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)
+    stream = open_layers(store, model.layer_layouts, plan, device, resources)
+    stream.load_resident()
+    return model, stream

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.calibration.startup import pick_threads
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.distributed.layout import (
@@ -23,6 +22,7 @@ from offload.distributed.layout import (
     shard_files,
     share_layers,
 )
+from offload.distributed.meeting import capacity_of, load_section, meet_ranks
 from offload.distributed.orders import (
     agree_on,
     all_gather_objects,
@@ -31,19 +31,17 @@ from offload.distributed.orders import (
 )
 from offload.distributed.shards import Exchange, ShardedTarget, cut_model, serve_shard
 from offload.distributed.transport import Transport
-from offload.engine.build import send_beside_layers
-from offload.engine.meeting import capacity_of, meet_ranks
+from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.team import Team
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import MemoryPlan
-from offload.model.streamed import SectionModel, StreamedModel
+from offload.model.streamed import StreamedModel
 from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
 from offload.planning.shares import Load, RankCapacity, shard_fractions
 from offload.stats import RankFigures
-from offload.streaming.layers import Layers, open_layers
-from offload.streaming.scan import WeightScan
+from offload.streaming.layers import Layers
 from offload.timer import timed
 
 _TYPICAL_NODES = 64
@@ -138,7 +136,10 @@ class Shards(Team):
 
 
 def join_shards(
-    run: ResolvedRun, resources: ExitStack, transport: Transport | None = None
+    run: ResolvedRun,
+    request: Request | None,
+    resources: ExitStack,
+    transport: Transport | None = None,
 ) -> Shards:
     """The head's view, once all have agreed. On any other rank: follow the head to its end, then
     raise `SystemExit`.
@@ -206,28 +207,12 @@ def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Te
 def _follow(shards: Shards, run: ResolvedRun, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
     transport = shards.transport
-    options = run.options
     num_nodes, context = broadcast_from_head(transport)
     files = shard_files(run.files, shards.sharding, transport.rank)
     budget = replace(run.budget, context=context)
     plan = try_together(transport, lambda: budget.plan(files, num_nodes))
     own = shards.own(run).files.target
-    device = run.device
-    place = torch.device("cpu") if device is None else device.place
-    model = SectionModel(own, layers_alone(own), options.dtype, place, adapt=shards.adapt)
-    resources.callback(model.close)
-    limit = options.limit_bytes_per_s
-    sight = WeightScan(own, run.hooks.on_note)
-    sight.expect(model.layer_layouts, plan.tier_L)
-    store = run.open_source(
-        own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight
-    )
-    resources.callback(store.close)
-    for note in send_beside_layers(device, plan, resources, model):
-        run.hooks.on_note(note)
-    torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
-    stream = open_layers(store, model.layer_layouts, plan, device, resources)
-    stream.load_resident()
+    model, stream = load_section(run, own, layers_alone(own), plan, resources, adapt=shards.adapt)
     agree_on(transport)
     serve_shard(
         model, stream, plan, transport, shards.exchange, partial(shards.figures, stream, plan)

@@ -1,0 +1,112 @@
+"""Finds what a bench measures with: models, budget, device.
+
+Without a model the packaged pair is used, its target inflated, so every command runs on any
+machine. With `--layers N` the pair takes the shape of Llama-2 70B and 7B and is made in memory, for
+devices. `--device pretend` is the host in the role of a device: it shows that the commands work,
+and no speed of it means anything.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offload.bench.harness.screen import Screen
+from offload.bench.harness.setting import Need, Setting
+from offload.bench.harness.synthetic import (
+    LLAMA_2_7B,
+    LLAMA_2_70B,
+    TINY,
+    TINY_DRAFT,
+    origin,
+    sketch,
+)
+from offload.checkpoint.hub import fetch, open_headers
+from offload.checkpoint.packaged import PAIR, inflated_target
+from offload.checkpoint.safetensors import Checkpoint
+from offload.errors import UserError
+from offload.machine import available_ram_bytes
+from offload.memory.planner import ModelFiles, plan_memory
+from offload.streaming.device import Device, HostDevice, open_device
+from offload.units import parse_size
+
+PRETEND = "pretend"
+# share of free memory for a model that is made there
+_FREE_SHARE = 0.9
+_USUAL = Need()
+
+
+def find_setting(
+    model: str | None,
+    draft: str | None,
+    size: str,
+    ram: str | None,
+    screen: Screen,
+    need: Need = _USUAL,
+) -> Setting:
+    """Return the named models, or the packaged pair with a target of `size`.
+
+    Without `ram` the budget is that of `need`. Raises `UserError`, before it fetches.
+    """
+    if model is not None:
+        names = [model] if draft is None else [model, draft]
+        headers = list(map(open_headers, names))
+        _require_room(ram, *headers)
+        target, *small = fetch(names, headers, screen.wait)
+        files = ModelFiles(target, *small)
+        own = target.directory
+        guesser = small[0].directory if small else None
+    else:
+        size_bytes = parse_size(size, "--size")
+        own = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+        guesser = PAIR / "draft" if draft is None else open_headers(draft).directory
+        files = ModelFiles(open_headers(own), open_headers(guesser))
+    budget_bytes = need.budget_bytes(files) if ram is None else parse_size(ram, "--ram")
+    return Setting(own, guesser, PAIR / "target" if model is None else own, budget_bytes)
+
+
+def resident_pair(ram: str | None) -> Setting:
+    """Return the packaged pair as it is, to measure what does not depend on streaming."""
+    return Setting(
+        PAIR / "target", PAIR / "draft", PAIR / "target", parse_size(ram or "2GiB", "--ram")
+    )
+
+
+@contextmanager
+def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -> Iterator[Setting]:
+    """Return the pair in the shape of Llama-2 70B and 7B, with as many layers.
+
+    On the pretend device it has some megabytes.
+    """
+    is_tiny = device is None or device.place.type == "cpu"
+    shape, small = (TINY, TINY_DRAFT) if is_tiny else (LLAMA_2_70B, LLAMA_2_7B)
+    shape = shape._replace(num_layers=num_layers)
+    ram_bytes = int(_FREE_SHARE * available_ram_bytes())
+    if ram is not None:
+        ram_bytes = parse_size(ram, "--ram")
+    fitting = max(0, ram_bytes // shape.layer_bytes)
+    if num_layers < TINY.num_layers or (not is_tiny and num_layers > fitting):
+        sizes = f"{TINY.num_layers} to {fitting}"
+        raise UserError(f"--layers must be {sizes} in this --ram, got {num_layers}: change either")
+    with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
+        folder = Path(name)
+        target = sketch(PAIR / "target", folder / "target", shape)
+        draft = sketch(PAIR / "draft", folder / "draft", small)
+        yield Setting(target, draft, origin(PAIR / "target", folder / "origin", shape), ram_bytes)
+
+
+def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
+    """Return what a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
+    if device == PRETEND:
+        return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": HostDevice()}
+    opened: Device | None = open_device(device, gpu_memory)
+    name = str(opened.place) if opened else "cpu"
+    return {"device": name, "gpu_memory": gpu_memory, "opened": opened}
+
+
+def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
+    """Refuse, from headers alone, a budget too small for the least of runs. Raises `UserError`."""
+    if ram is not None:
+        plan_memory((target, draft), ram=ram, dtype="auto", context=1, num_nodes=1)

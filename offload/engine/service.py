@@ -1,0 +1,153 @@
+"""Many callers, one decoder: requests wait in order, and one thread runs the passes that all of
+their texts share.
+
+Only that thread touches the decoder.
+"""
+
+import threading
+from dataclasses import replace
+
+from offload.engine.decoder import Decoder
+from offload.engine.job import Job, Ticket
+from offload.engine.request import Request
+from offload.engine.scheduler import EngineFigures, Scheduler
+from offload.errors import UserError
+from offload.machine import give_back_memory
+
+# after which C's allocator gives back what it keeps: the next request then pays for new pages
+_IDLE_S = 5.0
+_ASK_LATER = "the server is closing: ask again later"
+
+
+class QueueFull(UserError):  # noqa: N818
+    """As many requests wait as may."""
+
+
+class Closing(UserError):  # noqa: N818
+    """The engine takes no more requests."""
+
+
+class Engine:
+    """Serves many callers with one decoder; use it as a context manager or `close` it, before the
+    decoder.
+
+    Any thread may call any method. Nothing else may use the decoder meanwhile.
+
+    Args:
+        decoder: as many texts as it has places are written at a time.
+        max_waiting: requests beyond these are refused while so many wait.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
+        if max_waiting < 1:
+            raise UserError(
+                f"`max_waiting` must be 1 or more, got {max_waiting}: one that waits is begun at once"
+            )
+        self.decoder = decoder
+        self._max_waiting = max_waiting
+        self._scheduler = Scheduler(decoder)
+        self._changed = self._scheduler.changed
+        self._is_closing = False
+        self._is_over = False
+        # `join` that a signal interrupts takes a thread for ended that is not
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return not self._is_closing and not self._ended.is_set()
+
+    @property
+    def most_requests(self) -> int:
+        """That are written or wait at a time."""
+        return self._max_waiting + self.decoder.num_parallel
+
+    def submit(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None
+    ) -> Ticket:
+        """Take a request; it is begun once there is a place.
+
+        Raises `UserError` for one that cannot be served at all, `QueueFull` where too many wait,
+        and `Closing`.
+        """
+        self._require_room()  # before its prompt is read, which may take longer
+        prompt_ids = self.decoder.check(request, tree=tree, rule=rule).prompt_ids
+        job = Job(replace(request, prompt=prompt_ids), tree=tree, rule=rule)
+        with self._changed:
+            self._require_room()
+            self._scheduler.add(job)
+        return Ticket(job)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take no more requests, end those that wait, let those under way have so long, then cancel
+        them.
+
+        Returns once the pass under way is over; again it does nothing.
+        """
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            self._scheduler.turn_away(Closing(_ASK_LATER))
+        self._ended.wait(max(0.0, grace_s))
+        with self._changed:
+            self._is_over = True
+            for job in self._scheduler.active:
+                job.cancel()
+        self._ended.wait()
+
+    def figures(self) -> EngineFigures:
+        """What was done, and what goes on."""
+        return self._scheduler.figures()
+
+    def _require_room(self) -> None:
+        with self._changed:
+            if not self.is_open:
+                raise Closing(_ASK_LATER)
+            if self._scheduler.num_waiting + len(self._scheduler.active) >= self.most_requests:
+                self._scheduler.count(num_refused=1)
+                raise QueueFull(f"{self._max_waiting} requests wait already: ask again later")
+
+    # What follows runs in the engine's own thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._ended.set()
+
+    def _serve(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._has_work():
+                self._scheduler.admit()
+                if self._scheduler.active:
+                    self._scheduler.sweep()
+        except BaseException as caught:  # of our own making: no caller may be left waiting
+            error = caught
+            raise
+        finally:
+            with self._changed:
+                self._is_closing = True
+            self._scheduler.end_all(error)
+            self._scheduler.turn_away(error or Closing(_ASK_LATER))
+
+    def _has_work(self) -> bool:
+        """Wait for some; False once there will be none."""
+        with self._changed:
+            is_idle = not self._changed.wait_for(self._is_asked, _IDLE_S)
+        if is_idle:
+            give_back_memory()
+        with self._changed:
+            self._changed.wait_for(self._is_asked)
+            return not self._is_over and bool(self._scheduler.active or not self._is_closing)
+
+    def _is_asked(self) -> bool:
+        return self._scheduler.has_work or self._is_closing
