@@ -4,11 +4,9 @@ Neither imports the other, so that both are known here alone.
 """
 
 from offload.bench.suite import app as bench
-from offload.cli.app import app
+from offload.cli.app import app, every_command
+from offload.cli.main import main
 
-# before the commands register themselves: --help keeps this order
-app.add_typer(bench, name="bench", short_help="Measure speeds, each beside its ceiling.")
+app.add_typer(bench, name="bench")
 
-from offload.cli.main import main  # noqa: E402
-
-__all__ = ["app", "main"]
+__all__ = ["app", "every_command", "main"]

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from threading import Event
@@ -284,7 +285,7 @@ class _ReadFile(NamedTuple):
         found = FileSums(stamp.num_bytes, stamp.written_ns, self.wanted, header, tensors)
         if self.known is None or not have_same_bytes(found, self.known):
             return found
-        return self.known._replace(sha256=self.wanted or self.known.sha256)
+        return replace(self.known, sha256=self.wanted or self.known.sha256)
 
     @property
     def is_as_before(self) -> bool:

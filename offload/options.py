@@ -23,7 +23,7 @@ PathLike = str | os.PathLike[str]
 _WRITE = ("generate", "chat")
 _RUN = (*_WRITE, "serve")
 _LOAD = (*_RUN, "plan", "tune")
-_ALL = (*_LOAD, "demo", "pack", "unpack", "verify", "build", "append", "info")
+_ALL = (*_LOAD, "list", "demo", "pack", "unpack", "verify", "build", "append", "info")
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ class OutputOptions:
     )
     quiet: bool = option(
         "--quiet", "-q", default=False, help="print nothing on stderr but errors",
-        commands=tuple(name for name in _ALL if name not in ("plan", "info")),
+        commands=tuple(name for name in _ALL if name not in ("plan", "info", "list")),
     )
     verbose: bool = option(
         "--verbose", "-v", default=False, help="tell more: threads, slots, why this tree",
@@ -446,6 +446,10 @@ class ServerOptions:
         help="another name that clients may ask for, '*' for any; may be given several times",
         doc="another name that clients may ask for, `'*'` for any: many programs ask for `gpt-4` "
         "whatever they are told",
+    )
+    cors: Sequence[str] = option(
+        "--cors", default=(), kind=str, is_several=True, metavar="ORIGIN", commands=("serve",),
+        help="let pages of this origin ask, such as http://localhost:3000; may be given several times",
     )
     api_key_file: Path | None = option(
         "--api-key-file", metavar="FILE", commands=("serve",),

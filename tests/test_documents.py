@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.commands import app
+from offload.commands import every_command
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -71,9 +71,7 @@ def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def unknown(text: str) -> list[str]:
     """Return the commands and flags of a page that the program does not have."""
-    import typer
-
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = every_command()
     found = []
     for name, flags in commands_of(text):
         if name not in known:

@@ -44,7 +44,7 @@ def refusal(*arguments):
             except SystemExit as leaving:
                 return str(leaving.code)
 
-command = typer.main.get_command(main.app).commands["generate"]
+command = main.every_command()["generate"]
 context = command.make_context("generate", [], resilient_parsing=True)
 context.meta["--help-all"] = True
 found = {

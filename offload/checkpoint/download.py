@@ -86,6 +86,15 @@ def in_cache(repo: str) -> Path:
         return Path(found)
 
 
+def cached_models() -> list[str]:
+    """Return the ids of the models that the hub's cache has files of, sorted."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    found = Path(HF_HUB_CACHE).glob("models--*/snapshots")
+    names = (one.parent.name.removeprefix("models--").replace("--", "/", 1) for one in found)
+    return sorted(filter(is_hub_id, names))
+
+
 def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError

@@ -12,11 +12,9 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -102,7 +100,7 @@ def replacing(path: Path) -> Iterator[Path]:
     A reader sees either the old file or the new one. The scratch name is random because threads
     share a process number, and so do containers that share a folder.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield scratch
         os.replace(scratch, path)
@@ -170,6 +168,8 @@ def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> I
 
     `work` should not hold the interpreter's lock for long.
     """
+    from concurrent.futures import Future, ThreadPoolExecutor  # `--help` reads no large file
+
     num_threads = min(_MAX_THREADS, num_cores())
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-parts")
     pending = deque[Future[_Result]]()

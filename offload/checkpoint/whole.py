@@ -18,14 +18,15 @@ refused.
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta, ValidationError, convert
 
 from offload.checkpoint.download import in_cache
 from offload.checkpoint.files import PART_BYTES, cache_folder, read_object, replacing
@@ -43,12 +44,11 @@ from offload.checkpoint.safetensors import (
     unreadable,
 )
 from offload.checkpoint.tensors import TensorEntry
-from offload.errors import UnreadError, UserError, reason
+from offload.errors import UnreadError, UserError, ensure, reason
 
 SUFFIX = ".sums.json"  # follows the name of a GGUF file; in a folder the manifest is `SUMS`
 _FORMAT = "offload.sums"
 _VERSION = 1
-_HEX = re.compile(r"(?:[0-9a-f]{8})*")
 _UNREAD = ""  # name of the span that is all of a file whose header is not read
 # The 32nd power of the multiple: its steps are long against a call of numpy, and fit a cache.
 _POWER_BYTES = 32 // 8
@@ -237,14 +237,18 @@ def _spans(
     return tuple(spans)
 
 
-class FileSums(NamedTuple):
+_Sums = Annotated[str, Meta(pattern=r"^([0-9a-f]{8})*\Z")]  # CRC-32 of parts, 8 characters each
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
     """The checksums of one file."""
 
     num_bytes: int
     written_ns: int
     sha256: str | None  # the hub's, where it was seen to hold
-    header: str  # CRC-32 of the header's parts, 8 characters each
-    tensors: Mapping[str, str]
+    header: _Sums
+    tensors: Mapping[str, _Sums]
 
 
 def default_manifest(model: Path) -> Path:
@@ -281,18 +285,16 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
             f"{path} is no manifest of offload verify: give another with `manifest`, or move it away"
         )
     files = found.get("files")
-    if (
-        not isinstance(files, dict)
-        or found.get("crc32") != _crc32(files)
-        or not all(map(_is_sound, files.values()))
-    ):
-        raise UserError(f"{path} is damaged, it does not have its own checksum: {remedy}")
-    return {name: FileSums(**own) for name, own in files.items()}
+    try:
+        ensure(found.get("crc32") == _crc32(files), "it does not have its own checksum")
+        return convert(files, dict[str, FileSums])
+    except (ValidationError, ValueError) as error:
+        raise UserError(f"{path} is damaged, {reason(error)}: {remedy}") from None
 
 
 def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
     """Write the manifest, whole or not at all. Raises `OSError`."""
-    told = {name: own._asdict() for name, own in files.items()}
+    told = {name: asdict(own) for name, own in files.items()}
     with replacing(path) as scratch:
         text = json.dumps(
             {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(told), "files": told}, indent=1
@@ -302,7 +304,7 @@ def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
 
 def have_same_bytes(one: FileSums, other: FileSums) -> bool:
     """Return whether two files agree, whatever their times of writing and the hub's sums."""
-    return one._replace(written_ns=0, sha256=None) == other._replace(written_ns=0, sha256=None)
+    return replace(one, written_ns=0, sha256=None) == replace(other, written_ns=0, sha256=None)
 
 
 def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> list[Damage]:
@@ -322,23 +324,8 @@ def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> 
     return [*header, *(Damage(file, name, what) for name in names)]
 
 
-def _crc32(files: Mapping[str, Any]) -> str:
+def _crc32(files: object) -> str:
     return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
-
-
-def _is_sound(own: Any) -> bool:
-    if (
-        not isinstance(own, dict)
-        or own.keys() != set(FileSums._fields)
-        or not isinstance(own["tensors"], dict)
-    ):
-        return False
-    are_sums = all(
-        isinstance(one, str) and _HEX.fullmatch(one)
-        for one in (own["header"], *own["tensors"].values())
-    )
-    are_numbers = all(type(own[name]) is int for name in ("num_bytes", "written_ns"))
-    return are_sums and are_numbers and isinstance(own["sha256"], str | None)
 
 
 def crc32_of_scratch(scratch: np.ndarray) -> int:

@@ -16,7 +16,7 @@ from offload.checkpoint.files import read_given
 from offload.cli.prompt_input import decode, with_system
 from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.request import Prompt, Request, samples_of
-from offload.errors import UserError, require
+from offload.errors import UserError, did_you_mean, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
 from offload.units import MOST_SAMPLES, NARROWING, Sampling
@@ -105,7 +105,7 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
         require(
             key in _FIELDS,
             f"a field must be one of {', '.join(_FIELDS)}",
-            repr(key),
+            f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}",
             "mend or take it out",
         )
     name = told.get("id")

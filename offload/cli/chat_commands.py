@@ -8,13 +8,14 @@ from textwrap import wrap
 from typing import Any
 
 from offload.cli.console import Console, memory_line, turn_line
+from offload.cli.live_line import fitted
 from offload.cli.progress import plural
 from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving
 from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.chat import Chat
-from offload.errors import UserError
+from offload.errors import UserError, did_you_mean
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
 from offload.units import Sampling
@@ -24,7 +25,7 @@ _SAMPLING = options_at("chat", Sampling)
 _TEXT = options_at("chat", TextOptions)
 _NAMES = [*_SAMPLING, *_TEXT]
 _SHORT = {"temp": "temperature", "n": "max-tokens", **synonyms_at("chat", Sampling)}
-_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: show what is set", 70)
+_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: show what is set", 70, break_on_hyphens=False)
 _HELP = f"""\
 /help            show this list
 /clear           forget the conversation, but for the system prompt
@@ -80,14 +81,16 @@ class ChatCommands:
         """
         if command not in self._table:
             known = " ".join([*self._table, LEAVE[0]])
+            rule = f"commands are {known}, got {command}"
+            meant = did_you_mean(command, known.split())
             raise UserError(
-                f"commands are {known}, got {command}: a question that begins with / needs a space before it"
+                f"{rule}{meant or ': a question that begins with / needs a space before it'}"
             )
         pieces: Generator[str, None, None] | None = self._table[command](text)
         return pieces
 
     def _say(self, lines: str) -> None:
-        print(lines, file=sys.stderr)
+        print(fitted(lines, sys.stderr), file=sys.stderr)
 
     def _clear(self) -> None:
         self._chat.clear()

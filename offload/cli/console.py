@@ -175,7 +175,9 @@ def opening_lines(
     drafting = list[str]()
     sources = str(decoder.sources)
     if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
-        drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
+        # a folder is often called so
+        called = names.draft if names.draft == "draft" else f"draft {names.draft}"
+        drafting = [f"{called}{sources and f' with {sources}'}, {_expectation(choice)}"]
     elif choice and choice.shape.num_nodes > 1:
         drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a sweep by {sources}"]
     return "\n".join(
@@ -372,7 +374,7 @@ def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") 
 
 def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
     """Return that a text is cut off, and by what; nothing where it has come to its end."""
-    if finish_reason != "length":
+    if finish_reason != "length" or not stats.num_new_tokens:
         return ""
     if stats.num_prompt_tokens + stats.num_new_tokens >= plan.context:
         return f"the text is cut off where the context of {plan.context} ends{_longer(plan)}"
@@ -397,9 +399,3 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
     )
     read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {plural(stats.num_prompt_tokens, 'token')} read"
     return f"({plural(stats.num_new_tokens, 'token')}{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
-
-
-def error_line(message: str) -> str:
-    """One line; what it quotes from a stranger's file must not steer the terminal."""
-    line = " ".join(as_flags(message).split())
-    return "offload: " + "".join(char if char.isprintable() else "?" for char in line)

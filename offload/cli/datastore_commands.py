@@ -30,9 +30,7 @@ datastore = typer.Typer(
     rich_markup_mode=None,
     invoke_without_command=True,
 )
-app.add_typer(
-    datastore, name="datastore", short_help="Make a store of text, in which guesses are looked up."
-)
+app.add_typer(datastore, name="datastore")
 
 Files = Annotated[
     list[Path],

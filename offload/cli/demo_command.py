@@ -45,15 +45,19 @@ def demo(
     )
     with shown as console, libraries(console):
         from offload.checkpoint.packaged import PROMPT, inflated_target
-        from offload.cli import demo as run
+        from offload.cli import demo as packaged
+        from offload.cli import demo_run as run
         from offload.engine.request import Request
 
         prompt = PROMPT if text.prompt is None else read_prompt(text.prompt, None)
         request = Request(prompt, sampling, max_tokens, raw=True)
-        options = run.demo_options(
-            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=load.link_limit
+        options = packaged.demo_options(
+            packaged.budget(size_bytes, ram, tree, rule),
+            tree,
+            rule=rule,
+            link_limit=load.link_limit,
         )
-        run.check(request)
+        packaged.check(request)
         landed = partial(console.bytes_landed, label="making the target")
         target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:

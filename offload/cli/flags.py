@@ -9,7 +9,6 @@ its own.
 import inspect
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -31,23 +30,26 @@ _NUM_NAMED = 3  # flags that an error names, the nearest ones
 _DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
 
 
-def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    app: typer.Typer, *, name: str | None = None, **how: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command whose flags are the options, of the records that it takes, that name the command.
 
-    Other parameters are typer's own.
+    Other parameters are typer's own. The command is called as its function, or by `name`.
     """
 
     def wrap(main: Callable[..., None]) -> Callable[..., None]:
+        called = name or main.__name__
         taken = inspect.signature(main, eval_str=True).parameters
         kinds = {
             name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
         }
         records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
         declared = {
-            one.name: one.of(main.__name__)
+            one.name: one.of(called)
             for record in records.values()
             for one in options_of(record).values()
-            if main.__name__ in one.commands
+            if called in one.commands
         }
         params = [one for name, one in taken.items() if name not in records]
         params += map(_parameter, declared.values())
@@ -64,7 +66,7 @@ def command(app: typer.Typer, **how: Any) -> Callable[[Callable[..., None]], Cal
             )
 
         params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
-        run.__name__, run.__doc__ = main.__name__, main.__doc__
+        run.__name__, run.__doc__ = called, main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in params}
         app.command(cls=grouped(declared), **how)(run)
@@ -122,6 +124,12 @@ def as_flags(message: str) -> str:
     return re.sub(r'`(\w+)(?:="([^`"]*)")?`', flag, message)
 
 
+def error_line(message: str) -> str:
+    """One line; what it quotes from a stranger's file must not steer the terminal."""
+    line = " ".join(as_flags(message).split())
+    return "offload: " + "".join(char if char.isprintable() else "?" for char in line)
+
+
 def _place(context: typer.Context) -> RankInfo | None:
     """This process's place, where the command runs on many ranks: RANK may also be that of a job which calls it."""
     return None if context.params.get("ranks") is None else find_place()
@@ -140,9 +148,9 @@ def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | 
         return None
     own = own_value(text, param.opts[0], _place(context))
     if not (own.isascii() and own.isdigit()):
-        raise typer.BadParameter(f"{own!r} is not a valid integer.")
+        raise typer.BadParameter("Input should be a valid integer")
     if int(own) < 1:
-        raise typer.BadParameter(f"{own} is not greater than or equal to 1.")
+        raise typer.BadParameter("Input should be at least 1")
     if _DECLARED[str(param.name)].counts == "cores":
         # More threads than cores only wait for each other, and thousands are more than a process may start.
         most = cores.num_cores()
@@ -192,6 +200,14 @@ class Defaults(NamedTuple):
                 is_one = param.multiple and not isinstance(value, list)
                 self.by_command[name][param.name] = [value] if is_one else value
                 self.sources[name, param.name] = source
+
+
+def may_have_defaults() -> bool:
+    """Return whether there is a file of one's own, or a variable that may set a flag."""
+    path = config_file()
+    return any(name.startswith(_PREFIX) for name in os.environ) or (
+        path is not None and os.path.lexists(path)
+    )
 
 
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
@@ -255,6 +271,8 @@ def _key(param: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import tomllib  # `--help` reads no file
+
     try:
         return tomllib.loads(read_small(path))
     except FileNotFoundError:

@@ -6,7 +6,6 @@ exit code of theirs.
 Invariant: no rank outlives it, however it ends (see `rank_process`).
 """
 
-import logging
 import os
 import signal
 import socket
@@ -103,6 +102,8 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
     word.
     """
     # what torchrun would log stands in the code and lines that are returned
+    import logging
+
     logging.disable(logging.CRITICAL)
     os.environ.update({LAUNCHER: str(os.getpid()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

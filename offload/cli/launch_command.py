@@ -5,12 +5,11 @@ from typing import Annotated
 import typer
 
 from offload.cli.app import app
-from offload.cli.console import error_line
+from offload.cli.flags import error_line
 from offload.cli.live_line import fitted
 
 
 @app.command(
-    short_help="Run a command on many ranks.",
     context_settings={"allow_interspersed_args": False},
     epilog="""Examples:
 

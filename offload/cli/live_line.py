@@ -14,9 +14,10 @@ import textwrap
 import threading
 import unicodedata
 from io import UnsupportedOperation
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from offload.cli.progress import Progress
+if TYPE_CHECKING:
+    from offload.cli.progress import Progress
 
 # between two lines on a terminal, on one that cannot redraw, in a file
 _TICK_S = 0.25
@@ -51,7 +52,7 @@ class LiveLine:
         self._has_wrapped = False
         self.num_written = 0
 
-    def show(self, progress: Progress, *, is_at_once: bool = False) -> None:
+    def show(self, progress: "Progress", *, is_at_once: bool = False) -> None:
         """From now on the line tells of this; `is_at_once` also in a file or a pipe."""
         if self._is_off:
             return

@@ -8,23 +8,20 @@ that compute.
 import errno
 import os
 import sys
-import traceback
 from typing import Any, NoReturn
 
 import typer
 
-# In the order of --help: each registers its commands.
-from offload.cli import write_commands, measure_commands, demo_command, pack_commands  # noqa: F401  # isort: skip
-from offload.cli import verify_command, serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
 from offload.cli import flags, output, rank_process
-from offload.cli.app import app
-from offload.cli.console import error_line
+from offload.cli.app import app, every_command
+from offload.cli.flags import error_line
 from offload.cli.live_line import fitted
 from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
 _TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours
+_RULE = "Input should "  # how the option parser begins what a value must be
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -42,9 +39,10 @@ def main() -> None:
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--help-all", "--version"} & {*given}:
-            own = flags.find_defaults(
-                {name: one for name, one in command.commands.items() if name != "bench"}
-            )
+            if flags.may_have_defaults():
+                own = flags.find_defaults(
+                    {name: one for name, one in every_command().items() if name != "bench"}
+                )
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
             if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
                 print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
@@ -83,7 +81,7 @@ def main() -> None:
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
         _fail(
-            own.blame(f"{_said_of(error)} (see {command_path} --help)", given),
+            own.blame(f"{_said_of(error, given)} (see {command_path} --help)", given),
             EXIT_USER_ERROR,
             place,
             error,
@@ -94,20 +92,30 @@ def _named_command(command: Any, given: list[str]) -> str:
     """Return the words that name a command, where the option parser does not tell whose error it is."""
     words = ["offload"]
     for word in given:
-        # names alone: a parser of the bench may take seconds to import
-        known = command.list_commands(None) if hasattr(command, "list_commands") else ()
+        known = command.list_commands(None) if hasattr(command, "list_commands") else []
         if word not in known:
             break
-        command = command.commands.get(word)
+        # a bench's own parser may take seconds to import
+        command = None if words[-1] == "bench" else command.get_command(None, word)
         words.append(word)
     return " ".join(words)
 
 
-def _said_of(error: Any) -> str:
+def _said_of(error: Any, given: list[str]) -> str:
     """Return the option parser's line, with a question where the words were nearly right."""
     if known := getattr(error, "possibilities", None):
         return f"{error.message}{did_you_mean(error.option_name, known)}"
-    return str(error.format_message())
+    rule = str(error.message).partition(", unable to ")[0].removeprefix(_RULE)
+    if rule == error.message or not getattr(error, "param", None):
+        return str(error.format_message())
+    names = error.param.opts
+    rule = rule.replace("greater than or equal to", "at least")
+    told = f"{'/'.join(names)} must {rule.replace('less than or equal to', 'at most')}"
+    for word, behind in zip(given, [*given[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in names:
+            return f"{told}, got {(value or behind)!r:.80}"
+    return told
 
 
 def _fail(
@@ -123,6 +131,8 @@ def _fail(
 
 def _print_traceback(error: BaseException) -> None:
     """With what stands behind it, also where a message of ours took its place."""
+    import traceback
+
     cause: BaseException | None = error
     while cause is not None:
         cause.__suppress_context__, cause = False, cause.__context__

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SUFFIX = ".jsonl"
 
 
-def prompts_of(text: TextOptions) -> Path | None:
+def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
     """A file of many prompts, whose name says so; None for one. Raises `UserError` for what does not go together."""
     file = text.file
     prompts = file if file is not None and file.suffix == _SUFFIX else None
@@ -39,6 +39,10 @@ def prompts_of(text: TextOptions) -> Path | None:
     require(
         is_one or text.session is None, "`session` keeps one text", got, "leave one of them out"
     )
+    is_told = text.num_logprobs is None or as_json or prompts is not None
+    require(
+        is_told, "`num_logprobs` are part of what --json prints", text.num_logprobs, "give --json"
+    )
     return prompts
 
 
@@ -50,7 +54,7 @@ def write_many(
 
     Raises `UserError` before anything is loaded, `RunError` in the end where prompts have failed.
     """
-    prompts = prompts_of(text)
+    prompts = prompts_of(text, as_json=as_json)
     if prompts is None or is_worker(
         options.ranks
     ):  # a worker reads nothing, and serves whatever it is

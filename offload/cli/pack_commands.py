@@ -27,7 +27,6 @@ _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
 
 @flags.command(
     app,
-    short_help="Make a bf16 model a quarter smaller, without loss.",
     epilog="""Examples:
 
     offload pack -m Llama-3.1-70B --out Llama-3.1-70B-packed
@@ -91,7 +90,6 @@ def pack(
 
 @flags.command(
     app,
-    short_help="Give back the model that a packed one was made from.",
     epilog="""Examples:
 
     offload unpack -m Llama-3.1-70B-packed --out Llama-3.1-70B""",

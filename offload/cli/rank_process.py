@@ -5,13 +5,12 @@ and tell it why they fail; only where it does not hear that, they print the line
 outlives the launcher.
 """
 
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from offload.cli.console import error_line
+from offload.cli.flags import error_line
 from offload.cli.launch import EXIT_HEAD_SILENT, EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
 from offload.cli.live_line import fitted
 from offload.errors import TOLD, RankError, UserError
@@ -97,6 +96,8 @@ def _end_with_parent(number: int) -> None:
     """Be sent a signal when the launcher ends, however that happens; and now, if it has ended
     already.
     """
+    import ctypes
+
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):

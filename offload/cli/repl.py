@@ -13,7 +13,8 @@ from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
-from offload.cli.console import Console, ModelNames, error_line, turn_line
+from offload.cli.console import Console, ModelNames, turn_line
+from offload.cli.flags import error_line
 from offload.cli.live_line import fitted
 from offload.cli.progress import plural
 from offload.cli.session_file import saving

@@ -1,5 +1,6 @@
 """`offload serve`: a model for many callers, over OpenAI's protocol."""
 
+import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.errors import UserError, reason
+from offload.errors import UserError, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
 from offload.units import parse_size
@@ -17,7 +18,6 @@ from offload.units import parse_size
 
 @flags.command(
     app,
-    short_help="Serve a model larger than memory over OpenAI's protocol.",
     epilog="""Examples:
 
     offload serve -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
@@ -44,6 +44,10 @@ def serve(
     check_run(model, draft, options)
     keys = read_keys(server.api_key_file, server.host)
     parse_size(server.max_body, "`max_body`")
+    for origin in server.cors or ():
+        is_origin = re.fullmatch(r"https?://[a-z0-9.-]+(:\d+)?", origin) is not None
+        rule = "`cors` must be an origin, with no path and no capitals"
+        require(is_origin, rule, f"{origin!r:.80}", "try --cors http://localhost:3000")
     shown = Console(is_quiet=output.quiet, is_verbose=output.verbose, sizes_like=load.ram)
     with shown as console, EarlyAnswers(bind(server.host, server.port)) as early:
         console.say(f"{early.address} answers 503 until the model is loaded")

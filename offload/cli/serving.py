@@ -48,6 +48,7 @@ def serve_model(
         sampling=sampling,
         aliases=tuple(server.alias or ()),
         host=server.host,
+        origins=tuple(server.cors or ()),
         api_keys=keys,
         max_body_bytes=parse_size(server.max_body, "`max_body`"),
     )

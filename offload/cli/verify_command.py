@@ -30,7 +30,6 @@ _SHOWN = 10
 
 @flags.command(
     app,
-    short_help="Is a model whole?",
     epilog="""Examples:
 
     offload verify Llama-3.1-70B

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -104,7 +105,7 @@ def append(
             writer = _ChunkWriter(path, store.vocab_size, room, on_phase)
             chunks = tuple(writer.write(_encoded(documents, coder, room), len(store.chunks)))
             require(bool(chunks), "what is added must hold some text", "none", "name other files")
-            store = store._replace(chunks=(*store.chunks, *chunks))
+            store = replace(store, chunks=(*store.chunks, *chunks))
             _sync_folder(path)  # so that what the new file names is there first
             _write_manifest(path / f".{MANIFEST_NAME}", store)
             os.replace(path / f".{MANIFEST_NAME}", path / MANIFEST_NAME)

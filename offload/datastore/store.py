@@ -13,15 +13,17 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, ValidationError, convert
 from numpy.typing import NDArray
 
 from offload.checkpoint.files import open_regular, read_object
 from offload.datastore.index import CorpusChunk, SuffixIndex, TokenWidth
-from offload.errors import UserError, reason
+from offload.errors import UserError, ensure, reason
 from offload.units import require
 
 MANIFEST_NAME = "store.json"
@@ -32,14 +34,16 @@ _READ_BYTES = 1 << 22
 _BLOCK = 1 << 20  # positions that are checked together
 
 
-class FileEntry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FileEntry:
     """The expected size and checksum of a file."""
 
     num_bytes: int
     sha256: str
 
 
-class ChunkEntry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
     """One chunk of a store."""
 
     num_documents: int
@@ -48,14 +52,15 @@ class ChunkEntry(NamedTuple):
     positions: FileEntry
 
 
-class Store(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Store:
     """The content of `store.json`."""
 
     path: Path
-    vocab_size: int
+    vocab_size: Annotated[int, Meta(gt=0, lt=2**32)]
     tokenizer: str  # folder or hub id, when the store was built
     tokenizer_sha256: str
-    chunks: tuple[ChunkEntry, ...]
+    chunks: Annotated[tuple[ChunkEntry, ...], Meta(min_length=1)]
 
     @property
     def num_tokens(self) -> int:
@@ -87,20 +92,13 @@ class Store(NamedTuple):
 
     def manifest(self) -> dict[str, Any]:
         """Return the content of `store.json`."""
-        chunks = [
-            {
-                **chunk._asdict(),
-                "tokens": chunk.tokens._asdict(),
-                "positions": chunk.positions._asdict(),
-            }
-            for chunk in self.chunks
-        ]
+        kept = asdict(self)
+        del kept["path"]
         own = {
             "vocab_size": self.vocab_size,
             "token_bytes": TokenWidth.of(self.vocab_size).num_bytes,
         }
-        named = {"tokenizer": self.tokenizer, "tokenizer_sha256": self.tokenizer_sha256}
-        return {"format": FORMAT, "version": VERSION, **own, **named, "chunks": chunks}
+        return {"format": FORMAT, "version": VERSION, **own, **kept}
 
 
 def sorting_bytes(text_bytes: int) -> int:
@@ -207,43 +205,26 @@ def map_chunk(store: Store, index: int) -> CorpusChunk:
 
 
 def _checked(folder: Path, content: dict[str, Any]) -> Store:
-    match content:
-        case {
-            "vocab_size": int(vocab_size),
-            "token_bytes": int(token_bytes),
-            "tokenizer": str(tokenizer),
-            "tokenizer_sha256": str(sha256),
-            "chunks": [_, *_] as chunks,
-        } if 0 < vocab_size < 2**32 and token_bytes == TokenWidth.of(vocab_size).num_bytes:
-            entries = tuple(_checked_chunk(folder, chunk, token_bytes) for chunk in chunks)
-            return Store(folder, vocab_size, tokenizer, sha256, entries)
-    raise _edited(folder)
-
-
-def _checked_chunk(folder: Path, content: Any, token_bytes: int) -> ChunkEntry:
-    """Check a chunk's entry and return it.
+    """Return what a manifest says.
 
     Sizes follow from the numbers of documents and tokens: each document has one separator, each
     token one position.
     """
-    match content:
-        case {
-            "num_documents": int(num_documents),
-            "num_tokens": int(num_tokens),
-            "tokens": {"num_bytes": int(text_bytes), "sha256": str(text_sha256)},
-            "positions": {"num_bytes": int(order_bytes), "sha256": str(order_sha256)},
-        } if (
-            0 < num_documents <= num_tokens
-            and text_bytes == (num_tokens + num_documents + 1) * token_bytes
-            and order_bytes == 4 * num_tokens
-        ):
-            files = FileEntry(text_bytes, text_sha256), FileEntry(order_bytes, order_sha256)
-            return ChunkEntry(num_documents, num_tokens, *files)
-    raise _edited(folder)
-
-
-def _edited(folder: Path) -> UserError:
-    return UserError(f"{folder / MANIFEST_NAME} is not as offload datastore writes it: {AGAIN}")
+    try:
+        store = convert({**content, "path": folder}, Store)
+        width = TokenWidth.of(store.vocab_size).num_bytes
+        ensure(content.get("token_bytes") == width, "tokens have another width")
+        for chunk in store.chunks:
+            num_texts = chunk.num_documents
+            text_bytes = (chunk.num_tokens + num_texts + 1) * width
+            wanted = (text_bytes, 4 * chunk.num_tokens)
+            ensure(0 < num_texts <= chunk.num_tokens, "documents hold tokens")
+            ensure((chunk.tokens.num_bytes, chunk.positions.num_bytes) == wanted, "sizes differ")
+    except (ValidationError, ValueError):
+        raise UserError(
+            f"{folder / MANIFEST_NAME} is not as offload datastore writes it: {AGAIN}"
+        ) from None
+    return store
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
@@ -271,7 +252,7 @@ def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
         files = chunk_files(store.path, index)
         chunk = map_chunk(store, index)
         for path, wanted, part in zip(
-            files, entry[2:], (chunk.tokens_B, chunk.position_M), strict=True
+            files, (entry.tokens, entry.positions), (chunk.tokens_B, chunk.position_M), strict=True
         ):
             for num_bytes in _check_sum(path, wanted, part.view(np.uint8)):
                 done_bytes += num_bytes

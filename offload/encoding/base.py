@@ -143,6 +143,22 @@ class Plain:
         return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
+class WordsAlone:
+    """What codings without companions share."""
+
+    __slots__ = ()
+
+    def companion_bytes(self, shape: Sequence[int]) -> int:
+        """Return 0: there are no companions."""
+        return 0
+
+    def prepare(
+        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
+    ) -> "Mapping[str, Tensor]":
+        """Return nothing: there are no companions."""
+        return {}
+
+
 AGAIN = "download the checkpoint again"
 _PLAIN = (Plain("BF16", "bfloat16", 2), Plain("F16", "float16", 2), Plain("F32", "float32", 4))
 # the types of words and companions

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.encoding.base import ENCODINGS
+from offload.encoding.base import ENCODINGS, WordsAlone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +60,8 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GgufBlocks:
-    """See `Coding`. There are no companions."""
+class GgufBlocks(WordsAlone):
+    """See `Coding`."""
 
     kind: str  # GGUF's name: one of `BLOCKS`, or plain numbers that the writer has changed
     num_heads: int = 0  # heads whose rows are interleaved; 0 where rows lie in order
@@ -87,16 +87,6 @@ class GgufBlocks:
             return ENCODINGS[self.kind].stored_bytes(shape)
         num_numbers, num_bytes = BLOCKS[self.kind]
         return -(-math.prod(shape) // num_numbers) * num_bytes
-
-    def companion_bytes(self, shape: Sequence[int]) -> int:
-        """Return 0: there are no companions."""
-        return 0
-
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
-        """Return nothing: there are no companions."""
-        return {}
 
     def expand(
         self,

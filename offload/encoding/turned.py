@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.encoding.base import ENCODINGS
+from offload.encoding.base import ENCODINGS, WordsAlone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """See `Coding`. There are no companions."""
+class Turned(WordsAlone):
+    """See `Coding`."""
 
     kind: str  # the plain type, by the header's name
     is_transposed: bool = False  # in the model
@@ -38,16 +38,6 @@ class Turned:
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the numbers."""
         return ENCODINGS[self.kind].stored_bytes(shape)
-
-    def companion_bytes(self, shape: Sequence[int]) -> int:
-        """Return 0: there are no companions."""
-        return 0
-
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
-        """Return nothing: there are no companions."""
-        return {}
 
     def expand(
         self,

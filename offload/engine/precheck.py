@@ -62,19 +62,14 @@ def tokenizer_place(model: str) -> Path:
     """Return the folder or GGUF file with a model's tokenizer. Raises `UserError` without one."""
     is_gguf = gguf_file(model) is not None
     place = open_headers(model).tokenizer_path if is_gguf else tokenizer_folder(model)
-    if os.path.isfile(place):
-        require_reader(place)
-    elif not has_tokenizer(place):
+    if not _has_tokenizer(place):
         raise UserError(f"{model} has no tokenizer: name the model that the store is for")
     return place
 
 
 def _require_tokenizer(target: Checkpoint) -> None:
     """Raise `UserError` for a checkpoint whose text nothing can read or write."""
-    place = target.tokenizer_path
-    if os.path.isfile(place):
-        require_reader(place)
-    elif not has_tokenizer(place):
+    if not _has_tokenizer(target.tokenizer_path):
         file = target.shards[0]
         is_gguf = file.suffix.lower() == ".gguf"
         own = "give `config` ORG/NAME, the model that it was made from, or put"
@@ -82,3 +77,11 @@ def _require_tokenizer(target: Checkpoint) -> None:
             f"{file.name if is_gguf else target.directory.name} has no tokenizer: "
             f"{own if is_gguf else 'put'} its tokenizer.json beside it"
         )
+
+
+def _has_tokenizer(place: Path) -> bool:
+    """Return whether a folder or a GGUF file has one. Raises `UserError` where none can be read."""
+    if os.path.isfile(place):
+        require_reader(place)
+        return True
+    return has_tokenizer(place)

@@ -25,11 +25,13 @@ No model, no torch, no clock. K ranks, N nodes in the order in which they were f
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from offload.checkpoint.safetensors import Checkpoint
+from offload.trees.spec import MAX_TREE_NODES
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Floats, Topology
 
 Trace = Sequence[int]
@@ -139,9 +141,9 @@ class RankTrie:
 class DynamicYield:
     """The measured yield of dynamic trees within some bounds."""
 
-    num_nodes: int  # most nodes
-    depth: int  # most levels
-    tokens_per_sweep: float
+    num_nodes: Annotated[int, Meta(le=MAX_TREE_NODES)]  # most nodes
+    depth: Annotated[int, Meta(ge=1)]  # most levels
+    tokens_per_sweep: Annotated[float, Meta(ge=1)]
     num_sweeps: int  # that were counted
 
 

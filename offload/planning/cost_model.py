@@ -16,11 +16,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from offload.checkpoint.sizes import ModelShape
+from offload.errors import ensure
 from offload.memory.plan import MemoryPlan
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
@@ -63,6 +66,8 @@ DEMAND_RATE = 0.9
 # How much the time of unused reads counts, since processors and the disk have other work.
 _WASTE = 0.25
 NEVER = 1 << 30  # rows that no pass has
+_FINITE = 1e300
+Positive = Annotated[float, Meta(gt=0, le=_FINITE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +77,14 @@ class Curve:
     Between them it is linear; beyond them the last slope continues.
     """
 
-    sizes: tuple[int, ...]  # rising
+    sizes: tuple[Annotated[int, Meta(le=2**63 - 1)], ...]  # rising
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        assert self.sizes and len(self.sizes) == len(self.seconds), (
-            "a curve has a time for every size"
-        )
-        assert all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False)), (
-            "the sizes of a curve must rise"
+        is_rising = all(a < b for a, b in pairwise(self.sizes))
+        ensure(
+            0 < len(self.sizes) == len(self.seconds) and is_rising,
+            "a curve needs rising sizes, each a time",
         )
 
     def at(self, size: float) -> float:
@@ -107,9 +111,9 @@ class Costs:
 
     compute_s: Curve  # a sweep against its rows, when it never waits for the link
     draft_step_s: Curve  # a draft step against its rows
-    verify_s: float  # of one step
-    link_bytes_per_s: float
-    overlap_penalty: float = 0.0  # see `overlapped_s`
+    verify_s: Annotated[float, Meta(ge=0, le=_FINITE)]  # of one step
+    link_bytes_per_s: Positive
+    overlap_penalty: Annotated[float, Meta(ge=0, le=1)] = 0.0  # see `overlapped_s`
     # The other terms are for data sheets; measured curves include them.
     grow_s: Curve = NOTHING  # the host's part of a dynamic tree's draft step, against its nodes
     host_s: Curve = NOTHING  # what the host does in a step while nothing computes, against rows

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+from msgspec import Meta, MsgspecError, convert
 
 from offload.checkpoint.files import cache_folder, read_object, replacing
 from offload.checkpoint.identity import identity_of, proved
@@ -22,8 +24,7 @@ from offload.checkpoint.sizes import ExpertShape
 from offload.errors import UserError, ensure, reason
 from offload.machine import cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
-from offload.planning.cost_model import Costs, Curve
-from offload.trees.spec import MAX_TREE_NODES
+from offload.planning.cost_model import Costs, Positive
 from offload.trees.topology import check_acceptance
 from offload.units import Sampling
 
@@ -32,6 +33,12 @@ _MOST_THREADS = 4096  # of any machine
 _MOST_LAYERS = 4096  # of any model
 _MOST_EXPERTS = 65_536  # of any layer
 _AGAIN = "run offload tune again"
+# uses of the experts of a layer
+_Row = Annotated[
+    tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=_MOST_EXPERTS)
+]
+# the place of a token among the draft's candidates
+_Rank = Annotated[int, Meta(ge=-1, lt=NUM_RANKS)]
 # fields whose first names are kept as keys in files
 _KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
@@ -130,11 +137,12 @@ def unprofiled(sampling: Sampling) -> str:
     return words or ("min-p" if sampling.min_p and not sampling.is_greedy else "")
 
 
-class ExpertUses(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertUses:
     """How often rows of the target were routed to each expert; dense layers are not counted."""
 
-    uses_LE: tuple[tuple[int, ...], ...]
-    num_rows: int  # of all passes together
+    uses_LE: Annotated[tuple[_Row, ...], Meta(min_length=1, max_length=_MOST_LAYERS)]
+    num_rows: Annotated[int, Meta(ge=1, le=2**63 - 1)]  # of all passes together
 
     @property
     def uses_B(self) -> list[float]:
@@ -156,14 +164,14 @@ class Profile:
     num_tokens: int
     is_teacher_forced: bool  # ranks on the given text, not on what the target wrote
     acceptance: tuple[float, ...]  # by rank
-    standard_error: tuple[float, ...]  # of each entry
-    smoothing: float  # how many observations the product form is worth, by held-out traces
-    num_threads: int  # the most that computed
+    standard_error: tuple[Annotated[float, Meta(ge=0, le=1)], ...]  # of each entry
+    smoothing: Positive  # how many observations the product form is worth, by held-out traces
+    num_threads: Annotated[int, Meta(ge=1, le=_MOST_THREADS)]  # the most that computed
     costs: Costs
     # for a few bounds; empty where the rule or the way of tracing gives none
     dynamic_yields: tuple[DynamicYield, ...]
     # the rank of every token, window by window; -1: not among the candidates
-    traces: tuple[tuple[int, ...], ...]
+    traces: tuple[tuple[_Rank, ...], ...]
     expert_uses: ExpertUses | None = None  # of a mixture whose experts are read on demand
 
     @property
@@ -197,7 +205,7 @@ class Profile:
         }
         values["costs"] = {_KEY_OF.get(name, name): value for name, value in measured.items()}
         uses = values.pop("expert_uses")
-        values |= {} if uses is None else {"expert_uses": uses._asdict()}
+        values |= {} if uses is None else {"expert_uses": uses}
         return {"schema": SCHEMA, **values}
 
 
@@ -308,105 +316,59 @@ def parse_profile(path: Path) -> Profile:
             f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}"
         )
     try:
-        profile = _build(values)
+        profile = _built(values)
         _check(profile)
-    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, MsgspecError) as error:
         raise UserError(f"profile {path.name} is malformed ({reason(error)}): {_AGAIN}") from None
     return profile
 
 
-def _build(values: dict[str, Any]) -> Profile:
-    """Build nested dataclasses from nested objects; a missing or unknown key is a `TypeError`."""
-    identity = values["identity"]
+def _built(values: dict[str, Any]) -> Profile:
+    """Return the profile of declared types that a file holds; what it holds beyond is refused."""
     costs = {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
-    parts: dict[str, Any] = {
-        "identity": Identity(**{**identity, "machine": Machine(**identity["machine"])}),
-        "costs": Costs(
-            **{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}
-        ),
-        "dynamic_yields": tuple(DynamicYield(**one) for one in values.pop("grown")),
-        "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
-    }
-    if "expert_uses" in values:
-        parts["expert_uses"] = _expert_uses(**values["expert_uses"])
-    parts |= {name: tuple(map(float, values[name])) for name in ("acceptance", "standard_error")}
-    return Profile(**{**values, **parts})
+    named = {_NAME_OF.get(key, key): value for key, value in values.items()}
+    profile = convert({**named, "costs": costs}, Profile)
+    _require_known(values, profile.as_dict())
+    return profile
 
 
-def _expert_uses(uses_LE: list[list[int]], num_rows: int) -> ExpertUses:
-    """Return checked uses, since pools and plans are sized by them. Raises `ValueError`."""
-    ensure(0 < len(uses_LE) <= _MOST_LAYERS, f"expert_uses must have 1 to {_MOST_LAYERS} layers")
-    num_experts = len(uses_LE[0])
-    ensure(
-        0 < num_experts <= _MOST_EXPERTS,
-        f"expert_uses must have 1 to {_MOST_EXPERTS} experts in a layer",
-    )
-    ensure(
-        all(len(uses) == num_experts for uses in uses_LE),
-        "every layer of expert_uses must have as many experts",
-    )
-    ensure(
-        all(type(count) is int for count in (num_rows, *chain(*uses_LE))),
-        "expert_uses must be whole numbers",
-    )
-    ensure(0 < num_rows < 2**63, "expert_uses must be of some rows")
-    ensure(
-        all(0 <= count <= num_rows for count in chain(*uses_LE)),
-        "an expert is used at most once for each row",
-    )
-    return ExpertUses(tuple(map(tuple, uses_LE)), num_rows)
-
-
-def _curve(value: dict[str, Any]) -> Curve:
-    sizes = value["sizes"]
-    seconds = value["seconds"]
-    ensure(
-        0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes)),
-        "a curve needs rising sizes, each a time",
-    )
-    return Curve(tuple(map(int, sizes)), tuple(map(float, seconds)))
+def _require_known(told: Any, kept: Any) -> None:
+    """Raise `ValueError` where nested objects have keys that were not kept."""
+    if isinstance(told, dict):
+        for key, value in told.items():
+            ensure(key in kept, f"{key!r:.80} is no key of it")
+            _require_known(value, kept[key])
 
 
 def _check(profile: Profile) -> None:
-    """Check that values make sense.
+    """Check what types do not tell.
 
     Raises `ValueError`, or `UserError` for the acceptance vector.
     """
-    proofs = profile.identity.proofs.values()
-    ensure(
-        all(isinstance(text, str) for own in proofs for text in own.values()),
-        "proofs must be texts by name",
-    )
     check_acceptance(profile.acceptance)
-    costs = profile.costs
-    times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
-    ensure(all(0 < time < float("inf") for time in times), "times and rates must be positive")
-    ensure(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
-    ensure(0 <= costs.overlap_penalty <= 1, "friction must lie in [0, 1]")
     ensure(
         len(profile.standard_error) == len(profile.acceptance),
         "one standard error per acceptance entry",
     )
-    ensure(
-        all(0 <= error <= 1 for error in profile.standard_error),
-        "standard errors must lie in [0, 1]",
-    )
-    ensure(0 < profile.smoothing < float("inf"), "smoothing must be positive")
-    ensure(0 < profile.num_threads <= _MOST_THREADS, f"num_threads must lie in 1..{_MOST_THREADS}")
+    times = (*profile.costs.compute_s.seconds, *profile.costs.draft_step_s.seconds)
+    ensure(all(time > 0 for time in times), "times must be positive")
+    ensure(any(profile.traces), "traces must hold ranks")
     for one in profile.dynamic_yields:
-        ensure(one.num_nodes <= MAX_TREE_NODES, f"trees have at most {MAX_TREE_NODES} nodes")
+        ensure(one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
         ensure(
-            1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that"
-        )
-        ensure(
-            1 <= one.tokens_per_sweep <= one.depth + 1,
+            one.tokens_per_sweep <= one.depth + 1,
             "a sweep yields one token, and one more for every level",
         )
-    ranks = {rank for trace in profile.traces for rank in trace}
-    ensure(
-        bool(ranks) and ranks <= set(range(-1, NUM_RANKS)),
-        f"traces must hold ranks in -1..{NUM_RANKS - 1}",
-    )
+    if uses := profile.expert_uses:
+        # pools and plans are sized by them
+        ensure(
+            len({len(row) for row in uses.uses_LE}) == 1,
+            "every layer of expert_uses must have as many experts",
+        )
+        ensure(
+            max(chain(*uses.uses_LE)) <= uses.num_rows,
+            "an expert is used at most once for each row",
+        )
 
 
 def _short(text: str) -> str:

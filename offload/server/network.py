@@ -24,7 +24,7 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -171,6 +171,13 @@ _LOOKING = ("GET", "HEAD", "OPTIONS")
 # another's.
 _MARKS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
 
+# what a page of an allowed origin may send; its browser asks before
+_MAY = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type",
+    "Access-Control-Max-Age": "600",
+}
+
 
 class Guard:
     """Lets through what may pass, to `app`."""
@@ -186,10 +193,16 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        send = _marked(send)
+        origin = headers.get("origin", "")
+        is_guest = origin in self._settings.origins
+        send = _marked(send, origin if is_guest else None)
         try:
             self._check_host(headers)
-            self._check_site(headers, scope["method"])
+            if is_guest and scope["method"] == "OPTIONS":
+                await Response(status_code=204, headers=_MAY)(scope, receive, send)
+                return
+            if not is_guest:
+                self._check_site(headers, scope["method"])
             self._check_key(headers, scope["path"])
             if scope["method"] in _WITH_BODY:
                 receive = _Replayed(await self._body(receive), receive)
@@ -278,10 +291,14 @@ class _Replayed:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-def _marked(send: Send) -> Send:
+def _marked(send: Send, guest: str | None) -> Send:
+    """Return what sends answers with the marks of all; pages of the origin `guest` may read them."""
+    allowed = {} if guest is None else {"access-control-allow-origin": guest, "vary": "Origin"}
+    marks = {**_MARKS, **allowed}
+
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(_MARKS)
+            MutableHeaders(scope=message).update(marks)
         await send(message)
 
     return sending

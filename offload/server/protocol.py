@@ -264,6 +264,8 @@ class ChatBody(Body):
         """What the answer must keep. Raises `Refusal` for a format that is none, `UserError` for a
         schema that is.
         """
+        if forced := self.forced_tools:
+            return find_grammar(json_schema=_schema_of_calls(forced))
         wished = self.response_format or {"type": "text"}
         if wished == {"type": "text"}:
             return None
@@ -286,12 +288,49 @@ class ChatBody(Body):
         """Functions as chat templates take them; none where the model is to call none. Raises
         `Refusal`.
         """
-        if self.tool_choice not in (None, "auto", "none"):
-            message = "Invalid value for 'tool_choice': this server knows 'auto' and 'none' alone"
-            raise Refusal(400, message, param="tool_choice")
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    @property
+    def forced_tools(self) -> list[Function]:
+        """Functions of which the answer must call one; none where it need not. Raises `Refusal`."""
+        tools = [tool.function for tool in self.tools or []]
+        match self.tool_choice:
+            case None | "auto" | "none":
+                return []
+            case "required":
+                forced = tools
+            case {"type": "function", "function": {"name": str(name)}}:
+                forced = [one for one in tools if one.name == name]
+            case _:
+                forced = []
+        if not forced:
+            rule = "it must be 'auto', 'none', 'required' or a function of 'tools'"
+            rule += "" if tools else ", and there are no 'tools'"
+            raise Refusal(400, f"Invalid value for 'tool_choice': {rule}", param="tool_choice")
+        return forced
+
+
+def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
+    """Return the schema of a JSON object that calls one of these.
+
+    What parameters refer to stays at the root, as their `$ref` has it. Raises `Refusal` where two
+    functions mean different things by one name.
+    """
+    shared = dict[str, Any]()
+    calls = []
+    for one in functions:
+        parameters = dict(one.parameters or {"type": "object"})
+        for place in ("$defs", "definitions"):
+            for name, schema in (parameters.pop(place, None) or {}).items():
+                if shared.setdefault(place, {}).setdefault(name, schema) != schema:
+                    rule = f"'{place}' of two functions differ in {name:.80}: rename one"
+                    raise Refusal(400, f"Invalid value for 'tools': {rule}", param="tools")
+        fields = {"name": {"const": one.name}, "arguments": parameters}
+        call = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
+        calls.append(call | {"additionalProperties": False})
+    return {"anyOf": calls, **shared}
 
 
 class CompletionBody(Body):
@@ -430,6 +469,7 @@ class ServerSettings:
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
     aliases: tuple[str, ...] = ()  # other names that clients may ask for; `*` is any
     host: str = "127.0.0.1"
+    origins: tuple[str, ...] = ()  # whose pages may ask beside this server's own
     api_keys: tuple[str, ...] = ()  # any of them lets in; none asks for none
     max_body_bytes: int = 4 << 20
     body_s: float = 30.0  # within which a body must have come

@@ -75,5 +75,8 @@ if __name__ == "__main__":
     sys.modules["offload.cli.text_run"] = SimpleNamespace(write_text=write_text)  # type: ignore[assignment]
     if os.environ.get("MISFORTUNE", "").startswith("stop") and "launch" in sys.argv:
         kill_soon()
-    with patch("offload.cli.write_commands.libraries", lambda _: nullcontext()):
+    with (
+        patch("offload.cli.generate_command.libraries", lambda *_, **__: nullcontext()),
+        patch("offload.cli.chat_command.libraries", lambda *_, **__: nullcontext()),
+    ):
         main()

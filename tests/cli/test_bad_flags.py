@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from refusals import BOTH, ENOUGH, GENERATE, PLAN, assert_refused, drop, generate
 from shell import shell
 
-from offload.commands import app
+from offload.commands import every_command
 
 HAS_CUDA = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("_instant_link")
@@ -31,8 +30,8 @@ FLAGS = [
     flags("top-p beyond all", "--top-p 1.5", "--top-p must lie in (0, 1], got 1.5", "1 keeps every token"),
     flags("negative top-k", "--top-k -1", "--top-k must be 0 or more, got -1", "0 keeps every token"),
     flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1", "0 is as good as any"),
-    flags("negative number of tokens", "-n -2", "-n", "greater than or equal to -1", "--help)"),
-    flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "--help)"),
+    flags("negative number of tokens", "-n -2", "-n", "at least -1, got '-2'", "--help)"),
+    flags("no threads", "--threads 0", "--threads", "at least 1, got '0'", "--help)"),
     flags(
         "more threads than cores", "--threads 9999", "--threads must be at most 1, the cores", "got 9999: leave it out"
     ),
@@ -123,9 +122,9 @@ def test_what_is_mistyped_is_asked_after(command: str, words: tuple[str, ...]) -
 def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
     from offload.bench.suite import COMMANDS
 
-    root = typer.main.get_command(app)
-    groups = {"datastore": root.commands["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
-    paths = [(), *((name,) for name in root.commands), *((group, own) for group in groups for own in groups[group])]
+    root = every_command()
+    groups = {"datastore": root["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
+    paths = [(), *((name,) for name in root), *((group, own) for group in groups for own in groups[group])]
     assert len(paths) > 15
     for path in paths:
         refused = shell(*path, option)

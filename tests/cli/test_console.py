@@ -18,7 +18,7 @@ from offload.cli.console import (
     place_line,
     turn_line,
 )
-from offload.cli.demo import DemoResult, comparison_lines, proof_details, proof_line
+from offload.cli.demo_run import DemoResult, comparison_lines, proof_details, proof_line
 from offload.cli.live_line import LiveLine
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.planning.cost_model import Prediction, StepTime

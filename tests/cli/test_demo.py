@@ -110,13 +110,13 @@ def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.full
 def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.cli import demo
+    from offload.cli import demo_run
 
     with offload.load(PAIR / "target", PAIR / "draft", tree="8x3", threads=1) as decoder:
         right = decoder.run(PROMPT, Sampling(), max_new_tokens=4, raw=True)
         list(right)
-        monkeypatch.setattr(demo, "draw_gaps", lambda *_: [0.0, 2.5])
+        monkeypatch.setattr(demo_run, "draw_gaps", lambda *_: [0.0, 2.5])
         with pytest.raises(offload.UserError, match=r"misses the original model's draw by 2\.5"):
-            demo.compare(
+            demo_run.compare(
                 decoder, PROMPT, Sampling(), num_plain=2, num_tree=2, show=lambda _, pieces: [*pieces] and None
             )

@@ -1,25 +1,26 @@
 """What help shows: eight options that matter first, the others by name, all of them where that is asked for."""
 
 import re
+import subprocess
+import sys
 
 import pytest
-import typer
 from shell import shell
 
 from offload.bench.suite import COMMANDS, MEASURES, STUDIES
-from offload.commands import app
+from offload.commands import every_command
 from offload.declaration import GROUPS, options_of
 from offload.options import RECORDS
 
-_ROOT = typer.main.get_command(app)
 LONG = ("generate", "chat", "serve", "plan", "tune")
 SHORT = ("demo", "verify", "pack", "datastore build")
 
 
 def options(name: str) -> list[str]:
     """The names that a command's options are looked for by; without those for help, and hidden ones."""
-    command = _ROOT
-    for word in name.split():
+    first, *words = name.split()
+    command = every_command()[first]
+    for word in words:
         command = command.commands[word]
     shown = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
     names = [next((flag for flag in one.opts if flag.startswith("--")), one.opts[0]) for one in shown]
@@ -73,3 +74,10 @@ def test_bench_lists_what_users_run_apart_from_studies() -> None:
         assert re.findall(r"^  ([a-z][\w-]+) ", part.partition("Commands:")[2] or part, re.MULTILINE) == [*names]
     assert {"decode", "many", "peers", "compare"} <= {*MEASURES} and {"moe-pair", "kernels"} <= {*STUDIES}
     assert COMMANDS.keys() == MEASURES.keys() | STUDIES.keys()
+
+
+def test_help_of_the_program_imports_no_command() -> None:
+    code = "import sys; sys.argv = ['offload', '--help']; from offload.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: print(*(name for name in sys.modules if name.endswith('_commands')))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.splitlines()[-1] == "" and [*every_command()] == re.findall(r"^  (\w+)  +[A-Z]", told, re.MULTILINE)

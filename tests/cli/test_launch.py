@@ -139,7 +139,7 @@ def test_what_all_ranks_refuse_is_said_once() -> None:
 def test_what_cannot_be_started_is_refused() -> None:
     for arguments, words in [
         (("launch", "-n", "2"), ("COMMAND", "offload launch --help")),
-        (("launch", "-n", "0", "generate"), ("-n", "greater than or equal to 1")),
+        (("launch", "-n", "0", "generate"), ("-n", "at least 1")),
         (("launch", "-n", "2", "plan"), ("starts one of generate, chat, bench decode, got plan",)),
         (("launch", "-n", "2", "bench", "passes"), ("starts one of generate, chat, bench decode, got bench passes",)),
         (("launch", "-n", "2", "bench"), ("got bench:",)),

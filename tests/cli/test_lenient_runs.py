@@ -9,7 +9,8 @@ from shell import shell
 from offload.bench.harness.models import resident_pair
 from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
-from offload.cli.demo import compare, demo_options, open_demo
+from offload.cli.demo import demo_options
+from offload.cli.demo_run import compare, open_demo
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.tune import tune

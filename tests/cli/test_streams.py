@@ -92,11 +92,11 @@ INTERRUPTS_DESTRUCTOR = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from offload import __main__
-from offload.cli import write_commands
+from offload.cli import generate_command
 class Dying:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
-write_commands.read_prompt = lambda *_, **__: (Dying(), "Say:")[1]
+generate_command.read_prompt = lambda *_, **__: (Dying(), "Say:")[1]
 __main__.main()
 """
 

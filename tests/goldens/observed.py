@@ -37,8 +37,9 @@ TREE = ("--tree", "64x16", "--tokens-per-sweep", "5.5")
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command by its whole name."""
-    from offload.commands import app
+    from offload.commands import app, every_command
 
+    every_command()  # which registers them
     todo = [("offload", typer.main.get_command(app))]
     while todo:
         name, command = todo.pop()

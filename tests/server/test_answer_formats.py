@@ -68,6 +68,36 @@ def test_any_object(served: Served) -> None:
         assert isinstance(json.loads(text), dict)
 
 
+def _tool(name: str, **fields: Any) -> Any:
+    parameters = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+SHADE = {"$ref": "#/$defs/Shade"}
+TOOLS: Any = [_tool("paint", shade=SHADE), _tool("count", lives={"enum": [1, 5, 9]})]
+TOOLS[0]["function"]["parameters"]["$defs"] = {"Shade": {"enum": ["black", "red"]}}
+FORCED: dict[str, tuple[Any, set[str]]] = {
+    "any": ("required", {"paint", "count"}),
+    "one": ({"type": "function", "function": {"name": "count"}}, {"count"}),
+    "one with definitions": ({"type": "function", "function": {"name": "paint"}}, {"paint"}),
+}
+
+
+@pytest.mark.parametrize(("choice", "names"), FORCED.values(), ids=FORCED)
+def test_a_tool_that_is_forced_is_called(served: Served, choice: Any, names: set[str]) -> None:
+    asked = {**ASKED, **GREEDY, "tools": TOOLS, "tool_choice": choice}
+    done = served.client().chat.completions.create(**asked).choices[0]
+    assert (done.finish_reason, done.message.content) == ("tool_calls", None)
+    (call,) = done.message.tool_calls or ()
+    assert call.type == "function" and call.function.name in names
+    arguments = json.loads(call.function.arguments)
+    assert arguments.get("shade") in ("black", "red") or arguments.get("lives") in (1, 5, 9)
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        served.client().chat.completions.create(
+            **{**asked, "tool_choice": {"type": "function", "function": {"name": "x"}}}
+        )
+
+
 BAD = {
     "no schema": {"type": "json_schema", "json_schema": {"name": "cat"}},
     "no description": {"type": "json_schema"},

@@ -49,6 +49,24 @@ def test_pages_of_others_may_not_ask(served: Served, site: str) -> None:
     assert httpx.get(served.address + "/", headers={"sec-fetch-site": site}).status_code == 200, "a link leads here"
 
 
+GUEST = "http://localhost:3000"
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3001", "https://localhost:3000", "null", GUEST.upper()])
+def test_pages_of_one_origin_may_ask_where_it_is_named(talker: Path, origin: str) -> None:
+    """The browser asks first, and lets their scripts read the answer; of any other origin all is as without it."""
+    before = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    with serving(talker, origins=(GUEST,)) as served:
+        url, page = served.address + CHAT, {"origin": GUEST, "sec-fetch-site": "same-site"}
+        may = httpx.options(url, headers={**page, **before})
+        assert may.status_code == 204 and "Content-Type" in may.headers["access-control-allow-headers"]
+        told = httpx.post(url, json=ASKED, headers=page, timeout=60)
+        assert told.status_code == 200 and told.headers["access-control-allow-origin"] == GUEST
+        page["origin"] = origin
+        for refused in (httpx.options(url, headers={**page, **before}), httpx.post(url, json=ASKED, headers=page)):
+            assert refused.status_code in (403, 405) and "access-control-allow-origin" not in refused.headers
+
+
 @pytest.mark.parametrize("headers", [{}, {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}])
 def test_its_own_page_and_programs_may(served: Served, headers: dict[str, str]) -> None:
     assert httpx.post(served.address + CHAT, json=ASKED, headers=headers, timeout=60).status_code == 200

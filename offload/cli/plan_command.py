@@ -1,24 +1,21 @@
-"""The commands that tell what a machine will do with a pair of models: `plan` and `tune`."""
+"""The command `plan`."""
 
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, profile_lines
+from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.errors import require
-from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOptions, TuneOptions
-from offload.units import Sampling
+from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOptions
 
 
 @flags.command(
     app,
-    short_help="Will it fit, and how fast will it be?",
     epilog="""Examples:
 
     offload plan -m Llama-3.1-70B -d Llama-3.2-1B
@@ -95,43 +92,3 @@ def _require_no_machine(**given: object) -> None:
     """Raises `UserError` for a flag that is of one machine."""
     own = next((f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None)
     require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
-
-
-@flags.command(
-    app,
-    short_help="Measure a pair of models on this machine.",
-    epilog="""Examples:
-
-    offload tune -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB --text book.txt --text mails.txt
-
-    offload tune -m big -d small --text code.py --temp 0.6 --top-p 0.9 --tokens 4096 --json""",
-)
-def tune(
-    names: ModelChoice,
-    load: ModelOptions,
-    sampling: Sampling,
-    trace: TuneOptions,
-    output: OutputOptions,
-) -> None:
-    """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
-    from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
-
-    model, draft = names.given
-    assert draft is not None, "its flag is required here"
-    options = LoadOptions.of(replace(load, tree=load.tree or "auto"))
-    # a tune sets its own
-    check_run(model, draft, options, needs_context=False)
-    with (
-        Console(is_quiet=output.quiet or output.as_json, sizes_like=load.ram) as console,
-        libraries(console),
-    ):
-        from offload.planning.profile import format_json
-        from offload.reports.tune import tune as measure
-
-        tuned = measure(
-            model, draft, trace.text, sampling, options,
-            num_tokens=trace.tokens, is_teacher_forced=trace.teacher_forced, hooks=console.hooks,
-        )  # fmt: skip
-    table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
-    print(format_json(tuned.profile.as_dict()) if output.as_json else fitted(table, sys.stdout))

@@ -1,6 +1,4 @@
-"""The commands that write text: `generate` and `chat`."""
-
-from functools import partial
+"""The command `generate`: one text, or many."""
 
 from offload.cli import flags
 from offload.cli.app import app
@@ -10,15 +8,7 @@ from offload.cli.prompt_input import read_prompt, with_system
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
 from offload.cli.session_file import found_session
-from offload.errors import require
-from offload.options import (
-    ModelChoice,
-    ModelOptions,
-    OutputOptions,
-    SamplingOptions,
-    TalkingModels,
-    TextOptions,
-)
+from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
 
 
 @flags.command(
@@ -48,14 +38,10 @@ def generate(
     # with what it imports it would take a third of the time of `--help`
     from offload.cli.many_texts import prompts_of, write_many
 
-    prompts = prompts_of(text)
+    prompts = prompts_of(text, as_json=output.as_json)
     found = found_session(text.session, load.ranks)
     said = given_sampling(sampling)
     kept = found_grammar(text)
-    is_told = text.num_logprobs is None or output.as_json or prompts is not None
-    require(
-        is_told, "`num_logprobs` are part of what --json prints", text.num_logprobs, "give --json"
-    )
     is_elsewhere = is_worker(load.ranks) or prompts is not None
     prompt = "" if is_elsewhere else read_prompt(text.prompt, text.file, is_needed=found is None)
     asked = None if is_elsewhere else with_system(prompt, text.system, raw=text.raw)
@@ -103,51 +89,3 @@ def generate(
                 session=text.session,
                 as_json=output.as_json,
             )
-
-
-@flags.command(
-    app,
-    short_help="Chat with a model larger than memory.",
-    epilog="""Examples:
-
-    offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
-
-    offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
-
-    offload chat --demo    # a packaged toy, when there is no model at hand
-
-    offload chat -m big -d small --session talk.session
-
-    offload chat -m big -d small --quiet < questions.txt""",
-)
-def chat(
-    names: TalkingModels,
-    load: ModelOptions,
-    text: TextOptions,
-    sampling: SamplingOptions,
-    output: OutputOptions,
-) -> None:
-    """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    said = given_sampling(sampling)
-    found_session(text.session, load.ranks)
-    from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
-
-    model, draft = names.given
-    options = LoadOptions.of(load)
-    check_run(model, draft, options)
-    is_quiet = output.quiet or is_worker(load.ranks)
-    from offload.cli.chat_input import SilentTerminal
-
-    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram)
-    with shown as console, SilentTerminal() as terminal:
-        chosen, note = choose_sampling(str(load.config or model), said, console.wait)
-        with libraries(console, before_leaving=terminal.end):
-            from offload.cli.repl import converse
-
-            if names.demo:
-                from offload.cli.demo import packaged_chat
-
-                landed = partial(console.bytes_landed, label="making the target")
-                model, options = packaged_chat(options, landed)
-            converse(model, draft, options, console, text, chosen, note=note, terminal=terminal)

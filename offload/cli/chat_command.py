@@ -1,0 +1,65 @@
+"""The command `chat`."""
+
+from functools import partial
+
+from offload.cli import flags
+from offload.cli.app import app
+from offload.cli.console import Console
+from offload.cli.libraries import libraries
+from offload.cli.rank_process import is_worker
+from offload.cli.sampling import choose_sampling, given_sampling
+from offload.cli.session_file import found_session
+from offload.options import (
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    TalkingModels,
+    TextOptions,
+)
+
+
+@flags.command(
+    app,
+    epilog="""Examples:
+
+    offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
+
+    offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
+
+    offload chat --demo    # a packaged toy, when there is no model at hand
+
+    offload chat -m big -d small --session talk.session
+
+    offload chat -m big -d small --quiet < questions.txt""",
+)
+def chat(
+    names: TalkingModels,
+    load: ModelOptions,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+) -> None:
+    """Chat with a model larger than memory; every line is a question, and only what is new is read."""
+    said = given_sampling(sampling)
+    found_session(text.session, load.ranks)
+    from offload.engine.precheck import check_run
+    from offload.planning.options import LoadOptions
+
+    model, draft = names.given
+    options = LoadOptions.of(load)
+    check_run(model, draft, options)
+    is_quiet = output.quiet or is_worker(load.ranks)
+    from offload.cli.chat_input import SilentTerminal
+
+    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram)
+    with shown as console, SilentTerminal() as terminal:
+        chosen, note = choose_sampling(str(load.config or model), said, console.wait)
+        with libraries(console, before_leaving=terminal.end):
+            from offload.cli.repl import converse
+
+            if names.demo:
+                from offload.cli.demo import packaged_chat
+
+                landed = partial(console.bytes_landed, label="making the target")
+                model, options = packaged_chat(options, landed)
+            converse(model, draft, options, console, text, chosen, note=note, terminal=terminal)

@@ -1,0 +1,157 @@
+"""The demo's two runs side by side: one token per pass, then with a tree.
+
+Invariant: both speeds are told only after every token was found to be the original model's own.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from offload.checkpoint.packaged import PAIR
+from offload.cli.console import Console
+from offload.cli.progress import plural
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation, Run
+from offload.engine.load import open_decoder
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.planning.options import LoadOptions
+from offload.reports.proof import draw_gaps, rounding
+from offload.stats import Stats
+from offload.trees.verification import find_rule
+from offload.units import Sampling
+
+
+class DemoResult(NamedTuple):
+    """Both runs of the demo and what the proof found."""
+
+    plain: Generation  # one token per pass
+    tree: Generation
+    num_exact: int  # tokens of both runs that are the float32 draw of the original model
+    num_near: int  # tokens that lie within bf16 rounding of it
+    # tokens of the tree's text that were found to be those without one; None: not promised here
+    num_same: int | None
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times more tokens per second the tree gives; None where they came with the
+        prompt's.
+        """
+        tree = self.tree.stats.tokens_per_s
+        plain = self.plain.stats.tokens_per_s
+        return tree / plain if tree and plain else None
+
+
+def compare(
+    decoder: Decoder,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    num_plain: int,
+    num_tree: int,
+    show: Callable[[str, Run], None],
+) -> DemoResult:
+    """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
+
+    With a rule that draws afresh no single token is right, and none is proved. `show` receives a
+    heading and each run, and must exhaust it. Raises `UserError` where a token is not the original
+    model's.
+    """
+    results: list[Generation] = []
+    for heading, num_tokens, tree in (
+        (
+            f"without guesses, the first {plural(num_plain, 'token')}: one token per pass",
+            num_plain,
+            "none",
+        ),
+        (
+            f"with guesses, at most {plural(num_tree, 'token')}: several tokens per pass",
+            num_tree,
+            None,
+        ),
+    ):
+        run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
+        show(heading, run)
+        results.append(run.result())
+        if not results[-1].is_exact:
+            raise UserError(
+                f"`lenience` {results[-1].lenience:g} is not exact, so nothing can be proved: leave it out"
+            )
+    if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
+        return DemoResult(results[0], results[1], 0, 0, None)
+    prompt_ids = decoder.encode(prompt, raw=True)
+    num_same = _require_same_text(*results) if results[0].is_invariant else None
+    gaps = [
+        gap
+        for result in results
+        for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)
+    ]
+    if max(gaps) > rounding(sampling):
+        raise UserError(
+            f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug"
+        )
+    num_exact = sum(gap == 0 for gap in gaps)
+    return DemoResult(results[0], results[1], num_exact, len(gaps) - num_exact, num_same)
+
+
+def _require_same_text(plain: Generation, tree: Generation) -> int:
+    """The number of tokens that both have. Raises `UserError` where one differs."""
+    pairs = list(zip(plain.token_ids, tree.token_ids, strict=False))
+    at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if at is not None:
+        raise UserError(
+            f"token {at} with a tree is not that without one: please report this as a bug"
+        )
+    return len(pairs)
+
+
+def open_demo(
+    target: Path, options: LoadOptions, console: Console, request: Request | None = None
+) -> Decoder:
+    """The inflated target with its packaged draft."""
+    return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
+
+
+def comparison_lines(found: DemoResult) -> str:
+    """Both speeds side by side, and what was proved of both texts."""
+    plain = found.plain.stats
+    tree = found.tree.stats
+    head = f"{'':>20} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
+    kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
+    rows = [
+        _speed_row("without guesses", plain),
+        _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
+    ]
+    # all came at once, those of the tree with the prompt's pass
+    fast = "too few tokens to tell how fast: raise -n"
+    if found.speedup:
+        fast = f"{found.speedup:.1f} times as fast"
+    return "\n".join([head, *rows, fast, proof_line(found)])
+
+
+def proof_line(found: DemoResult) -> str:
+    """What the comparison has shown, for somebody who has not heard of it."""
+    num_proved = found.num_exact + found.num_near
+    if not num_proved:
+        return "this rule draws afresh: the tokens have the model's distribution, and no text is compared"
+    return (
+        f"proof: the model alone, held in memory as a whole, writes the same text: all "
+        f"{plural(num_proved, 'token')} compared"
+    )
+
+
+def proof_details(found: DemoResult) -> str:
+    """How exactly the tokens were compared."""
+    if not found.num_exact + found.num_near:
+        return ""
+    lines = [
+        f"{found.num_exact} tokens are the original model's own draw in float32, "
+        f"{found.num_near} lie within bf16 rounding of it"
+    ]
+    if found.num_same is not None:
+        lines.append(f"{found.num_same} tokens that both runs have are the same, bit for bit")
+    return "\n".join(lines)
+
+
+def _speed_row(label: str, stats: Stats) -> str:
+    return f"{label:>20} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
