@@ -84,14 +84,13 @@ def test_a_process_that_is_ended_keeps_its_session(looper: Path, tmp_path: Path)
 
 ENDS_ITSELF = """
 import os
-from offload import __main__
-from offload.cli import main
+from offload import __main__, commands
 def run():
     try:
         os.kill(os.getpid(), {number})
     finally:
         print("kept", flush=True)
-main.main = run
+commands.main = run
 __main__.main()
 """
 

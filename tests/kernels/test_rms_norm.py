@@ -66,7 +66,7 @@ def test_another_form_would_show(other: NormForm) -> None:
     assert not torch.equal(rms_norm_kernel(rows, weight_D, 1e-6, FORMS[0]), wanted)
 
 
-LAYER_NORMS = ("cohere", "cohere2", "cohere2_moe", "gpt_neox", "jais2", "nemotron", "olmo", "phi", "persimmon",
+LAYER_NORMS = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "gpt_neox", "jais2", "nemotron", "olmo", "phi", "persimmon",
                "phimoe", "stablelm", "starcoder2")  # fmt: skip
 
 
