@@ -66,8 +66,8 @@ def test_another_form_would_show(other: NormForm) -> None:
     assert not torch.equal(rms_norm_kernel(rows, weight_D, 1e-6, FORMS[0]), wanted)
 
 
-LAYER_NORMS = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "gpt_neox", "jais2", "nemotron", "olmo", "phi",
-               "persimmon", "phimoe", "stablelm", "starcoder2")  # fmt: skip
+LAYER_NORMS = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "gpt_neox", "jais2", "nemotron", "olmo",
+               "phi", "persimmon", "phimoe", "stablelm", "starcoder2")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", WORKING)
