@@ -43,6 +43,17 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert list(broken_links(page, page.read_text())) == []
 
 
+def unmerged_lines(text: str) -> list[str]:
+    """Return what a merge that was not finished leaves in a page."""
+    return re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_holds_two_versions(page: Path) -> None:
+    assert unmerged_lines(page.read_text()) == []
+    assert unmerged_lines("a\n<<<<<<< HEAD\nb\n")
+
+
 @pytest.mark.parametrize("planted", ["[a](docs/none.md)", "[a](docs/flags.md#none)", "![a](none.png)", "[a](../x.md)"])
 def test_a_broken_link_is_found(planted: str) -> None:
     assert list(broken_links(README, planted))
