@@ -32,15 +32,11 @@ def index_shape(
     if not index:
         return IndexShape()
     latents = latent_layers(tensors, num_layers)
-    expanded = 2 * sizes.get("qk_nope_head_dim", 0) + 2 * sizes.get("v_head_dim", 0)
-    heads = sizes.get("num_attention_heads", 1)
-    # what a projection gives, the parts that it is made of, and keys with what turns
-    expanded = heads * (expanded + sizes.get("qk_nope_head_dim", 0) + _turned(sizes))
+    # of a head: keys and values as a projection gives them, once more apart, and keys with what turns
+    keys_width = 3 * sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0)
+    values_width = 2 * sizes.get("v_head_dim", 0)
+    expanded = sizes.get("num_attention_heads", 1) * (keys_width + values_width)
     return IndexShape(sum(index.values()), sum(latents.values()), expanded if latents else 0)
-
-
-def _turned(sizes: Mapping[str, int]) -> int:
-    return sizes.get("qk_rope_head_dim", 0)
 
 
 def index_layers(

@@ -25,6 +25,7 @@ from offload.errors import UserError, did_you_mean, reason, require
 from offload.options import RECORDS, ModelOptions
 from offload.rank_roles import RankInfo, find_place, own_value
 
+TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours; it sets no flag
 _PREFIX = "OFFLOAD_"
 _NUM_NAMED = 3  # flags that an error names, the nearest ones
 _DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
@@ -234,7 +235,8 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
     }
     for variable in variables.keys() & os.environ.keys():
         found.set(shared, variables[variable], os.environ[variable], variable)
-    unknown = [name for name in os.environ if name.startswith(_PREFIX) and name not in variables]
+    known = {*variables, TRACEBACK}
+    unknown = [name for name in os.environ if name.startswith(_PREFIX) and name not in known]
     for name in unknown:
         # of another program's variables nothing is said
         if meant := did_you_mean(name, variables):

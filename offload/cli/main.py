@@ -20,7 +20,6 @@ from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
-_TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours
 _RULE = "Input should "  # how the option parser begins what a value must be
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -121,7 +120,7 @@ def _said_of(error: Any, given: list[str]) -> str:
 def _fail(
     message: str, code: int, place: RankInfo | None = None, error: Exception | None = None
 ) -> NoReturn:
-    if error is not None and os.environ.get(_TRACEBACK):
+    if error is not None and os.environ.get(flags.TRACEBACK):
         _print_traceback(error)
     if place is not None and error is not None:
         sys.exit(rank_process.leave(place, error, message, code))
