@@ -19,13 +19,12 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles, least_budget, plan_memory
 from offload.options import CHAT_PAIR
 from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_tree
-from offload.units import require
 
 _CONTEXT = 512
 _CHAT_BYTES = 10**9

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from offload.errors import UserError, reason
-from offload.units import require
+from offload.errors import UserError, reason, require
 
 # the process that the ranks' parent must be; variables that set flags begin with OFFLOAD_
 LAUNCHER = "_OFFLOAD_LAUNCHER"

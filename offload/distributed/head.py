@@ -29,12 +29,12 @@ from offload.distributed.orders import reset_message
 from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.engine.sequence import num_shared
-from offload.errors import RankError
+from offload.errors import RankError, require
 from offload.interrupts import held_back
 from offload.memory.plan import PROMPT_ROWS
 from offload.rank_roles import PaperCut, PipelineOptions, Roles
 from offload.sampling.sampler import require_token
-from offload.units import Sampling, require
+from offload.units import Sampling
 
 
 class Least(NamedTuple):

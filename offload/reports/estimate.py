@@ -18,7 +18,7 @@ from typing import NamedTuple
 from offload.checkpoint.hub import require_one_vocabulary
 from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles
 from offload.memory.prompt_rows import row_s
@@ -44,7 +44,7 @@ from offload.planning.search import SOURCE, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.trees.spec import TreeSpec, label_of
 from offload.trees.topology import Shape, chain
-from offload.units import Sampling, format_bytes, parse_rate, require
+from offload.units import Sampling, format_bytes, parse_rate
 
 
 class Packing(NamedTuple):

@@ -36,7 +36,7 @@ from offload.engine.load import open_run
 from offload.engine.request import Request, encode
 from offload.engine.resolve import ResolvedRun, resolve
 from offload.engine.text import load_tokenizer
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import NUM_RANKS, acceptance, bounds_to_count, yields_of
 from offload.planning.cost_model import (
@@ -71,7 +71,7 @@ from offload.trees.topology import (
     chain,
     isotonic,
 )
-from offload.units import Sampling, require
+from offload.units import Sampling
 
 # takes the rounds done and the rounds in all
 Progress = Callable[[int, int], None]

@@ -12,8 +12,7 @@ import select
 import socket
 import threading
 
-from offload.errors import UserError
-from offload.units import require
+from offload.errors import UserError, require
 
 LOADING = "the model is loading: ask again later"
 _RETRY_S = 2
