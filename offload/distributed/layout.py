@@ -335,9 +335,7 @@ def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes))
     )
     parts = tuple(_shard(request, num_nodes, sharding, rank) for rank in range(len(machines)))
-    return ClusterLayout(
-        parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(request))
-    )
+    return ClusterLayout(parts, gathers_of(target, sharding, request.dtype))
 
 
 def _shard(request: ClusterRequest, num_nodes: int, sharding: Sharding, rank: int) -> RankPart:
@@ -386,10 +384,16 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         parts.append(
             RankPart(ranks[rank], layers, {}, shape, plan, _fraction(request, files.target))
         )
-    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(request)))
+    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(target, request.dtype)))
 
 
-def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
+def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
+    """Return the exchanges of a pass over layers that are shared like this."""
+    num_layers = config_sizes(target)["num_hidden_layers"]
+    return Gathers(_gathered_widths(sharding), num_layers, *_row_sizes(target, dtype))
+
+
+def _gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
     """Return for each gather of a layer how many numbers of a row each rank has."""
     widths = list[Sequence[int]]()
     for name, matrix in sharding.matrices.items():
@@ -475,7 +479,7 @@ def _capacity(
     return capacity
 
 
-def _row_sizes(request: ClusterRequest) -> tuple[int, int]:
+def _row_sizes(target: Checkpoint, dtype: str) -> tuple[int, int]:
     """Return D, and the bytes of a number."""
-    dtype = compute_dtype_name(request.files.target, request.dtype)
-    return config_sizes(request.files.target)["hidden_size"], PLAIN_OF[dtype].align_bytes
+    name = compute_dtype_name(target, dtype)
+    return config_sizes(target)["hidden_size"], PLAIN_OF[name].align_bytes

@@ -10,13 +10,19 @@ from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ExpertShape, model_shape
 from offload.errors import UserError, require
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, default_gpu_bytes, default_ram_bytes, plan_memory
+from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
+from offload.memory.planner import (
+    RUNTIME_BYTES,
+    ModelFiles,
+    default_gpu_bytes,
+    default_ram_bytes,
+    plan_memory,
+)
 from offload.memory.prompt_rows import USUAL_GPU, Rates
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware, rates_of
 from offload.planning.options import LoadOptions
-from offload.units import ByteSize
+from offload.units import ByteSize, format_bytes
 
 _ROOMY = 1 << 59
 
@@ -67,6 +73,22 @@ class MemoryBudget:
     def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
         """Plan memory for trees of `num_nodes` nodes. Raises `UserError` for too little."""
         return _planned(files.target, files.draft, self, num_nodes)
+
+    def require_draft(self, draft: Checkpoint, context: int, num_rows: int) -> None:
+        """Raise `UserError` where a rank that only drafts has no room for its model and cache.
+
+        Args:
+            num_rows: rows of the cache behind `context` committed positions.
+        """
+        shape = model_shape(draft, self.dtype)
+        is_gpu = self.gpu is not None
+        needed_bytes = draft_bytes(shape, context, num_rows, is_gpu=is_gpu) + RUNTIME_BYTES
+        needed_bytes += noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
+        if needed_bytes > self.ram:
+            raise UserError(
+                f"needs {format_bytes(needed_bytes)} of RAM for the draft, budget is "
+                f"{format_bytes(self.ram)}: raise `ram`, or take a smaller draft"
+            )
 
     def experts_of(self, files: ModelFiles) -> ExpertShape | None:
         """Return the target's routed experts if they are read on demand."""

@@ -336,6 +336,19 @@ class TreeSelector:
     # passes of this decoder, where texts share them
     seen: ObservedPasses = field(default_factory=ObservedPasses)
 
+    @classmethod
+    def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
+        """Return what selects no tree, for a decoder whose guesses are made elsewhere."""
+        traffic = Traffic.of(plan)
+        none = (None, "no profile is wanted")
+        return cls(
+            TreeSpec("none"),
+            lambda *_: none,
+            lambda _: traffic,
+            context=plan.context,
+            has_draft=False,
+        )
+
     def took(self, one: ObservedPass) -> None:
         """Record a pass of several texts; the next choice for several uses it."""
         self.seen.add(one)
