@@ -25,7 +25,8 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
-from offload.reports.tune import DEPTH, NUM_NEW, NUM_PROMPT, TuneResult, cut_windows, tune
+from offload.reports.tune import DEPTH, TuneResult, tune
+from offload.reports.windows import NUM_NEW, NUM_PROMPT, cut_windows
 from offload.trees.spec import TreeSpec
 from offload.trees.topology import DynamicShape, Shape, chain
 from offload.units import Sampling, parse_size

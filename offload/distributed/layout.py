@@ -33,7 +33,7 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles
 from offload.planning.cluster import Cluster, Gathers, Hops
-from offload.planning.cost_model import Curve, Traffic, costs_on
+from offload.planning.cost_model import NOTHING, Curve, Traffic, costs_on
 from offload.planning.hardware import Hardware
 from offload.planning.room import MemoryBudget
 from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
@@ -262,6 +262,11 @@ class ClusterRequest(NamedTuple):
     context: int | None = None
     rule: str = "match"
 
+    @property
+    def knows_compute(self) -> bool:
+        """Whether rates of computing are known of all ranks."""
+        return all(machine.flops_per_s for machine in self.cluster.ranks)
+
 
 class RankPart(NamedTuple):
     """What one rank has of the model."""
@@ -312,6 +317,14 @@ class ClusterLayout(NamedTuple):
 
     parts: tuple[RankPart, ...]
     exchange: Gathers | Hops
+
+    def draft_step_s(self, request: ClusterRequest) -> Curve:
+        """Return seconds of a draft step against its rows, on the head; nothing if not known."""
+        if request.files.draft is None or not request.knows_compute:
+            return NOTHING
+        head = self.parts[0]
+        draft = model_shape(request.files.draft, request.dtype)
+        return costs_on(head.machine, draft, draft, head.plan.context // 2).draft_step_s
 
 
 def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
@@ -454,7 +467,7 @@ def _capacity(
     """
     compute_s = 0.0
     target = request.files.target
-    if all(rank.flops_per_s for rank in request.cluster.ranks):
+    if request.knows_compute:
         layers = model_shape(checkpoint_of(target, layers_alone(target)), request.dtype)
         positions = int(_FILLED_SHARE * unlimited.context)
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)

@@ -18,8 +18,8 @@ from offload.memory.planner import (
     default_ram_bytes,
     plan_memory,
 )
-from offload.memory.prompt_rows import USUAL_GPU, Rates
-from offload.planning.cost_model import Traffic
+from offload.memory.prompt_rows import USUAL_GPU, Rates, row_s
+from offload.planning.cost_model import Costs, Curve, Traffic, link_alone
 from offload.planning.hardware import Hardware, rates_of
 from offload.planning.options import LoadOptions
 from offload.units import ByteSize, format_bytes
@@ -106,6 +106,15 @@ class MemoryBudget:
             return Traffic.of(self.plan(files, num_nodes), hardware)
         except UserError:
             return None
+
+
+def prompt_costs(budget: MemoryBudget, files: ModelFiles, num_rows: int) -> Costs | None:
+    """Return the costs of a prompt's pass by the rates that chose its rows; None without rates."""
+    if budget.rates is None:
+        return None
+    seconds = num_rows * row_s(model_shape(files.target, budget.dtype), budget.rates.flops_per_s)
+    compute_s = Curve((1, num_rows), (seconds / num_rows, seconds))
+    return replace(link_alone(budget.rates.link_bytes_per_s), compute_s=compute_s)
 
 
 @remembered

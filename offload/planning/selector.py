@@ -41,7 +41,7 @@ from offload.planning.cost_model import (
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import Profile
 from offload.planning.room import MemoryBudget
-from offload.planning.search import DEPTHS, TreeSearch, known_trees, search
+from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
 from offload.planning.seen import ObservedPass, ObservedPasses
 from offload.trees.spec import (
     AUTO_DEPTH,
@@ -69,6 +69,7 @@ _SPARE_TRAFFIC = 1.01  # bytes of a sweep with room for guesses over one without
 _MOST_KNOWN = 256  # choices that are kept
 _OFTEN = 8  # after each of the first passes a choice is made anew ...
 _SELDOM = 4  # ... and then after every so many
+_AS_STATIC = "; a dynamic tree counted as the static one of its size, which yields less"
 # the trees that are compared to settle how experts are read
 _MAX_NODES = 128
 _MAX_DEPTH = 16
@@ -102,6 +103,24 @@ class TreeChoice(NamedTuple):
     def is_dynamic(self) -> bool:
         """Return whether size and depth are bounds, and every step has a shape of its own."""
         return isinstance(self.shape, DynamicShape)
+
+    def tokens_range(
+        self, files: ModelFiles, dtype: str, profile: Profile | None, basis: str
+    ) -> tuple[tuple[float, float], str]:
+        """Return the least and most tokens per pass of this pair, and what they rest on."""
+        tokens = (self.tokens_per_sweep, self.tokens_per_sweep)
+        usual = prior_for(files.draft)
+        if profile is None and usual.is_copy:
+            why = f"{usual.source}, no measurement of this one"
+            return tokens, f"{why}; {basis}" if basis else why
+        if profile is None:
+            target, draft = (model_shape(one, dtype).num_weights for one in filter(None, files))
+            like = range_for(draft / target)
+            why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
+            tokens = like.of(self.tokens_per_sweep)
+            basis = f"{why}; {basis}" if basis else why
+        is_guess = self.is_dynamic and not (profile and profile.dynamic_yields)
+        return tokens, basis + (_AS_STATIC if is_guess else "")
 
     def as_dict(self) -> dict[str, object]:
         """Return the field `tree_choice` of `--json`."""
@@ -408,6 +427,26 @@ class TreeSelector:
             num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes
             for num in {1, self.parallel}
         )
+
+    def settle_link(
+        self, link_bytes_per_s: float | None, profile: Profile | None, *, is_here: bool
+    ) -> Costs | None:
+        """Note the rate of the link, and return the costs of a step that are known unmeasured.
+
+        They are None where nothing is known of computing. Then trees are no larger than memory has
+        room for, and weighed only where each row asks for bytes of its own. `is_here` says that
+        this machine will decode.
+        """
+        if is_here:
+            self.link_bytes_per_s = link_bytes_per_s
+            self.has_own_times = link_bytes_per_s is not None
+        costs = self.costs_of(profile)
+        if costs is None:
+            traffic = self.traffic_of(1)
+            asks = traffic is not None and traffic.experts is not None
+            self.costs = link_alone(link_bytes_per_s) if link_bytes_per_s and asks else None
+            self.max_nodes = self.most_nodes if self.spec.is_chosen else self.max_nodes
+        return costs
 
     def settle(self, plan: MemoryPlan) -> None:
         """Limit trees to those that memory is now planned for."""
