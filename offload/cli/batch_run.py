@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
 
 from offload.checkpoint.hub import is_here, open_headers
 from offload.cli.batch_file import BatchTask
-from offload.cli.console import Console, ModelNames, place_line
+from offload.cli.console import Console, Loading, place_line
 from offload.cli.flags import as_flags
 from offload.cli.progress import BatchProgress, duration, plural
 from offload.cli.results_file import ResultsFile
@@ -24,16 +23,6 @@ from offload.engine.request import Request
 from offload.engine.scheduler import Finished, write_all
 from offload.errors import RunError, UserError
 from offload.planning.near_copy import read_models
-from offload.planning.options import LoadOptions
-
-
-class Loading(NamedTuple):
-    """What is to be loaded, as the user names it."""
-
-    model: str
-    draft: str | None
-    options: LoadOptions
-    note: str  # for the user, about the sampling
 
 
 def write_batch(
@@ -109,7 +98,7 @@ def _opened(loading: Loading, request: Request, console: Console) -> Iterator[De
         loading.model, loading.draft, loading.options, request, hooks=console.hooks
     ) as decoder:
         console.clear()
-        name = ModelNames.of(loading.model, loading.draft, loading.options.ranks).model
+        name = loading.names.model
         console.say(
             "\n".join(
                 [*decoder.notes, place_line(name, decoder.plan, is_decimal=console.is_decimal)]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait 
     from offload.engine.generation import Run
     from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Curve, Prediction
+    from offload.planning.options import LoadOptions
     from offload.planning.profile import Profile
     from offload.planning.selector import TreeChoice
 
@@ -164,6 +165,20 @@ class ModelNames(NamedTuple):
         return cls(
             name if ranks is None else f"{name} on rank 0", draft and Path(draft).absolute().name
         )
+
+
+class Loading(NamedTuple):
+    """What is to be loaded, as the user names it."""
+
+    model: str
+    draft: str | None
+    options: "LoadOptions"
+    note: str  # for the user, about the sampling
+
+    @property
+    def names(self) -> ModelNames:
+        """What both models are called when they run."""
+        return ModelNames.of(self.model, self.draft, self.options.ranks)
 
 
 def opening_lines(

@@ -10,10 +10,12 @@ from typing import NamedTuple
 from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
 from offload.cli.progress import plural
+from offload.cli.tree_lines import tree_lines, usual_pass
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
+from offload.engine.sequence import PassFigures
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
@@ -110,6 +112,29 @@ def open_demo(
 ) -> Decoder:
     """The inflated target with its packaged draft."""
     return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
+
+
+def show_run(
+    console: Console, decoder: Decoder, heading: str, run: Run, *, is_silent: bool
+) -> None:
+    """Print one run of the demo as it goes, and draw one of its passes."""
+    console.say(f"--- {heading}")
+    console.follow(run, decoder.plan, run.sequence.limits.max_new_tokens)
+    passes: list[PassFigures] = []
+    try:
+        for piece in run:
+            if not is_silent:
+                console.text(piece)
+            last = run.sequence.last_pass
+            if last is not None and last not in passes[-1:]:
+                passes.append(last)
+    finally:
+        if not is_silent:
+            console.text("\n")
+    tokenizer = decoder.tokenizer
+    if (shown := usual_pass(passes)) is not None and tokenizer is not None:
+        console.say(tree_lines(shown, lambda token: tokenizer.decode([token])))
+    console.wait("comparing every token with the model alone")
 
 
 def comparison_lines(found: DemoResult) -> str:

@@ -16,6 +16,8 @@ import unicodedata
 from io import UnsupportedOperation
 from typing import TYPE_CHECKING, TextIO
 
+from offload.cli.flags import error_line
+
 if TYPE_CHECKING:
     from offload.cli.progress import Progress
 
@@ -38,13 +40,15 @@ class LiveLine:
     """
 
     def __init__(self, *, is_off: bool) -> None:
-        self._is_off, self._stream = is_off, sys.stderr
+        self._is_off = is_off
+        self._stream = sys.stderr
         is_terminal = not is_off and self._stream.isatty()
         self._redraws = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
         self._pause_s = _TICK_S if self._redraws else _DUMB_S if is_terminal else _FILE_S
         self._is_shared = not is_off and _is_same_file(sys.stdout, self._stream)
         self._begins_at_once = is_terminal
-        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._column = 0
@@ -164,6 +168,11 @@ def fitted(text: str, stream: TextIO) -> str:
         how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
         lines += textwrap.wrap(line, width, **how) or [""]  # type: ignore[arg-type]
     return "\n".join(lines)
+
+
+def print_error(message: str) -> None:
+    """Print an error's line on stderr, as wide as the terminal."""
+    print(fitted(error_line(message), sys.stderr), file=sys.stderr)
 
 
 def column_after(text: str, column: int, width: int) -> int:

@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING
 
 from offload.checkpoint.files import read_all_of, read_given
 from offload.errors import UserError
+from offload.options import TextOptions
 
 if TYPE_CHECKING:
     from offload.engine.request import Prompt
+
+
+def asked_prompt(text: TextOptions, *, is_needed: bool) -> "Prompt | None":
+    """Return the prompt that flags or standard input give, behind what the model is told before it.
+
+    None leaves it to a session's file. Raises `UserError`.
+    """
+    prompt = read_prompt(text.prompt, text.file, is_needed=is_needed)
+    return with_system(prompt, text.system, raw=text.raw)
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:

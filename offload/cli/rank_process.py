@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from offload.cli.flags import error_line
 from offload.cli.launch import EXIT_HEAD_SILENT, EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
-from offload.cli.live_line import fitted
+from offload.cli.live_line import print_error
 from offload.errors import TOLD, RankError, UserError
 from offload.rank_roles import RankInfo, find_place
 
@@ -64,7 +64,7 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
             and place.num_on_host == place.num_ranks
         )
         if not is_known:
-            print(fitted(error_line(line), sys.stderr), file=sys.stderr)
+            print_error(line)
         return EXIT_UNSAID if is_known else code
     if isinstance(error, RankError):
         is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index

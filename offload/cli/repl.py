@@ -6,16 +6,14 @@ a slot. A second one ends the program.
 """
 
 import signal
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
-from offload.cli.console import Console, ModelNames, turn_line
-from offload.cli.flags import error_line
-from offload.cli.live_line import fitted
+from offload.cli.console import Console, Loading, turn_line
+from offload.cli.live_line import print_error
 from offload.cli.progress import plural
 from offload.cli.session_file import saving
 from offload.engine.chat import Chat
@@ -25,7 +23,6 @@ from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.planning.options import LoadOptions
 from offload.units import Sampling
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
@@ -51,7 +48,8 @@ class InterruptFlag:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Meanwhile the first Ctrl-C only pulls the brake."""
-        self._is_pulled, before = False, signal.signal(signal.SIGINT, self._pull)
+        self._is_pulled = False
+        before = signal.signal(signal.SIGINT, self._pull)
         try:
             yield
         finally:
@@ -65,15 +63,17 @@ class InterruptFlag:
 
 
 def converse(
-    model: str, draft: str | None, options: LoadOptions, console: Console, text: TextOptions, sampling: Sampling, *,
-    note: str, terminal: SilentTerminal,
-) -> None:  # fmt: skip
+    loading: Loading,
+    console: Console,
+    text: TextOptions,
+    sampling: Sampling,
+    terminal: SilentTerminal,
+) -> None:
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`.
 
     Args:
-        terminal: is silent until there is a prompt.
         text: its session is gone on from where it is there, and written after every answer.
-        note: for the user, about the sampling.
+        terminal: is silent until there is a prompt.
     """
     own_bytes = rss_bytes()
     brake = InterruptFlag()
@@ -84,20 +84,22 @@ def converse(
 
     first = _any_question(text, sampling)
     hooks = console.hooks._replace(on_layer=on_layer)
-    with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
-        console.open(
-            ModelNames.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling)
-        )
-        console.say(note)
+    with open_decoder(loading.model, loading.draft, loading.options, first, hooks=hooks) as decoder:
+        console.open(loading.names, decoder, decoder.tree_choice(sampling))
+        console.say(loading.note)
         chat = Chat(
-            decoder, sampling, system=text.system, max_new_tokens=text.max_new_tokens, stop=text.stop
-        )  # fmt: skip
+            decoder,
+            sampling,
+            system=text.system,
+            max_new_tokens=text.max_new_tokens,
+            stop=text.stop,
+        )
         if first.session is not None:
             _go_on(chat, text, console)
         console.say(HINT)
         terminal.end()
         commands = ChatCommands(chat, decoder.plan, console, own_bytes, text.session)
-        answer_lines(chat, commands, decoder.plan, console, brake, text.session)
+        answer_questions(chat, commands, decoder.plan, console, brake, text.session)
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
@@ -128,7 +130,7 @@ def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
     console.say(f"going on with {text.session}: {plural(len(asked), 'question')}{last}")
 
 
-def answer_lines(
+def answer_questions(
     chat: Chat,
     commands: ChatCommands,
     plan: MemoryPlan,
@@ -152,7 +154,7 @@ def answer_lines(
                         with SilentTerminal():
                             _answer(chat, pieces, plan, console, brake)
             except UserError as error:
-                print(fitted(error_line(str(error)), sys.stderr), file=sys.stderr)
+                print_error(str(error))
     keeper.keep()  # what failed before, while there was room to say so, ends the program now
 
 
@@ -162,7 +164,10 @@ class _Keeper:
     """
 
     def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
-        self._chat, self._session, self._console, self._kept = chat, session, console, chat.messages
+        self._chat = chat
+        self._session = session
+        self._console = console
+        self._kept = chat.messages
 
     @contextmanager
     def ready(self) -> Iterator[None]:
