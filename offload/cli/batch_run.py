@@ -28,8 +28,9 @@ from offload.planning.near_copy import read_models
 def write_batch(
     loading: Loading, console: Console, tasks: Sequence[BatchTask], results: ResultsFile
 ) -> None:
-    """Write what is not done yet, a line for each. Raises `RunError` in the end if prompts have
-    failed.
+    """Write what is not done yet, a line for each text.
+
+    Raises `RunError` in the end if prompts have failed.
     """
     follows_draft = loading.options.lenience < 1
     identities = _identities(loading, console) if results.models else None
@@ -63,9 +64,7 @@ def write_batch(
 def write_samples(
     loading: Loading, console: Console, requests: Sequence[Request], *, as_json: bool
 ) -> None:
-    """Write texts of one prompt, each under a heading as it finishes, or in the end as one list of
-    objects.
-    """
+    """Write texts of one prompt as they finish, each under a heading, or at the end as one list."""
     objects = dict[int, dict[str, object]]()
     with _opened(loading, requests[0], console) as decoder:
         try:
@@ -111,8 +110,9 @@ def _opened(loading: Loading, request: Request, console: Console) -> Iterator[De
 def _finished(
     decoder: Decoder, requests: Sequence[Request], console: Console
 ) -> Iterator[Finished]:
-    """Results in the order of finishing; in the end, and where it is interrupted, a line tells how
-    fast they came.
+    """Yield results in the order of finishing.
+
+    In the end, and where it is interrupted, a line tells how fast they came.
     """
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
     num_cut = 0
@@ -139,7 +139,7 @@ def _closing_line(progress: BatchProgress, num_cut: int) -> str:
 
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:
-    """A line's own part."""
+    """Return a line's own part."""
     if isinstance(outcome, UserError):
         return {"error": as_flags(str(outcome))}
     sampling = asdict(outcome.sampling)

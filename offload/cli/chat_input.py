@@ -26,7 +26,7 @@ _NUM_REMEMBERED = 1000
 
 
 class SilentTerminal:
-    """Meanwhile what is typed is not shown; it is kept for the next question."""
+    """Keeps what is typed from being shown while it is entered; it is left for the next question."""
 
     def __init__(self) -> None:
         self._before: list[Any] | None = None
@@ -57,8 +57,9 @@ class Entry(NamedTuple):
 
 
 class ChatInput:
-    """Reads entries from standard input. At a terminal lines can be edited, and those of earlier
-    days called back.
+    """Reads entries from standard input.
+
+    At a terminal lines can be edited, and those of earlier days called back.
     """
 
     def __init__(self, hint: str) -> None:
@@ -88,7 +89,10 @@ class ChatInput:
                 self._keep_history()
 
     def read(self) -> Entry | None:
-        """The next entry, or None where there are no more. Raises `UserError` for what is no UTF-8."""
+        """Return the next entry, or None where there are no more.
+
+        Raises `UserError` for what is no UTF-8.
+        """
         try:
             line = self._line("> ")
             if line is None:
@@ -105,7 +109,7 @@ class ChatInput:
         return Entry(command, rest.strip())
 
     def _keep_history(self) -> None:
-        """Behind what is in the file by now, because another conversation may have ended meanwhile."""
+        """Append to the file as it is by now: another conversation may have ended meanwhile."""
         if not hasattr(self._readline, "append_history_file"):  # as with some builds of libedit
             self._readline.write_history_file(_history())
             return
@@ -114,8 +118,9 @@ class ChatInput:
         self._readline.append_history_file(max(0, num_new), _history())
 
     def _block(self, first: str) -> str:
-        """What lies between the quotes, the first of which were just read; the end of the input
-        closes them as well.
+        """Return what lies between the quotes, the first of which were just read.
+
+        The end of the input closes them as well.
         """
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES) and (line := self._line("... ")) is not None:

@@ -36,8 +36,9 @@ class DemoResult(NamedTuple):
 
     @property
     def speedup(self) -> float | None:
-        """How many times more tokens per second the tree gives; None where they came with the
-        prompt's.
+        """How many times more tokens per second the tree gives.
+
+        None where all tokens came with the prompt's pass.
         """
         tree = self.tree.stats.tokens_per_s
         plain = self.plain.stats.tokens_per_s
@@ -97,7 +98,7 @@ def compare(
 
 
 def _require_same_text(plain: Generation, tree: Generation) -> int:
-    """The number of tokens that both have. Raises `UserError` where one differs."""
+    """Return how many tokens both texts have. Raises `UserError` where one differs."""
     pairs = list(zip(plain.token_ids, tree.token_ids, strict=False))
     at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if at is not None:
@@ -110,7 +111,7 @@ def _require_same_text(plain: Generation, tree: Generation) -> int:
 def open_demo(
     target: Path, options: LoadOptions, console: Console, request: Request | None = None
 ) -> Decoder:
-    """The inflated target with its packaged draft."""
+    """Open the inflated target with its packaged draft."""
     return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
 
 
@@ -138,7 +139,7 @@ def show_run(
 
 
 def comparison_lines(found: DemoResult) -> str:
-    """Both speeds side by side, and what was proved of both texts."""
+    """Return both speeds side by side, and what was proved of both texts."""
     plain = found.plain.stats
     tree = found.tree.stats
     head = f"{'':>20} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
@@ -155,7 +156,7 @@ def comparison_lines(found: DemoResult) -> str:
 
 
 def proof_line(found: DemoResult) -> str:
-    """What the comparison has shown, for somebody who has not heard of it."""
+    """Return what the comparison has shown, for a reader who has not heard of it."""
     num_proved = found.num_exact + found.num_near
     if not num_proved:
         return "this rule draws afresh: the tokens have the model's distribution, and no text is compared"
@@ -166,7 +167,7 @@ def proof_line(found: DemoResult) -> str:
 
 
 def proof_details(found: DemoResult) -> str:
-    """How exactly the tokens were compared."""
+    """Return how exactly the tokens were compared."""
     if not found.num_exact + found.num_near:
         return ""
     lines = [

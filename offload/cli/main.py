@@ -129,7 +129,7 @@ def _fail(
 
 
 def _print_traceback(error: BaseException) -> None:
-    """With what stands behind it, also where a message of ours took its place."""
+    """Print an error with its causes, also where a message of ours took their place."""
     import traceback
 
     cause: BaseException | None = error

@@ -21,7 +21,10 @@ _SUFFIX = ".jsonl"
 
 
 def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
-    """A file of many prompts, whose name says so; None for one. Raises `UserError` for what does not go together."""
+    """Return the file of many prompts, which its name tells; None for one prompt.
+
+    Raises `UserError` for flags that do not go together.
+    """
     file = text.file
     prompts = file if file is not None and file.suffix == _SUFFIX else None
     if prompts is not None and text.prompt is not None:

@@ -44,20 +44,20 @@ class TextArguments(typing.TypedDict, total=False):
 
 
 def main() -> None:
-    """Write both anew."""
+    """Write both files anew."""
     FLAGS.write_text(with_table(FLAGS.read_text("utf-8")), "utf-8")
     ARGUMENTS.write_text(text_arguments(), "utf-8")
 
 
 def with_table(text: str) -> str:
-    """The page with the table as it is to be."""
+    """Return the page with the table as it is to be."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return f"{head}{_BEGIN}\n{''.join(map(_table, GROUPS))}{_END}{tail}"
 
 
 def text_arguments() -> str:
-    """The source of a module with keywords and their types."""
+    """Return the source of a module with keywords and their types."""
     types = {one.name: one.type for record in (TextOptions, Sampling) for one in fields(record)}
     lines = []
     for name, one in {**options_at("python", TextOptions), **options_of(Sampling)}.items():
@@ -68,13 +68,16 @@ def text_arguments() -> str:
 
 
 def _table(group: str) -> str:
-    """The options of a group, as `--help-all` lists them."""
+    """Return the options of a group, as `--help-all` lists them."""
     head = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n"
     return f"**{group}**\n\n{head}{''.join(_rows(group))}\n"
 
 
 def _rows(group: str) -> Iterator[str]:
-    """A row for each option; where a record leaves those of another open, they stand with that one."""
+    """Yield a row for each option.
+
+    Where a record leaves those of another open, they stand with that one.
+    """
     seen = set[tuple[tuple[str, ...], ...]]()
     for record in RECORDS:
         for one in options_of(record).values():

@@ -33,21 +33,22 @@ class Stopped(Exception):  # noqa: N818
 
 
 class InterruptFlag:
-    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else; `check` is for
-    `load(on_layer=...)`.
+    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else.
+
+    `check` is for `load(on_layer=...)`.
     """
 
     def __init__(self) -> None:
         self._is_pulled = False
 
     def check(self) -> None:
-        """A moment at which stopping is safe."""
+        """Raise `Stopped` if it was asked for: this is a moment at which stopping is safe."""
         if self._is_pulled:
             raise Stopped
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Meanwhile the first Ctrl-C only pulls the brake."""
+        """Let the first Ctrl-C only be noted meanwhile; a second one ends the program."""
         self._is_pulled = False
         before = signal.signal(signal.SIGINT, self._pull)
         try:
@@ -103,7 +104,10 @@ def converse(
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
-    """What is wrong with it, such as a model without a chat template, is wrong with every question."""
+    """Return a question with all that is wrong with every question.
+
+    That is such as a model without a chat template.
+    """
     opening = [{"role": "system", "content": text.system}] if text.system else []
     found = text.session if text.session and text.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
@@ -118,7 +122,7 @@ def _any_question(text: TextOptions, sampling: Sampling) -> Request:
 
 
 def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
-    """With what is in the session's file, but for a system prompt that was given anew."""
+    """Go on with what is in the session's file; a system prompt that was given anew holds."""
     assert text.session is not None, "there is a file"
     console.wait("reading the session")
     chat.load(text.session)
@@ -138,7 +142,7 @@ def answer_questions(
     brake: InterruptFlag,
     session: Path | None,
 ) -> None:
-    """Answer question by question until there are no more, or until a command says so."""
+    """Answer question by question until there are no more, or a command ends it."""
     keeper = _Keeper(chat, session, console)
     with ChatInput(HINT) as entries:
         while True:
@@ -159,8 +163,9 @@ def answer_questions(
 
 
 class _Keeper:
-    """Writes the conversation to the session's file, if there is one; what could not be written
-    stays to be.
+    """Writes the conversation to the session's file, if there is one.
+
+    What could not be written is tried again at the next answer.
     """
 
     def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
@@ -171,14 +176,14 @@ class _Keeper:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Whatever ends it, what it changes in the conversation is written."""
+        """Write what an answer changes in the conversation, however it ends."""
         try:
             yield
         finally:
             self.keep()
 
     def keep(self) -> None:
-        """Raises `UserError` where it cannot be written."""
+        """Write the conversation. Raises `UserError` where it cannot be written."""
         if self._session is not None and self._chat.messages != self._kept:
             with saving(self._console):
                 self._chat.save(self._session)

@@ -57,8 +57,7 @@ def write_text(
 
 
 def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | None) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted
-    for.
+    """Print pieces as they come; whatever ends the run, what was accepted is printed.
 
     Args:
         target: what ran, for one object at the end instead of text.
@@ -88,6 +87,6 @@ def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | No
 
 
 def _as_json(result: Generation, target: Target, failure: BaseException | None) -> str:
-    """The result, and of several ranks what each has done, unless one of them may be gone."""
+    """Return the result, and what each of several ranks has done unless one may be gone."""
     ranks = [] if failure else [figures._asdict() for figures in target.figures()]
     return json.dumps(result.as_dict() | ({"ranks": ranks} if ranks else {}))

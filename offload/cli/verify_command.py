@@ -76,7 +76,7 @@ def verify(
 
 @contextmanager
 def _not_as_damage() -> Iterator[None]:
-    """What the machine refuses ends other commands with the exit code that says damaged here."""
+    """Raise `UserError` for what the machine refuses: the usual code would say damaged here."""
     try:
         yield
     except BrokenPipeError:
@@ -89,7 +89,7 @@ def _not_as_damage() -> Iterator[None]:
 
 
 def _lines(report: "Report") -> list[str]:
-    """Damage, briefly; what is odd; the verdict."""
+    """Return the damage in short, what is odd, and the verdict."""
     tensors = [_damage_line(one) for one in report.damage[:_SHOWN]]
     rest = report.damage[_SHOWN:]
     if rest:
