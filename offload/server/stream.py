@@ -32,8 +32,8 @@ async def arrivals(
 ) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
     """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
 
-    None alone comes whenever nothing has come for so long. Raises `ClientGone`. When this is closed
-    every ticket is cancelled.
+    None alone comes at once, and whenever nothing has come for so long. Raises `ClientGone`. When
+    this is closed every ticket is cancelled.
 
     Args:
         receive: tells when the client has gone, once the body was read.
@@ -51,6 +51,8 @@ async def arrivals(
     try:
         for ticket in tickets:
             ticket.listen(tell)
+        # from here on closing cancels them, also where no piece is ever taken
+        yield None
         left = dict(enumerate(tickets))
         while left:
             came.clear()
@@ -134,16 +136,16 @@ class EventStream(Response):
     async def _events(
         self, pieces: AsyncIterator[tuple[int, TextPiece | None] | None]
     ) -> AsyncGenerator[bytes]:
-        # at once: a pass takes seconds, and who waits for a place wants to know that it does
-        yield ALIVE
-        for chunk in self._answer.opening():
-            yield _event(chunk)
+        opening = self._answer.opening()
         try:
             async for arrival in pieces:
-                for chunk in () if arrival is None else self._answer.chunks(*arrival):
-                    yield _event(chunk)
                 if arrival is None:
+                    # also at once: a pass takes seconds, and a client that waits for a place wants
+                    # to know that it does
                     yield ALIVE
+                for chunk in opening if arrival is None else self._answer.chunks(*arrival):
+                    yield _event(chunk)
+                opening = []
         except ClientGone:
             raise
         except Exception as error:
