@@ -52,16 +52,14 @@ class Option:
     keeps_default: bool = False  # also in a record that leaves others open, see `unset`
     is_eager: bool = False  # read before the others
     counts: str = ""  # what a number may not exceed, by name: `cores`
-    is_drawing: bool = (
-        False  # chooses among tokens that are drawn, and means nothing to greedy text
-    )
+    # chooses among tokens that are drawn, and means nothing to greedy text
+    is_drawing: bool = False
     is_suggested: bool = False  # a model may suggest it in its generation_config.json
     doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
     called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
     synonyms: tuple[str, ...] = ()  # other names, which doors of programs take for it
-    http_within: tuple[float, float] | None = (
-        None  # bounds of OpenAI's protocol, where they are narrower
-    )
+    # bounds of OpenAI's protocol, where they are narrower
+    http_within: tuple[float, float] | None = None
     page: tuple[str, str] = ("", "")  # bounds of its field on the chat page
     doc: str = ""  # what docs/flags.md says instead of `help`
 
@@ -186,9 +184,8 @@ def called_with(
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            shown.bind(
-                *args, **kwargs
-            )  # whose TypeError names no record, and no default of what must be given
+            # its TypeError names no record, and no default of what must be given
+            shown.bind(*args, **kwargs)
             return function(arguments(*args, **kwargs))
 
         returns = signature(function).return_annotation
@@ -215,12 +212,15 @@ def interval(text: str) -> tuple[str, Callable[[float], bool]]:
         low = _bound(found[1])
         return f"be {text}", lambda value: low <= value < math.inf
     if found := re.fullmatch(r"(\S+) to (\S+)", text):
-        low, high = _bound(found[1]), _bound(found[2])
+        low = _bound(found[1])
+        high = _bound(found[2])
         return f"lie between {found[1]} and {found[2]}", lambda value: low <= value <= high
     found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
     assert found is not None, f"{text!r} is no interval"
-    low, high = _bound(found[2]), _bound(found[3])
-    opens, closes = found[1] == "(", found[4] == ")"
+    low = _bound(found[2])
+    high = _bound(found[3])
+    opens = found[1] == "("
+    closes = found[4] == ")"
     return (
         f"lie in {text}",
         lambda value: (

@@ -191,7 +191,7 @@ class RuleTerms(NamedTuple):
     """The two halves of a rule, which must fit."""
 
     drafting: ChildSampling
-    test: str  # name of the function in `offload.verification` that judges the children
+    test: str  # name of the function in `offload.trees.verification` that judges the children
 
 
 # All rules of verification by name. The functions need torch, this table does not.

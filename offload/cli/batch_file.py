@@ -25,9 +25,10 @@ _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
 _FIELDS = ("id", "prompt", "messages", *_TEXT, *_DRAWING)
 # but for what the first three hold
-_NOT_OF_THE_TEXT = (
-    "prompt", "stop", "sampling", "session", "is_kept", "is_named", "is_clipped",
-)  # fmt: skip
+_NOT_OF_THE_TEXT = {
+    *("prompt", "stop", "sampling"),
+    *("session", "is_kept", "is_named", "is_clipped"),
+}
 _UNSET = [(one.name, one.default) for one in fields(Sampling)]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT

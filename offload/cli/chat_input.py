@@ -63,7 +63,9 @@ class ChatInput:
     """
 
     def __init__(self, hint: str) -> None:
-        self._hint, self._is_typed, self._has_ended = hint, sys.stdin.isatty(), False
+        self._hint = hint
+        self._is_typed = sys.stdin.isatty()
+        self._has_ended = False
         self._asks = self._is_typed and sys.stdout.isatty()
         self._readline: Any = (
             import_module("readline") if self._is_typed and find_spec("readline") else None

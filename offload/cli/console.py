@@ -43,11 +43,9 @@ class Console:
     def __init__(
         self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None
     ) -> None:
-        self._is_quiet, self._is_verbose, self.is_decimal = (
-            is_quiet,
-            is_verbose,
-            is_decimal(sizes_like),
-        )
+        self._is_quiet = is_quiet
+        self._is_verbose = is_verbose
+        self.is_decimal = is_decimal(sizes_like)
         self._line = LiveLine(is_off=is_quiet)
         self._shown: Progress | None = None
         # threads that read weights have notes; a signal's handler may interrupt one
@@ -109,7 +107,8 @@ class Console:
         Without a label it is that of what is under way.
         """
         phase = self._phase(label)
-        phase.is_in_bytes, phase.is_decimal = True, self.is_decimal
+        phase.is_in_bytes = True
+        phase.is_decimal = self.is_decimal
         phase.reach(done_bytes, total_bytes)
 
     def count(self, done: int, total: int, label: str) -> None:

@@ -67,7 +67,8 @@ def command(
             )
 
         params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
-        run.__name__, run.__doc__ = called, main.__doc__
+        run.__name__ = called
+        run.__doc__ = main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in params}
         app.command(cls=grouped(declared), **how)(run)

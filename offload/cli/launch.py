@@ -196,7 +196,8 @@ class _Presses:
     """
 
     def __init__(self, num_killing: int) -> None:
-        self._num_killing, self._times_s = num_killing, list[float]()
+        self._num_killing = num_killing
+        self._times_s = list[float]()
         self.has_killed = False
 
     def hear(self, number: int, _: FrameType | None) -> None:

@@ -3,8 +3,7 @@ lines of our own.
 
 Importing them is most of a command's start, and half of that is torch's compiler and parts for many
 machines: named in decorators and type checks of functions that are never called here. Only the
-    command line does this, whose process is
-its own. `python -X importtime -m offload generate ...` tells what is left.
+command line does this, whose process is its own. `python -X importtime -m offload generate ...` tells what is left.
 """
 
 import gc
@@ -30,9 +29,11 @@ _COMPILER = "torch._dynamo"
 # What every model class and every tokenizer of transformers imports, and any pass over a model
 # without weights: its sympy counts as the program's own then, not as a run's.
 _PARTS = (
-    "offload.engine.load", "transformers.modeling_layers", "transformers.tokenization_utils_tokenizers",
+    "offload.engine.load",
+    "transformers.modeling_layers",
+    "transformers.tokenization_utils_tokenizers",
     "torch.fx.experimental.symbolic_shapes",
-)  # fmt: skip
+)
 
 
 @contextmanager

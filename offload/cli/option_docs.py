@@ -17,10 +17,8 @@ from offload.units import Sampling
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"
 ARGUMENTS = ROOT / "offload" / "engine" / "text_arguments.py"
-_BEGIN, _END = (
-    "<!-- options: made by python -m offload.cli.option_docs -->\n",
-    "<!-- end of options -->\n",
-)
+_BEGIN = "<!-- options: made by python -m offload.cli.option_docs -->\n"
+_END = "<!-- end of options -->\n"
 _DOORS = {
     "python": "Python",
     "http": "HTTP",

@@ -200,8 +200,12 @@ def _sweep_words(found: "Estimate") -> str:
     return f"{words}: {seconds_words(found.sweep_s)} s; {decides}"
 
 
-_LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the limit",
-           "compute": "computing is the limit", "draft": "drafting is the limit"}  # fmt: skip
+_LIMITS = {
+    "disk": "the disk is the limit",
+    "link": "the link to the GPU is the limit",
+    "compute": "computing is the limit",
+    "draft": "drafting is the limit",
+}
 
 
 def _prompt_words(prompt: "PromptPass") -> str:

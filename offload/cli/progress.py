@@ -32,7 +32,9 @@ class Phase:
 
     def reach(self, done: float, total: float) -> None:
         """Note that so much is done by now."""
-        self.done, self.total, self.reached_s = done, total, time.monotonic() - self.started_s
+        self.done = done
+        self.total = total
+        self.reached_s = time.monotonic() - self.started_s
 
     def parts(self) -> list[str]:
         """Return such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`, `1.5 GiB/s`."""
@@ -131,14 +133,13 @@ class BatchProgress:
 
     def advance(self, runs: Sequence["Run"]) -> None:
         """Note that a pass over the weights begins for these."""
-        self._under_way, self.num_passes = runs, self.num_passes + bool(runs)
+        self._under_way = runs
+        self.num_passes += bool(runs)
 
     def finish(self, num_tokens: int) -> None:
         """Note that one more is finished, with so many new tokens."""
-        self.num_done, self._num_finished_tokens = (
-            self.num_done + 1,
-            self._num_finished_tokens + num_tokens,
-        )
+        self.num_done += 1
+        self._num_finished_tokens += num_tokens
         self._under_way = [run for run in self._under_way if not run.is_finished]
 
     @property

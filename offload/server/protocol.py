@@ -366,9 +366,9 @@ class CompletionBody(Body):
 
 
 _WITHOUT_MEANING = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction",
-}  # fmt: skip
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("parallel_tool_calls", "reasoning_effort", "verbosity", "prediction"),
+}
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
