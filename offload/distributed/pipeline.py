@@ -53,9 +53,8 @@ from offload.engine.session import Models
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
-from offload.memory.planner import RUNTIME_BYTES, ModelFiles
+from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
 from offload.planning.cost_model import Traffic
-from offload.planning.room import MemoryBudget
 from offload.planning.selector import TreeSelector
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles, free_rows

@@ -20,7 +20,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.memory.prompt_rows import row_s
 from offload.model.headers import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
@@ -39,7 +39,6 @@ from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.model_facts import ModelFacts
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile, parse_profile
-from offload.planning.room import MemoryBudget
 from offload.planning.search import SOURCE, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.trees.spec import TreeSpec, label_of

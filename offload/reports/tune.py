@@ -58,6 +58,7 @@ from offload.planning.profile import (
     unprofiled,
     write_atomically,
 )
+from offload.planning.room import traffic_in
 from offload.planning.search import best_smoothing
 from offload.planning.selector import TreeChoice
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
@@ -335,7 +336,7 @@ def choice_from(
     Where memory has no room for such a run's context, it is that of the run that was timed.
     """
     settings = run.settings(sampling)
-    one = timed if run.budget.traffic(run.files, 1) is None else run
+    one = timed if traffic_in(run.budget, run.files, 1) is None else run
     trees = replace(one, tree=TreeSpec("auto")).trees(sampling)
     trees.find = lambda *_: (profile, "")
     trees.link_bytes_per_s = profile.costs.link_bytes_per_s
@@ -354,7 +355,7 @@ def largest_that_fits(run: ResolvedRun, spec: TreeSpec) -> ResolvedRun:
     longest = config_sizes(target).get("max_position_embeddings", _CONTEXT)
     budget = replace(run.budget, context=min(_CONTEXT, longest))
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
-    size = next((size for size in sizes if budget.traffic(run.files, size)), sizes[-1])
+    size = next((size for size in sizes if traffic_in(budget, run.files, size)), sizes[-1])
     budget.plan(run.files, size)
     tree = TreeSpec("best", size, DEPTH) if spec.is_chosen else spec
     # a draft alone fills a tree that is named
