@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import plan_memory
 from rounding import beyond_doubt
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, MT5Config, PreTrainedModel, T5Config
@@ -12,7 +13,6 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.memory.planner import plan_memory
 
 VOCAB_SIZE, START = 199, 0
 _SIZES = {

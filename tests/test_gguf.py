@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf_files import CURRENT, MODELS, Written, write_gguf
 from matrix import matrix
+from plans import plan_memory
 from shell import shell
 from test_tiny import prompts
 from tiny import VOCAB_SIZE, save, save_tokenizer
@@ -21,7 +22,6 @@ from offload.checkpoint.tensors import ROWS, Coded
 from offload.engine.build import resident_model
 from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import plan_memory
 
 TOKEN_T = torch.tensor(prompts()[1])
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan_memory
 from rounding import Promise, assert_same_bits
 from test_tiny import prompts
 from tiny import FAMILIES, build, save, save_pair
@@ -15,7 +16,6 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
-from offload.memory.planner import plan_memory
 from offload.packing.pack import pack
 
 FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]

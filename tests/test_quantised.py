@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from matrix import matrix
+from plans import plan_memory
 from quantised import RECIPES, Quantised, save_quantised
 from safetensors.torch import load_file, save_file
 from test_families import config_of, tiny_model
@@ -22,7 +23,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import LayerTier
-from offload.memory.planner import least_budget, plan_memory
+from offload.memory.planner import least_budget
 
 FORMATS = [name for name in RECIPES if name != "mxfp4"]  # which only stacks of experts are stored in
 

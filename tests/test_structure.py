@@ -40,7 +40,7 @@ def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
-    """A kernel takes its sizes one by one, and a bench its flags; `plan_memory` the fields of a `Room`.
+    """A kernel takes its sizes one by one, and a bench its flags.
 
     Options are records, and what is called with the fields of one has its signature made of it.
     """
@@ -49,7 +49,7 @@ def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
         num_in_all = len(positional) + len(function.args.kwonlyargs)
         is_kernel = bool(decorators(function) & {"compiled", "jit"})
         is_bench = path.parts[0] == "bench" and "command" in decorators(function)
-        if is_kernel or is_bench or function.name == "plan_memory":
+        if is_kernel or is_bench:
             continue
         if len(positional) > MAX_POSITIONAL or num_in_all > MAX_PARAMETERS:
             counts = f"{len(positional)} positional parameters and {num_in_all} in all"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plans import plan_memory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,6 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.memory.planner import plan_memory
 
 VOCAB_SIZE = 199
 LINE_BYTES = 64  # of a processor's cache

@@ -9,7 +9,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.streaming.device import Device
 from offload.trees.spec import parse_tree
 
@@ -94,11 +94,15 @@ def _how(model: Path, about: str) -> dict[str, Any]:
     """Return budgets with so many expert slots on the device and its host, beside the least."""
     files = ModelFiles(*[open_checkpoint(model)] * 2)
     how: dict[str, Any] = {"dtype": "float32", "context": _CONTEXT, "experts": "demand"}
-    plan = partial(plan_memory, files, num_nodes=parse_tree(_LARGEST).num_nodes, **how)
-    gpu_bytes = least_budget(lambda size: plan(ram=1 << 40, gpu=size))
-    ram_bytes = least_budget(lambda size: plan(ram=size, gpu=gpu_bytes))
+    num_nodes = parse_tree(_LARGEST).num_nodes
+
+    def plan(ram: int, gpu: int) -> MemoryPlan:
+        return MemoryBudget(ram=ram, gpu=gpu, **how).plan(files, num_nodes)
+
+    gpu_bytes = least_budget(lambda size: plan(1 << 40, size))
+    ram_bytes = least_budget(lambda size: plan(size, gpu_bytes))
     here, behind = _SHARES[about]
-    experts = plan(ram=ram_bytes, gpu=gpu_bytes)
+    experts = plan(ram_bytes, gpu_bytes)
     all_bytes = experts.num_experts * experts.expert_slot_bytes + sum(experts.layer_bytes)
     how["gpu_memory"] = gpu_bytes + int(here * all_bytes)
     how["ram"] = ram_bytes + int(behind * all_bytes)

@@ -25,7 +25,7 @@ from offload.engine.load import open_decoder
 from offload.errors import UserError
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.planning.options import LoadOptions
 from offload.stats import RankFigures
 from offload.units import Sampling
@@ -135,7 +135,7 @@ def _with_usual_rows(
 
     Raises `UserError` where memory asks for smaller ones.
     """
-    plan = plan_memory(files, ram=ram, num_nodes=num_nodes, **how)
+    plan = MemoryBudget(ram=ram, **how).plan(files, num_nodes)
     if plan.max_prompt_rows < min(PROMPT_ROWS, plan.context):
         raise UserError("a prompt's passes would be smaller")
     return plan

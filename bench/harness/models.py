@@ -28,7 +28,7 @@ from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.memory.planner import ModelFiles, plan_memory
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.streaming.device import Device, HostDevice, open_device
 from offload.units import parse_size
 
@@ -109,4 +109,4 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
     """Refuse, from headers alone, a budget too small for the least of runs. Raises `UserError`."""
     if ram is not None:
-        plan_memory((target, draft), ram=ram, dtype="auto", context=1, num_nodes=1)
+        MemoryBudget(ram=parse_size(ram, "`ram`"), context=1).plan(ModelFiles(target, draft), 1)

@@ -17,7 +17,7 @@ from offload.engine.load import load
 from offload.engine.request import with_start
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.streaming.device import Device
 from offload.trees.spec import parse_tree
 
@@ -82,12 +82,15 @@ class Setting(NamedTuple):
         Raises `UserError`.
         """
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
-        plan = partial(plan_memory, self.files, num_nodes=parse_tree(tree).num_nodes, **how)
+        num_nodes = parse_tree(tree).num_nodes
+
+        def plan(ram: int, gpu: int | None = None) -> MemoryPlan:
+            return MemoryBudget(ram=ram, gpu=gpu, **how).plan(self.files, num_nodes)
+
         if self.opened is None:
-            place = self._replace(ram_bytes=least_budget(lambda size: plan(ram=size)))
+            place = self._replace(ram_bytes=least_budget(plan))
         else:
-            plan = partial(plan, ram=self.ram_bytes)
-            place = self._replace(gpu_memory=least_budget(lambda size: plan(gpu=size)))
+            place = self._replace(gpu_memory=least_budget(partial(plan, self.ram_bytes)))
         return place.open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan) -> float:
@@ -146,10 +149,13 @@ class Need(NamedTuple):
             "rule": self.rule,
             "parallel": self.parallel,
         }
-        plan = partial(plan_memory, files, dtype="auto", num_nodes=num_nodes, **how)
+
+        def plan(ram: int) -> MemoryPlan:
+            return MemoryBudget(ram=ram, **how).plan(files, num_nodes)
+
         quarter_bytes = files.target.num_bytes // 4
         try:
-            plan(ram=_ROOMY_BYTES)
+            plan(_ROOMY_BYTES)
         except UserError:  # what no memory holds is refused when it is opened
             return quarter_bytes
-        return max(quarter_bytes, least_budget(lambda size: plan(ram=size)))
+        return max(quarter_bytes, least_budget(plan))

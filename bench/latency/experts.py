@@ -27,7 +27,7 @@ from offload.checkpoint.hub import open_headers
 from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import least_budget, plan_memory
+from offload.memory.planner import MemoryBudget, least_budget
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 
@@ -72,9 +72,8 @@ def room_bytes(setting: Setting, percent: int) -> int:
 
     def plan(ram: int) -> MemoryPlan:
         num_nodes = parse_tree(LARGEST).num_nodes
-        found = plan_memory(
-            files, ram=ram, dtype="auto", context=CONTEXT, num_nodes=num_nodes, experts="demand"
-        )
+        budget = MemoryBudget(ram=ram, context=CONTEXT, experts="demand")
+        found = budget.plan(files, num_nodes)
         if found.num_slots or found.num_expert_slots < math.ceil(found.num_experts * percent / 100):
             raise UserError("it is too little")
         return found

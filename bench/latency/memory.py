@@ -8,7 +8,6 @@ than noise, the command ends with 1.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
@@ -24,7 +23,8 @@ from offload.bench.harness.tables import Column, say_table
 from offload.bench.moe_pair.upcycle import untrained_mixture
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
@@ -100,17 +100,15 @@ def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
 
 def least_ram(case: Case, target: Path) -> int:
     """Return the least budget that the plan of a configuration does not refuse."""
-    how = {name: case.more[name] for name in ("rule", "experts") if name in case.more}
-    plan = partial(
-        plan_memory,
-        ModelFiles(open_headers(target), open_headers(PAIR / "draft")),
-        dtype=case.more.get("dtype", "auto"),
-        context=CONTEXT,
-        parallel=case.parallel,
-        num_nodes=parse_tree(case.tree).num_nodes * case.parallel,
-        **how,
-    )
-    return least_budget(lambda size: plan(ram=size))
+    how = {name: case.more[name] for name in ("rule", "experts", "dtype") if name in case.more}
+    files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
+    num_nodes = parse_tree(case.tree).num_nodes * case.parallel
+
+    def plan(ram: int) -> MemoryPlan:
+        budget = MemoryBudget(ram=ram, context=CONTEXT, parallel=case.parallel, **how)
+        return budget.plan(files, num_nodes)
+
+    return least_budget(plan)
 
 
 def judged(found: Row) -> Row:

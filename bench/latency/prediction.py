@@ -17,7 +17,7 @@ from offload.bench.harness.record import Row
 from offload.bench.harness.tables import Column, say_table
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import model_shape
-from offload.memory.planner import Budgets, make_plan
+from offload.memory.planner import MemoryBudget, make_plan
 from offload.planning.cost_model import Traffic, costs_on, step_time
 from offload.planning.hardware import KNOWN
 from offload.planning.options import LoadOptions
@@ -74,8 +74,8 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     draft = model_shape(checkpoint_of_config(_LLAMA_2_7B, file))
     costs = costs_on(gpu, target, draft, _CONTEXT)
     small = draft if topology.depth > 0 else None
-    budgets = Budgets(gpu.ram_bytes, gpu.gpu_bytes)
-    plan = make_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
+    budget = MemoryBudget(ram=gpu.ram_bytes, gpu=gpu.gpu_bytes, context=_CONTEXT)
+    plan = make_plan(target, small, budget, topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, Traffic.of(plan, gpu), topology).total_s

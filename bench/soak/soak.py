@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.error import URLError
@@ -34,7 +33,8 @@ from offload.bench.soak.library import Order
 from offload.bench.soak.watch import Sample, look, row_of
 from offload.bench.soak.wishes import CONTEXT, Wish, wishes, with_template
 from offload.errors import RunError
-from offload.memory.planner import least_budget, plan_memory
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MemoryBudget, least_budget
 
 NUM_CLIENTS = 5
 PARALLEL = 3
@@ -296,9 +296,12 @@ def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
 
 def _least_ram(setting: Setting) -> int:
     """Return the least budget for the largest of what is opened, so that nearly all is streamed."""
-    how = {"context": CONTEXT, "num_nodes": _MOST_NODES, "parallel": PARALLEL}
-    plan = partial(plan_memory, setting.files, dtype="auto", **how)
-    return least_budget(lambda size: plan(ram=size))
+
+    def plan(ram: int) -> MemoryPlan:
+        budget = MemoryBudget(ram=ram, context=CONTEXT, parallel=PARALLEL)
+        return budget.plan(setting.files, _MOST_NODES)
+
+    return least_budget(plan)
 
 
 def _environment(temporary: Path) -> dict[str, str]:

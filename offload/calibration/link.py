@@ -21,9 +21,8 @@ from offload.checkpoint.safetensors import compute_dtype_name
 from offload.errors import ReadError, UserError
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, MemoryPlan
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.memory.prompt_rows import Rates, gains_by_rows
-from offload.planning.room import MemoryBudget
 from offload.streaming.disk import DiskReader, allocate, finish
 from offload.timer import fastest_s, timed
 
@@ -145,7 +144,7 @@ _BUDGET_S = 0.02
 
 
 def with_rates(
-    room: MemoryBudget,
+    budget: MemoryBudget,
     files: ModelFiles,
     num_nodes: int,
     *,
@@ -159,24 +158,24 @@ def with_rates(
     be. A budget that is too small stays as it is: planning refuses it.
     """
     if (
-        room.gpu is not None
-        or room.rates is not None
+        budget.gpu is not None
+        or budget.rates is not None
         or not (disk_bytes_per_s or is_here(files.target))
     ):
-        return room
+        return budget
     try:
-        plan = room.plan(files, num_nodes)
+        plan = budget.plan(files, num_nodes)
     except UserError:
-        return room
+        return budget
     if not gains_by_rows(plan):
-        return room
+        return budget
     link = disk_bytes_per_s or link_bytes_per_s(
         files.target.shards, limit_bytes_per_s=limit_bytes_per_s
     )
     flops_per_s = product_flops_per_s(
-        compute_dtype_name(files.target, room.dtype), num_threads or num_cores()
+        compute_dtype_name(files.target, budget.dtype), num_threads or num_cores()
     )
-    return replace(room, rates=Rates(link, flops_per_s))
+    return replace(budget, rates=Rates(link, flops_per_s))
 
 
 def product_flops_per_s(dtype: str, num_threads: int) -> float:

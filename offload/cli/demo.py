@@ -7,7 +7,6 @@ a quarter of that in memory, so that it streams.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.options import CHAT_PAIR
 from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_tree
+from offload.units import ByteSize
 
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
@@ -49,23 +49,23 @@ def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str 
     """
     plan = _planned(PAIR, size_bytes, tree, context=_CONTEXT, rule=rule)
     if ram is None:
-        return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
+        return max(size_bytes // 4, least_budget(plan))
     try:
-        plan(ram=ram)
+        plan(ByteSize.parse(ram, "`ram`"))
     except UserError as error:  # and no --context can be lowered
         raise UserError(str(error).partition(" or lower `context`")[0]) from None
     return ram
 
 
-def _planned(pair: Path, size_bytes: int, tree: str, **how: Any) -> Callable[..., MemoryPlan]:
-    """Return what plans memory for a pair whose target is inflated to that size."""
+def _planned(pair: Path, size_bytes: int, tree: str, **how: Any) -> Callable[[int], MemoryPlan]:
+    """Return what plans memory, by a budget, for a pair whose target is inflated to that size."""
     target = checkpoint_of_config(
         inflated_config(pair / "target", size_bytes), pair / "target" / "config.json"
     )
     spec = parse_tree(tree)
     num_nodes = 1 if spec.is_chosen else spec.num_nodes * how.get("parallel", 1)
     files = ModelFiles(target, open_checkpoint(pair / "draft"))
-    return partial(plan_memory, files, dtype="auto", num_nodes=num_nodes, **how)
+    return lambda ram: MemoryBudget(ram=ram, **how).plan(files, num_nodes)
 
 
 def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOptions]:
@@ -81,7 +81,7 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOp
     if options.ram is None:
         how = {"context": named["context"], "rule": options.rule, "parallel": options.parallel}
         plan = _planned(CHAT_PAIR, _CHAT_BYTES, options.tree, **how)
-        named["ram"] = max(_CHAT_BYTES // 4, least_budget(lambda size: plan(ram=size)))
+        named["ram"] = max(_CHAT_BYTES // 4, least_budget(plan))
     folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
     return str(folder), replace(options, **named)
 

@@ -31,11 +31,10 @@ from offload.checkpoint.t5 import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.cluster import Cluster, Gathers, Hops
 from offload.planning.cost_model import NOTHING, Curve, Traffic, costs_on
 from offload.planning.hardware import Hardware
-from offload.planning.room import MemoryBudget
 from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
 from offload.units import format_bytes
 

@@ -6,6 +6,7 @@ Invariant: every rank plans and refuses by itself; what one of them refuses ends
 from typing import NamedTuple
 
 from offload.checkpoint.cuts import Section, checkpoint_of
+from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
@@ -15,9 +16,8 @@ from offload.engine.build import Vocabulary, check_vocabulary
 from offload.engine.resolve import ResolvedRun
 from offload.engine.text import Tokenizer
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
-from offload.planning.room import MemoryBudget
+from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
+from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles
 
@@ -136,4 +136,18 @@ def _try_least(rank: PipelineRank, tokenizer: Tokenizer | None) -> None:
     if rank.stage is not None:
         rank.plan(rank.stage, range(1), rank.run.budget)
     elif rank.drafts and files.draft is not None:
-        rank.run.budget.require_draft(files.draft, rank.context, rank.num_uncommitted)
+        _require_room(rank, files.draft)
+
+
+def _require_room(rank: PipelineRank, draft: Checkpoint) -> None:
+    """Raise `UserError` where a rank that only drafts has no room for its model and cache."""
+    budget = rank.run.budget
+    shape = model_shape(draft, rank.run.options.dtype)
+    is_gpu = budget.gpu is not None
+    needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu)
+    needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
+    if needed_bytes > budget.ram:
+        raise UserError(
+            f"needs {budget.size(needed_bytes)} of RAM for the draft, budget is "
+            f"{budget.size(budget.ram)}: raise `ram`, or take a smaller draft"
+        )

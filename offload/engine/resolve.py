@@ -22,7 +22,7 @@ from offload.engine.hooks import Hooks
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles, ram_warning, require_no_states
+from offload.memory.planner import MemoryBudget, ModelFiles, ram_warning, require_no_states
 from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import Costs, costs_on
@@ -38,7 +38,7 @@ from offload.planning.profile import (
     require_same_run,
     unprofiled,
 )
-from offload.planning.room import MemoryBudget
+from offload.planning.room import budget_of, traffic_in
 from offload.planning.selector import RunSettings, TreeSelector, routing_in, with_experts
 from offload.rank_roles import find_place
 from offload.streaming.disk import DiskReader, OpenSource
@@ -157,7 +157,7 @@ class ResolvedRun:
         return TreeSelector(
             self.tree,
             find,
-            cache(partial(self.budget.traffic, self.files, hardware=self.hardware)),
+            cache(partial(traffic_in, self.budget, self.files, hardware=self.hardware)),
             costs=self._costs(),
             has_own_times=self.hardware is None,
             context=self.plan_for(1).context,
@@ -188,7 +188,7 @@ class ResolvedRun:
         limit = self.options.limit_bytes_per_s
         if self.device is not None:
             num_nodes = self.tree.num_nodes
-            plan = self.plan_for(num_nodes if self.budget.traffic(self.files, num_nodes) else 1)
+            plan = self.plan_for(num_nodes if traffic_in(self.budget, self.files, num_nodes) else 1)
             return link.device_link_bytes_per_s(
                 self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
             )
@@ -303,7 +303,7 @@ def settle(
     Raises `UserError` for options that do not go with the models or the machine.
     """
     hardware, disk_bytes_per_s, *_ = assumed or Assumptions()
-    budget = MemoryBudget.of(options, str(device.place) if device else None, hardware)
+    budget = budget_of(options, str(device.place) if device else None, hardware)
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     is_for_here = hardware is None and disk_bytes_per_s is None
     if is_for_here and (assumed is None or is_here(files.target)):

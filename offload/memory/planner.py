@@ -9,11 +9,13 @@ budgets; a budget that cannot hold two slots is refused, with the least one that
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ExpertShape, ModelShape, config_sizes, model_shape, text_config
 from offload.checkpoint.t5 import TRAINED_CONTEXT, has_encoder
@@ -21,7 +23,6 @@ from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
     PATH_SCRATCH_BYTES,
-    PROMPT_ROWS,
     LayerTier,
     MemoryPlan,
     activation_bytes,
@@ -40,7 +41,6 @@ from offload.units import (
     drafting_of,
     format_bytes,
     is_decimal,
-    parse_size,
     require,
     whole_number,
 )
@@ -63,7 +63,9 @@ HOST_RUNTIME_BYTES = 1 << 30
 # larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-_LEAST_CONTEXT = 64  # a shorter one is no remedy
+# a shorter one is no remedy
+_LEAST_CONTEXT = 64
+_ROOMY_BYTES = 1 << 59
 # of free memory, left to other work on the machine
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
@@ -77,54 +79,84 @@ class ModelFiles(NamedTuple):
     draft: Checkpoint | None = None
 
 
-def plan_memory(
-    files: tuple[Checkpoint, Checkpoint | None],
-    *,
-    ram: str | int | None,
-    dtype: str,
-    context: int | None,
-    num_nodes: int,
-    rule: str = "match",
-    gpu: str | int | None = None,
-    experts: str = "auto",
-    parallel: int = 1,
-    rates: Rates | None = None,
-) -> MemoryPlan:
-    """Return the plan that loading follows, from headers alone.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBudget:
+    """What all memory plans of a run have in common: its budgets, and what its texts ask for.
 
-    Args:
-        ram: budget; None takes what is free now, less a reserve.
-        gpu: of the device that computes; None is the CPU.
-        context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
-        num_nodes: N of the largest tree, or of those of all texts together.
-        experts: one of `EXPERTS`, see `make_plan`.
+    Attributes:
+        ram: bytes of the host's memory; a `ByteSize` where the user gave it.
+        gpu: bytes of the device that computes; None on a CPU.
+        dtype: the type in which the models compute.
+        context: positions of a text; None takes the model's limit, at most `DEFAULT_CONTEXT`.
+        rule: the rule of acceptance.
+        experts: one of `EXPERTS`. Routed experts come one by one with demand, within their layers
+            with layers; auto is demand where that is possible and not everything stays.
         parallel: texts that are written at a time, each with keys and values of its own.
         rates: of the machine, where they are known: they decide how many rows a pass over a prompt
             has.
     """
-    require_dtype(dtype)
-    target, draft = files
-    _check_encoders(target, draft, is_gpu=gpu is not None, parallel=parallel)
-    shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
-    ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
-    positions = _check_context(target, context)
-    keeps_distributions = drafting_of(rule).keeps_distributions
-    _check_experts(target, shapes[0], experts)
-    gpu_bytes = None if gpu is None else parse_size(gpu, "`gpu_memory`")
-    budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu), rates)
-    plan = make_plan(
-        *shapes,
-        budgets,
-        context=positions,
-        num_nodes=num_nodes,
-        keeps_distributions=keeps_distributions,
-        experts=experts,
-        parallel=parallel,
-    )
+
+    ram: int
+    gpu: int | None = None
+    dtype: str = "auto"
+    context: int | None = None
+    rule: str = "match"
+    experts: str = "auto"
+    parallel: int = 1
+    rates: Rates | None = None
+
+    def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
+        """Return the plan that loading follows, from headers alone.
+
+        `num_nodes` is N of the largest tree, or of the trees of all texts together. Raises
+        `UserError` for models that cannot be planned, and for too little memory.
+        """
+        return plan_memory(files.target, files.draft, self, num_nodes)
+
+    @property
+    def positions(self) -> int:
+        """Return the context, which is settled where a plan is made."""
+        assert self.context is not None, "a model's limit is known by now"
+        return self.context
+
+    def experts_of(self, files: ModelFiles) -> ExpertShape | None:
+        """Return the target's routed experts if they are read on demand."""
+        return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
+
+    def roomy(self) -> "MemoryBudget":
+        """Return a budget without limits, to see what everything but layers takes."""
+        return replace(self, ram=_ROOMY_BYTES, gpu=self.gpu and _ROOMY_BYTES)
+
+    def size(self, num_bytes: float) -> str:
+        """Return a size in words, in the units in which the budgets were given."""
+        return format_bytes(num_bytes, is_decimal=self._is_decimal)
+
+    def enough(self, num_bytes: float) -> str:
+        """Return a size as a flag takes it, rounded up."""
+        unit_bytes, unit = (10**6, "MB") if self._is_decimal else (2**20, "MiB")
+        return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
+
+    @property
+    def _is_decimal(self) -> bool:
+        return is_decimal(self.ram) or is_decimal(self.gpu)
+
+
+@remembered
+def plan_memory(
+    target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget, num_nodes: int
+) -> MemoryPlan:
+    """Do what `MemoryBudget.plan` does, once for all that ask: compared drafts, trees, reports."""
+    require_dtype(budget.dtype)
+    _check_encoders(target, draft, budget)
+    target_shape = model_shape(target, budget.dtype)
+    draft_shape = model_shape(draft, budget.dtype) if draft else None
+    budget = replace(budget, context=_check_context(target, budget.context))
+    _check_experts(target, target_shape, budget.experts)
+    plan = make_plan(target_shape, draft_shape, budget, num_nodes)
     return replace(plan, max_context=_longest_context(target))
 
 
-def require_no_states(files: "ModelFiles", dtype: str) -> None:
+def require_no_states(files: ModelFiles, dtype: str) -> None:
     """Raises `UserError` for models that ranks cannot share, since layers keep states or choose."""
     for checkpoint in files:
         if checkpoint is None:
@@ -138,54 +170,20 @@ def require_no_states(files: "ModelFiles", dtype: str) -> None:
             raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
 
 
-class Budgets(NamedTuple):
-    """The budgets of a run and the machine that they belong to."""
-
-    ram_bytes: int
-    gpu_bytes: int | None = None  # None: layers are computed by the CPU, in the host's memory
-    is_decimal: bool = False  # whether they were given in GB, not in GiB
-    rates: Rates | None = None  # of the machine, where they are known
-
-    def size(self, num_bytes: float) -> str:
-        """Return a size in words, in the units of the budgets."""
-        return format_bytes(num_bytes, is_decimal=self.is_decimal)
-
-    def enough(self, num_bytes: float) -> str:
-        """Return a size as a flag takes it, rounded up."""
-        unit_bytes, unit = (10**6, "MB") if self.is_decimal else (2**20, "MiB")
-        return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
-
-
 def make_plan(
-    target: ModelShape,
-    draft: ModelShape | None,
-    budgets: Budgets,
-    *,
-    context: int,
-    num_nodes: int,
-    keeps_distributions: bool = False,
-    experts: str = "auto",
-    parallel: int = 1,
+    target: ModelShape, draft: ModelShape | None, budget: MemoryBudget, num_nodes: int
 ) -> MemoryPlan:
-    """Fill one tier after the other; `num_nodes` is N of the largest tree, or of all texts' trees.
-
-    Routed experts come one by one with `experts` demand, within their layers with layers; auto is
-    demand where that is possible and not everything stays.
+    """Fill one memory tier after the other for models of these shapes, and a context that is given.
 
     Raises:
-        UserError: a place cannot hold two slots; names the least budget that works, and the longest
+        UserError: a tier cannot hold two slots; names the least budget that works, and the longest
             context and the most texts that do.
     """
-
-    def plan(context: int, parallel: int) -> MemoryPlan:
-        nodes = max(num_nodes, parallel)
-        sizes = _Sizes(context, nodes, keeps_distributions, parallel, PROMPT_ROWS)
-        return _plan_in(target, draft, budgets, sizes, experts)
-
     try:
-        return plan(context, parallel)
+        return _plan_experts(target, draft, num_nodes, budget)
     except TooLittleMemoryError as error:
-        error.find_smaller = partial(_smaller_runs, plan, context, parallel)
+        plan = partial(_plan_experts, target, draft, num_nodes)
+        error.find_smaller = partial(_smaller_runs, plan, budget)
         raise
 
 
@@ -208,10 +206,12 @@ class TooLittleMemoryError(UserError):
         return f"{super().__str__()}{self._smaller}"
 
 
-def _smaller_runs(plan: Callable[[int, int], MemoryPlan], context: int, parallel: int) -> str:
+def _smaller_runs(plan: Callable[[MemoryBudget], MemoryPlan], budget: MemoryBudget) -> str:
     """Return ` or lower ...`, with the largest values that work; nothing where none does."""
-    longest = _most(lambda positions: plan(positions, parallel), context)
-    most = _most(lambda num_texts: plan(context, num_texts), parallel)
+    context = budget.positions
+    parallel = budget.parallel
+    longest = _most(lambda positions: plan(replace(budget, context=positions)), context)
+    most = _most(lambda num_texts: plan(replace(budget, parallel=num_texts)), parallel)
     remedies = []
     if longest >= _LEAST_CONTEXT:
         remedies.append(f"`context` from {context} to {longest // 16 * 16}")
@@ -233,45 +233,6 @@ def _most(plan: Callable[[int], MemoryPlan], refused: int) -> int:
     return works
 
 
-def _plan_in(
-    target: ModelShape,
-    draft: ModelShape | None,
-    budgets: Budgets,
-    sizes: "_Sizes",
-    experts: str,
-) -> MemoryPlan:
-    """Return the plan for these sizes, with experts as they are asked for."""
-
-    def plan_of(shape: ModelShape) -> MemoryPlan:
-        in_rows = lambda rows: _make_plan(shape, draft, budgets, sizes._replace(prompt_rows=rows))  # noqa: E731
-        return with_prompt_rows(in_rows, shape, sizes.context, budgets.rates)
-
-    whole = replace(target, experts=None)
-    if target.experts is None or experts == "layers":
-        return plan_of(whole)
-    staying = _staying(partial(plan_of, whole)) if experts == "auto" else None
-    return staying or plan_of(on_demand(target))
-
-
-class _Sizes(NamedTuple):
-    """What a run has to have room for."""
-
-    context: int
-    num_nodes: int
-    keeps_distributions: bool
-    parallel: int
-    prompt_rows: int
-
-
-def _staying(plan: Callable[[], MemoryPlan]) -> MemoryPlan | None:
-    """Return the plan if all layers stay where they are computed."""
-    try:
-        found = plan()
-    except UserError:
-        return None
-    return None if found.num_slots else found
-
-
 def on_demand(shape: ModelShape) -> ModelShape:
     """Return a model whose layers are their dense parts alone; `experts` are read on demand."""
     experts = shape.experts
@@ -285,89 +246,139 @@ def on_demand(shape: ModelShape) -> ModelShape:
     )
 
 
-def _make_plan(
-    target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes
+def _plan_experts(
+    target: ModelShape, draft: ModelShape | None, num_nodes: int, budget: MemoryBudget
+) -> MemoryPlan:
+    """Return the plan in which experts come as the budget says, or as is better for auto."""
+    num_nodes = max(num_nodes, budget.parallel)
+
+    def plan_of(shape: ModelShape) -> MemoryPlan:
+        def in_rows(num_rows: int) -> MemoryPlan:
+            return _fill_tiers(shape, draft, budget, num_nodes, num_rows)
+
+        return with_prompt_rows(in_rows, shape, budget.positions, budget.rates)
+
+    whole = replace(target, experts=None)
+    if target.experts is None or budget.experts == "layers":
+        return plan_of(whole)
+    if budget.experts == "auto":
+        with suppress(UserError):
+            plan = plan_of(whole)
+            if not plan.num_slots:
+                return plan
+    return plan_of(on_demand(target))
+
+
+def _fill_tiers(
+    target: ModelShape,
+    draft: ModelShape | None,
+    budget: MemoryBudget,
+    num_nodes: int,
+    prompt_rows: int,
 ) -> MemoryPlan:
     """Return the plan in which the experts of `target`, if any, are read on demand."""
-    context, num_nodes, keeps_distributions, parallel, rows = sizes
-    is_gpu = budgets.gpu_bytes is not None
-    source_tokens = context if target.encoder_bytes else 0
-    num_logits = min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
-    kv_slots = source_tokens + num_slots(context, num_nodes, parallel)
-    items = {
-        "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
-        "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel)
-        if draft
-        else 0,
-        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes)
-        if keeps_distributions and draft
-        else 0,
-        "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots
-        + states_bytes(target, num_nodes, parallel),
-        "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
-        + activation_bytes(target, rows + num_nodes, num_logits, context, is_gpu=is_gpu)
-        + target.cast_bytes
-        + target.scratch_bytes
-        + parallel * noise_bytes(target.vocab_size),
-    }
-    is_compiled = (
-        not is_gpu and _HAS_COMPILER and any(one.is_compiled for one in (target, draft) if one)
-    )
-    runtime_bytes = RUNTIME_BYTES + (
-        HOST_RUNTIME_BYTES if is_gpu else COMPILER_BYTES if is_compiled else 0
-    )
-    beside_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
-    own_bytes = GPU_RUNTIME_BYTES if is_gpu else runtime_bytes
+    is_gpu = budget.gpu is not None
+    items = _beside_layers(target, draft, budget, num_nodes, prompt_rows)
+    runtime_bytes = _runtime_bytes(target, draft, is_gpu=is_gpu)
+    computing = _computing_tier(target, draft, budget, items, runtime_bytes)
+    tiers = [computing]
+    if is_gpu:
+        tiers.append(_feeding_tier(target, draft, budget, runtime_bytes + target.table_bytes))
     experts = target.experts
     pool = ExpertPoolSize(experts.num_records, experts.slot_bytes) if experts else ExpertPoolSize()
-    slots = "two layer slots and two experts" if experts else "two layer slots"
-    places = [
-        _computing_place(
-            budgets, items, own_bytes, slots, passing_bytes=0 if is_gpu else beside_bytes
-        )
-    ]
-    if is_gpu:
-        places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
     all_bytes = (*target.layer_bytes, *target.encoder_bytes)
     num_layers = len(target.layer_bytes)
-    fillings = fill_all(places, all_bytes, num_layers, pool)
+    fillings = fill_all(tiers, all_bytes, num_layers, pool)
+    here = fillings[0]
+    host = fillings[1] if is_gpu else Filling(frozenset(), 0)
     tier_of = {
         layer: tier
         for tier, filling in zip(LayerTier, fillings, strict=False)
         for layer in filling.layers
     }
-    tier_L = tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers))
-    slot_bytes = max(all_bytes) if fillings[0].num_slots else 0
-    host = fillings[1] if is_gpu else Filling(frozenset(), 0)
-    hosted_bytes = (
-        sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
-    )
-    hosted_bytes += host.num_expert_slots * pool.slot_bytes
+    slot_bytes = max(all_bytes) if here.num_slots else 0
+    hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers)
+    hosted_bytes += host.num_slots * slot_bytes + host.num_expert_slots * pool.slot_bytes
     return MemoryPlan(
         device="cuda" if is_gpu else "cpu",
-        ram_bytes=budgets.ram_bytes,
-        gpu_bytes=budgets.gpu_bytes,
-        context=context,
+        ram_bytes=int(budget.ram),
+        gpu_bytes=None if budget.gpu is None else int(budget.gpu),
+        context=budget.positions,
         num_nodes=num_nodes,
-        parallel=parallel,
-        max_prompt_rows=rows,
-        num_logits_rows=num_logits,
+        parallel=budget.parallel,
+        max_prompt_rows=prompt_rows,
+        num_logits_rows=_num_logits(num_nodes, is_gpu=is_gpu),
         runtime_bytes=runtime_bytes,
         gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
         table_bytes=target.table_bytes if is_gpu else 0,
-        staging_bytes=max(0, places[1].passing_bytes - hosted_bytes) if is_gpu else 0,
-        num_slots=fillings[0].num_slots,
+        staging_bytes=max(0, tiers[1].passing_bytes - hosted_bytes) if is_gpu else 0,
+        num_slots=here.num_slots,
         num_host_slots=host.num_slots,
         slot_bytes=slot_bytes,
         layer_bytes=target.layer_bytes,
-        tier_L=tier_L,
-        source_tokens=source_tokens,
-        encoder_bytes=0 if fillings[0].num_slots else sum(target.encoder_bytes),
-        num_expert_slots=fillings[0].num_expert_slots,
+        tier_L=tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers)),
+        source_tokens=_source_tokens(target, budget),
+        encoder_bytes=0 if here.num_slots else sum(target.encoder_bytes),
+        num_expert_slots=here.num_expert_slots,
         num_host_expert_slots=host.num_expert_slots,
         **items,
         **_expert_counts(experts),
     )
+
+
+def _beside_layers(
+    target: ModelShape,
+    draft: ModelShape | None,
+    budget: MemoryBudget,
+    num_nodes: int,
+    prompt_rows: int,
+) -> dict[str, int]:
+    """Return what stands beside layers where they are computed, under the names of the plan."""
+    context = budget.positions
+    parallel = budget.parallel
+    is_gpu = budget.gpu is not None
+    keeps_distributions = drafting_of(budget.rule).keeps_distributions
+    kv_slots = _source_tokens(target, budget) + num_slots(context, num_nodes, parallel)
+    num_rows = prompt_rows + num_nodes
+    num_logits = _num_logits(num_nodes, is_gpu=is_gpu)
+    pass_bytes = activation_bytes(target, num_rows, num_logits, context, is_gpu=is_gpu)
+    items = {
+        "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
+        "draft_bytes": 0,
+        "distribution_bytes": 0,
+        "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots
+        + states_bytes(target, num_nodes, parallel),
+        "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
+        + pass_bytes
+        + target.cast_bytes
+        + target.scratch_bytes
+        + parallel * noise_bytes(target.vocab_size),
+    }
+    if draft is not None:
+        items["draft_bytes"] = draft_bytes(
+            draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel
+        )
+        if keeps_distributions:
+            items["distribution_bytes"] = distribution_bytes(target.vocab_size, num_nodes)
+    return items
+
+
+def _runtime_bytes(target: ModelShape, draft: ModelShape | None, *, is_gpu: bool) -> int:
+    """Return what the program takes on the host, with what it may compile or load a driver for."""
+    if is_gpu:
+        return RUNTIME_BYTES + HOST_RUNTIME_BYTES
+    is_compiled = target.is_compiled or (draft is not None and draft.is_compiled)
+    return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
+
+
+def _num_logits(num_nodes: int, *, is_gpu: bool) -> int:
+    """Return how many rows of a tree are scored at once."""
+    return min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
+
+
+def _source_tokens(target: ModelShape, budget: MemoryBudget) -> int:
+    """Return the positions of a prompt that an encoder may read; 0 without an encoder."""
+    return budget.positions if target.encoder_bytes else 0
 
 
 def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
@@ -381,63 +392,67 @@ def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
     }
 
 
-def _computing_place(
-    budgets: Budgets,
+def _computing_tier(
+    target: ModelShape,
+    draft: ModelShape | None,
+    budget: MemoryBudget,
     items: dict[str, int],
     runtime_bytes: int,
-    slots: str,
-    *,
-    passing_bytes: int,
 ) -> MemoryTier:
     """Return the tier where layers are computed: a GPU's memory, or the host's."""
     where = "RAM"
     argument = "ram"
-    budget_bytes = budgets.ram_bytes
-    if budgets.gpu_bytes is not None:
+    budget_bytes = budget.ram
+    passing_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
+    if budget.gpu is not None:
         where = "device memory"
         argument = "gpu_memory"
-        budget_bytes = budgets.gpu_bytes
+        budget_bytes = budget.gpu
+        runtime_bytes = GPU_RUNTIME_BYTES
+        passing_bytes = 0
     fixed_bytes = runtime_bytes + sum(items.values())
     drafting_bytes = items["draft_bytes"]
 
     def refusal(slots_bytes: int) -> UserError:
+        slots = "two layer slots and two experts" if target.experts else "two layer slots"
         draft = smaller = ""
-        if budgets.gpu_bytes is not None and drafting_bytes:
+        if budget.gpu is not None and drafting_bytes:
             room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
-            draft = f", {budgets.size(drafting_bytes)} of it for the draft"
+            draft = f", {budget.size(drafting_bytes)} of it for the draft"
             smaller = (
-                f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
+                f", take a draft of at most {budget.size(room_bytes)}" if room_bytes > 0 else ""
             )
         return TooLittleMemoryError(
-            f"needs {budgets.size(slots_bytes)} of {where} for {slots} and {budgets.size(fixed_bytes)} for the "
-            f"rest{draft}, budget is {budgets.size(budget_bytes)}: raise `{argument}` to "
-            f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller}"
+            f"needs {budget.size(slots_bytes)} of {where} for {slots} and "
+            f"{budget.size(fixed_bytes)} for the rest{draft}, "
+            f"budget is {budget.size(budget_bytes)}: raise `{argument}` to "
+            f"{budget.enough(fixed_bytes + slots_bytes)}{smaller}"
         )
 
     return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
 
-def _feeding_place(
-    budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None
+def _feeding_tier(
+    target: ModelShape, draft: ModelShape | None, budget: MemoryBudget, fixed_bytes: int
 ) -> MemoryTier:
     """Return the tier of pinned host memory that feeds a GPU.
 
     What loading passes through it lies where layers will.
     """
-    slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes] if draft else []
+    # a head is expanded from what lies beside
+    passing = [*target.layer_bytes, target.head_bytes + target.beside_bytes]
+    if draft is not None:
+        passing += [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes]
 
     def refusal(least_bytes: int) -> UserError:
         return TooLittleMemoryError(
-            f"needs {budgets.size(least_bytes)} of RAM to pass layers on to the GPU and {budgets.size(fixed_bytes)} "
-            f"for embeddings and program, budget is {budgets.size(budgets.ram_bytes)}: raise `ram` to "
-            f"{budgets.enough(least_bytes + fixed_bytes)}"
+            f"needs {budget.size(least_bytes)} of RAM to pass layers on to the GPU and "
+            f"{budget.size(fixed_bytes)} for embeddings and program, "
+            f"budget is {budget.size(budget.ram)}: raise `ram` to "
+            f"{budget.enough(least_bytes + fixed_bytes)}"
         )
 
-    # a head is expanded from these
-    slabs_of_target = [*target.layer_bytes, target.head_bytes + target.beside_bytes]
-    return MemoryTier(
-        budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal
-    )
+    return MemoryTier(budget.ram, fixed_bytes, max(passing), refusal)
 
 
 def default_ram_bytes() -> int:
@@ -518,16 +533,19 @@ def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
     )
 
 
-def _check_encoders(
-    target: Checkpoint, draft: Checkpoint | None, *, is_gpu: bool, parallel: int
-) -> None:
+def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget) -> None:
     rule = "models with an encoder write one text at a time, `parallel` must be 1"
-    require(parallel == 1 or not has_encoder(target.config), rule, parallel, "leave it out")
+    require(
+        budget.parallel == 1 or not has_encoder(target.config),
+        rule,
+        budget.parallel,
+        "leave it out",
+    )
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
         kinds = [str(one.config.get("model_type")) for one in (target, draft)]
         what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
         raise UserError(f"{what}: choose a smaller model of the target's family")
-    if has_encoder(target.config) and is_gpu:
+    if has_encoder(target.config) and budget.gpu is not None:
         raise UserError(
             "models with an encoder are computed by the CPU, `device` is cuda: give `device` cpu"
         )

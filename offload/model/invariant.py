@@ -279,22 +279,33 @@ class InvariantRows(TorchFunctionMode):
         sizes = self._plain.get(
             (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
         )
-        if sizes is not None and input.ndim == 3 and len(input) == 1 and input.shape[1] in sizes:
-            return product_for(functional.linear, input)(input, weight, bias)
+        if sizes is not None and input.ndim == 3 and len(input) == 1:
+            product = product_for(functional.linear, input)
+            num_rows = input.shape[1]
+            if num_rows in sizes:
+                return product(input, weight, bias)
+            if product is wide_products.linear:
+                return wide_products.linear(input, weight, bias, parts_of(num_rows, sizes))
         num_columns = weight.shape[0]
         left = _widened(input, _LEAST_WIDTH)
         widened = _widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
         bias = None if bias is None else _widened(bias, _LEAST_WIDTH)
         rows = left.reshape(-1, left.shape[-1])
         is_host = left.device.type == "cpu"
-        multiply = product_for(functional.linear, left) if is_host else _linear_into
+        multiply: Callable[..., Tensor] = (
+            product_for(functional.linear, left) if is_host else _linear_into
+        )
         sizes = self._sizes_of(multiply, widened, bias, is_transposed=True)
-        work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
         if is_host and widened is weight:
             self._plain[
                 weight.shape, weight.stride(), weight.dtype, bias is None, weight.device
             ] = sizes
-        out = in_parts(work, rows, sizes, None if is_host else len(widened))[:, :num_columns]
+        if multiply is wide_products.linear:
+            whole = wide_products.linear(rows, widened, bias, parts_of(len(rows), sizes))
+        else:
+            work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
+            whole = in_parts(work, rows, sizes, None if is_host else len(widened))
+        out = whole[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:

@@ -8,7 +8,10 @@ and is multiplied there. Sums are in float32 and rounded once, as where the libr
 held and read stays 16 bits wide.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from threading import local
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
+from offload.model.scratch import Scratch
 from offload.model.thread_team import TEAM
 
 MULTIPLY = (
@@ -47,44 +51,106 @@ def lacks_products(dtype: torch.dtype) -> bool:
     """Whether the library of this processor has no product for numbers of this type."""
     if dtype not in _IS_SUPPORTED or not mkldnn.is_available():
         return False
-    is_supported = getattr(torch.ops.mkldnn, _IS_SUPPORTED[dtype], None)
-    return is_supported is not None and not (mkldnn.enabled and is_supported())
+    is_supported = _is_supported(dtype)
+    return is_supported is not None and not (mkldnn.enabled and is_supported)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@cache
+def _is_supported(dtype: torch.dtype) -> bool | None:
+    ask = getattr(torch.ops.mkldnn, _IS_SUPPORTED[dtype], None)
+    return None if ask is None else ask()
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, parts: Sequence[int] = ()
+) -> Tensor:
     """`functional.linear`, whose sums are in float32 and of which a few rows and a block are wide
     at once.
+
+    `parts` says how many rows each product has, of which the last may be padded with zeros; without
+    it one has all. A product of more rows than may be wide at once is made in pieces of so many. A
+    block is widened once for all pieces that are wide at once.
     """
-    rows = input.reshape(-1, input.shape[-1])
+    rows_TK = input.reshape(-1, input.shape[-1])
     out = input.new_empty(*input.shape[:-1], len(weight))
-    at_once = min(
-        INNER_ROWS, max(_STEP_ROWS, _ROWS_BYTES // (4 * rows.shape[1]) // _STEP_ROWS * _STEP_ROWS)
+    out_TN = out.view(-1, len(weight))
+    most_rows = min(
+        INNER_ROWS,
+        max(_STEP_ROWS, _ROWS_BYTES // (4 * rows_TK.shape[1]) // _STEP_ROWS * _STEP_ROWS),
     )
-    for some, place in zip(
-        rows.split(at_once), out.view(-1, len(weight)).split(at_once), strict=True
-    ):
-        _multiply_blocks(some.float(), weight, bias, place)
+    pieces = [piece for part in parts or [len(rows_TK)] for piece in _pieces_of(part, most_rows)]
+    lo = 0
+    for some in _together(pieces, most_rows):
+        hi = min(lo + sum(some), len(rows_TK))
+        _multiply_blocks(rows_TK[lo:hi], some, weight, bias, out_TN[lo:hi])
+        lo = hi
     return out
 
 
+def _pieces_of(num_rows: int, most_rows: int) -> list[int]:
+    num_whole, rest = divmod(num_rows, most_rows)
+    return [most_rows] * num_whole + [rest] * (rest > 0)
+
+
+def _together(pieces: Sequence[int], most_rows: int) -> Iterator[list[int]]:
+    """Yield the pieces that are wide at once."""
+    some: list[int] = []
+    for piece in pieces:
+        if some and sum(some) + piece > most_rows:
+            yield some
+            some = []
+        some.append(piece)
+    if some:
+        yield some
+
+
+class _OfThread(local):
+    """Room of each thread for the rows and for the block that it multiplies."""
+
+    def __init__(self) -> None:
+        self.rows = Scratch(_ROWS_BYTES)
+        self.block = Scratch(_BLOCK_BYTES)
+
+
+_THREAD = _OfThread()
+
+
 def _multiply_blocks(
-    row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
+    row_TK: Tensor, pieces: list[int], weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
 ) -> None:
     num_columns, width = weight_NK.shape
     at_once = _block_columns(weight_NK)
+    rows = _THREAD.rows
+    rows.begin()
+    wide_TK = rows.take((sum(pieces), width), row_TK.device)
+    wide_TK[: len(row_TK)].copy_(row_TK)
+    wide_TK[len(row_TK) :].zero_()
+    products = list(zip(wide_TK.split(pieces), _split_what_there_is(out_TN, pieces), strict=True))
     starts = iter(range(0, num_columns, at_once))
 
     def work() -> None:
-        block_BK = row_TK.new_empty(at_once, width)
+        scratch = _THREAD.block
+        scratch.begin()
+        block_BK = scratch.take((at_once, width), wide_TK.device)
         for lo in starts:  # which the threads share
-            some = slice(lo, min(lo + at_once, num_columns))
-            wide_BK = block_BK[: some.stop - lo].copy_(weight_NK[some])
-            if bias_N is None:
-                out_TN[:, some] = torch.mm(row_TK, wide_BK.t())
-            else:
-                out_TN[:, some] = torch.addmm(bias_N[some].float(), row_TK, wide_BK.t())
+            num = min(at_once, num_columns - lo)
+            block_KB = block_BK[:num].copy_(weight_NK.narrow(0, lo, num)).t()
+            bias_B = None if bias_N is None else bias_N.narrow(0, lo, num).float()
+            for part_TK, place_TN in products:
+                out_TB = (
+                    torch.mm(part_TK, block_KB)
+                    if bias_B is None
+                    else torch.addmm(bias_B, part_TK, block_KB)
+                )
+                place_TN.narrow(1, lo, num).copy_(out_TB.narrow(0, 0, place_TN.shape[0]))
 
     TEAM.run(work, most=-(-num_columns // at_once))
+
+
+def _split_what_there_is(out_TN: Tensor, pieces: list[int]) -> list[Tensor]:
+    """Split rows into pieces of these sizes, the last of which may be shorter."""
+    ends = accumulate(pieces)
+    return [out_TN[end - piece : end] for piece, end in zip(pieces, ends, strict=True)]
 
 
 def _block_columns(weight_NK: Tensor) -> int:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import (
@@ -40,7 +40,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import Profile
-from offload.planning.room import MemoryBudget
+from offload.planning.room import traffic_in
 from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
 from offload.planning.seen import ObservedPass, ObservedPasses
 from offload.trees.spec import (
@@ -541,7 +541,7 @@ class TreeSelector:
 
 
 def with_experts(
-    room: MemoryBudget, files: ModelFiles, *, num_nodes: int | None = None
+    budget: MemoryBudget, files: ModelFiles, *, num_nodes: int | None = None
 ) -> MemoryBudget:
     """Return the budget with `experts` settled as demand or layers.
 
@@ -551,31 +551,31 @@ def with_experts(
     Args:
         num_nodes: of the tree that was named; None compares the best ones.
     """
-    if room.experts != "auto":
-        return room
-    if model_shape(files.target, room.dtype).experts is None or not _is_streamed(
-        room, files, num_nodes or 1
+    if budget.experts != "auto":
+        return budget
+    if model_shape(files.target, budget.dtype).experts is None or not _is_streamed(
+        budget, files, num_nodes or 1
     ):
-        return replace(room, experts="layers")
+        return replace(budget, experts="layers")
     sizes = (
         [num_nodes]
         if num_nodes
         else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
     )
-    ways = [replace(room, experts=experts) for experts in ("demand", "layers")]
+    ways = [replace(budget, experts=experts) for experts in ("demand", "layers")]
     # on demand, where both are equal
     return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))
 
 
-def _is_streamed(room: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
+def _is_streamed(budget: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
     """Return whether layers are streamed; a budget that is too small is refused later."""
     try:
-        return room.plan(files, num_nodes).is_streamed
+        return budget.plan(files, num_nodes).is_streamed
     except UserError:
         return True
 
 
-def _s_per_token(room: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
+def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
     """Return the cost per token at a byte per second, with the best tree of these sizes.
 
     It is infinite where none fits.
@@ -585,7 +585,7 @@ def _s_per_token(room: MemoryBudget, files: ModelFiles, sizes: list[int]) -> flo
     )
     found = [float("inf")]
     for size in sizes:
-        traffic = room.traffic(files, size)
+        traffic = traffic_in(budget, files, size)
         if traffic is not None:
             found.append(_sweep_s(traffic, size) / trees.expected(size, min(_MAX_DEPTH, size)))
     return min(found)

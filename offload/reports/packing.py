@@ -4,11 +4,10 @@ from typing import NamedTuple
 
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.packing.forecast import PackingForecast, as_packed, forecast
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
-from offload.planning.room import MemoryBudget
 
 
 class Packing(NamedTuple):

@@ -26,6 +26,7 @@ from offload.planning.profile import (
     save_profile,
     unprofiled,
 )
+from offload.planning.room import traffic_in
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
 from offload.reports.windows import (
@@ -142,7 +143,7 @@ def choice_from(
     Where memory has no room for such a run's context, it is that of the run that was timed.
     """
     settings = run.settings(sampling)
-    one = timed if run.budget.traffic(run.files, 1) is None else run
+    one = timed if traffic_in(run.budget, run.files, 1) is None else run
     trees = replace(one, tree=TreeSpec("auto")).trees(sampling)
     trees.find = lambda *_: (profile, "")
     trees.link_bytes_per_s = profile.costs.link_bytes_per_s
@@ -161,7 +162,7 @@ def largest_that_fits(run: ResolvedRun, spec: TreeSpec) -> ResolvedRun:
     longest = config_sizes(target).get("max_position_embeddings", _CONTEXT)
     budget = replace(run.budget, context=min(_CONTEXT, longest))
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
-    size = next((size for size in sizes if budget.traffic(run.files, size)), sizes[-1])
+    size = next((size for size in sizes if traffic_in(budget, run.files, size)), sizes[-1])
     budget.plan(run.files, size)
     tree = TreeSpec("best", size, DEPTH) if spec.is_chosen else spec
     # a draft alone fills a tree that is named

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import plan_memory
 from torch import Tensor
 
 from offload import UserError
@@ -43,7 +44,7 @@ from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflated_config
 from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.memory.planner import ModelFiles, plan_memory
+from offload.memory.planner import ModelFiles
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 

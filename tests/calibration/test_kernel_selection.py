@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from plans import plan_memory
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers  # noqa: F401
 from test_families import config_of, tiny_model
 from test_tiny import prompts
@@ -29,7 +30,6 @@ from offload.kernels.jit import HAS_TRITON, is_for_kernels
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.registry import KERNELS, REFERENCES
 from offload.kernels.rms_norm import FORMS
-from offload.memory.planner import plan_memory
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
 from offload.model.streamed import StreamedModel

@@ -8,7 +8,7 @@ from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions
-from offload.planning.room import MemoryBudget
+from offload.planning.room import budget_of
 from offload.planning.selector import FindProfile
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     options = LoadOptions(ram="1GiB")
-    room = MemoryBudget.of(options)
+    room = budget_of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
     run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=None, budget=room)
     return run.profile_finder()

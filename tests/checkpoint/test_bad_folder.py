@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from plans import plan_memory
 from refusals import Break, case, config, damaged, drop, generate, refuse_folder
 from shell import shell
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import UserError
-from offload.memory.planner import plan_memory
 from offload.model.meta import build_meta_model
 
 pytestmark = pytest.mark.usefixtures("_instant_link")

@@ -19,7 +19,7 @@ from offload.errors import RankError, UserError
 from offload.memory.planner import ModelFiles
 from offload.planning import options
 from offload.planning.options import LoadOptions
-from offload.planning.room import MemoryBudget
+from offload.planning.room import budget_of
 from offload.rank_roles import RankInfo
 
 
@@ -50,7 +50,7 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
         options=shards,
         tree=shards.tree_spec(has_draft=False),
         device=None,
-        budget=MemoryBudget.of(shards),
+        budget=budget_of(shards),
         hooks=Hooks(phases.append),
     )
     samples = identity._sampled if has_samples else lambda checkpoint: "0" * 32

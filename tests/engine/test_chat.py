@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from matrix import matrix
+from plans import plan_memory
 from reciting import PIECES, SAID, TEMPLATE, at_sweep, interrupt, streaming_ram
 from refusals import assert_refused
 from screen import Typist
@@ -19,7 +20,6 @@ from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.sequence import num_shared
 from offload.errors import UserError
-from offload.memory.planner import plan_memory
 from offload.trees.spec import parse_tree
 from offload.units import Sampling
 

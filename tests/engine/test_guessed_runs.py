@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import small_t5
 from matrix import matrix
+from plans import plan_memory
 
 import offload
 from offload.checkpoint.packaged import PAIR
@@ -18,7 +19,7 @@ from offload.drafting.lookup import LookupDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget
 from offload.units import RULES, Sampling
 
 SOURCE = Path(heapq.__file__).read_text(encoding="utf-8")

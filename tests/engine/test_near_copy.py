@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matrix import matrix
+from plans import plan_memory
 from quantised import save_quantised
 from test_families import WORKING, config_of
 from tiny import FAMILIES, build, save, save_pair
@@ -17,7 +18,6 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.precheck import check_run
 from offload.errors import UserError
-from offload.memory.planner import plan_memory
 from offload.packing.pack import pack
 from offload.planning.near_copy import copy_bits, files_of
 from offload.planning.options import LoadOptions

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from plans import plan_memory
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 import offload
@@ -17,7 +18,6 @@ from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
-from offload.memory.planner import plan_memory
 from offload.model.parts import BatchPart
 from offload.sampling.sampler import Logits
 from offload.units import Sampling

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import plan_memory
 from tiny import FAMILIES, save_pair
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.resolve import Assumptions, ResolvedRun, resolve
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles, plan_memory
+from offload.memory.planner import ModelFiles
 from offload.planning.hardware import KNOWN
 from offload.planning.options import LoadOptions
 from offload.reports import estimate as estimating

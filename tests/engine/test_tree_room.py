@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import plan_memory
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
-from offload.memory.planner import ModelFiles, least_budget, plan_memory
+from offload.memory.planner import ModelFiles, least_budget
 from offload.planning.selector import TreeSelector
 
 CONTEXT = 128

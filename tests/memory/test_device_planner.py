@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import make_plan, plan_memory
 
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
@@ -16,9 +17,9 @@ from offload.cli.console import place_line
 from offload.errors import UserError
 from offload.memory import planner as plans
 from offload.memory.plan import DRAW_BYTES, LayerTier, MemoryPlan
-from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, least_budget, make_plan, plan_memory
+from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, least_budget
 from offload.planning.options import LoadOptions
-from offload.planning.room import MemoryBudget
+from offload.planning.room import budget_of
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -49,7 +50,7 @@ SHAPES = {name: shape_of(name) for name in CONFIGS}
 def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
     draft = SHAPES[pair[1]] if pair[1] else None
     settings = {"context": 512, "num_nodes": 384, **sizes}
-    return make_plan(SHAPES[pair[0]], draft, Budgets(ram_bytes, gpu_bytes), **settings)
+    return make_plan(SHAPES[pair[0]], draft, ram_bytes, gpu_bytes, **settings)
 
 
 def on_card(plan: MemoryPlan) -> int:
@@ -206,16 +207,16 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
     sizes = {"context": 8, "num_nodes": 1}
     card = (GPU_RUNTIME_BYTES + 500 * MIB) + 130 * MIB
     with pytest.raises(UserError, match="raise `ram` to") as refusal:
-        make_plan(shape, None, Budgets(GIB, card), **sizes)
+        make_plan(shape, None, GIB, card, **sizes)
     least_bytes = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1]) * MIB
-    assert least_bytes == make_plan(shape, None, Budgets(GIB * 4, card), **sizes).runtime_bytes + 1000 * MIB
-    least = make_plan(shape, None, Budgets(least_bytes, card), **sizes)
+    assert least_bytes == make_plan(shape, None, GIB * 4, card, **sizes).runtime_bytes + 1000 * MIB
+    least = make_plan(shape, None, least_bytes, card, **sizes)
     assert least.num_layers_in(LayerTier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
     assert least.total_bytes <= least_bytes
     longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
-    tight = make_plan(longer, None, Budgets(least.runtime_bytes + 505 * MIB, card + 3 * MIB), **sizes)
+    tight = make_plan(longer, None, least.runtime_bytes + 505 * MIB, card + 3 * MIB, **sizes)
     assert (tight.num_layers_in(LayerTier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
-    with_draft = make_plan(shape, replace(shape, layer_bytes=(MIB,)), Budgets(least_bytes * 2, 4 * GIB), **sizes)
+    with_draft = make_plan(shape, replace(shape, layer_bytes=(MIB,)), least_bytes * 2, 4 * GIB, **sizes)
     assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
 
 
@@ -227,7 +228,7 @@ def test_logits_come_in_chunks_and_distributions_lie_on_the_card() -> None:
     row_bytes, rows = SHAPES["Llama-3-70B"].row_bytes, 768 - MAX_LOGITS_ROWS
     mask_bytes = [3 * (512 + size) * (512 + 512 + size) for size in (MAX_LOGITS_ROWS, 768)]  # in bf16, and its bits
     assert large.activation_bytes - small.activation_bytes == rows * row_bytes + mask_bytes[1] - mask_bytes[0]
-    keeping = plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=768, keeps_distributions=True)
+    keeping = plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=768, rule="sequoia")
     assert keeping.distribution_bytes == 767 * 4 * 128256 + DRAW_BYTES and keeping.total_bytes >= large.total_bytes
     check(keeping, SHAPES["Llama-3-70B"])
 
@@ -250,7 +251,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
     monkeypatch.setattr(plans, "available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
-    found = MemoryBudget.of(LoadOptions(), "cuda:1")
+    found = budget_of(LoadOptions(), "cuda:1")
     assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)

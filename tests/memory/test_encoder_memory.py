@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan_memory
 from quantised import save_quantised
 from small_t5 import build, save, streaming_ram
 from tiny import FAMILIES
@@ -23,7 +24,7 @@ from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.memory import planner
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles, plan_memory
+from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles
 from offload.model.headers import describe
 
 
@@ -126,18 +127,18 @@ def test_the_peak_with_an_empty_cache_is_within_the_plan(
 
 
 def test_it_counts_where_weights_are_expanded_by_a_cpu(coded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8, plain = open_checkpoint(coded), open_checkpoint(coded.with_name("plain"))
-
     def runtime_bytes(files: ModelFiles) -> int:
         return plan_memory(files, ram="4GiB", dtype="auto", context=64, num_nodes=4).runtime_bytes
 
     with_numba = RUNTIME_BYTES + COMPILER_BYTES
-    int4, int8 = (replace(plain, held=Held(bits, is_copy=True)) for bits in (4, 8))
-    cases = [
-        (ModelFiles(fp8), with_numba), (ModelFiles(plain), RUNTIME_BYTES), (ModelFiles(plain, int4), with_numba),
-        (ModelFiles(plain, int8), RUNTIME_BYTES), (ModelFiles(plain, fp8), with_numba),
-    ]  # fmt: skip
     for has_numba in (True, False):
         monkeypatch.setattr(planner, "_HAS_COMPILER", has_numba)
+        # opened anew: what was planned for a checkpoint is remembered with it
+        fp8, plain = open_checkpoint(coded), open_checkpoint(coded.with_name("plain"))
+        int4, int8 = (replace(plain, held=Held(bits, is_copy=True)) for bits in (4, 8))
+        cases = [
+            (ModelFiles(fp8), with_numba), (ModelFiles(plain), RUNTIME_BYTES), (ModelFiles(plain, int4), with_numba),
+            (ModelFiles(plain, int8), RUNTIME_BYTES), (ModelFiles(plain, fp8), with_numba),
+        ]  # fmt: skip
         for files, wanted in cases:
             assert runtime_bytes(files) == (wanted if has_numba else RUNTIME_BYTES)

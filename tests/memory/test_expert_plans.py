@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from mixture_headers import mixture
+from plans import make_plan, plan_memory
 
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.errors import UserError
 from offload.memory.plan import MIN_EXPERTS, LayerTier, MemoryPlan, num_passing
-from offload.memory.planner import Budgets, least_budget, make_plan, on_demand, plan_memory
+from offload.memory.planner import least_budget, on_demand
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES: dict[str, Any] = {"context": 512, "num_nodes": 16}
@@ -20,7 +21,7 @@ EXPERT, DENSE, NUM = SHAPE.experts.slot_bytes, SHAPE.experts.dense_bytes, SHAPE.
 
 
 def plan_of(ram_bytes: int, gpu_bytes: int | None = None, *, shape: ModelShape = SHAPE, **how: Any) -> MemoryPlan:
-    return make_plan(shape, None, Budgets(ram_bytes, gpu_bytes), **{**SIZES, **how})
+    return make_plan(shape, None, ram_bytes, gpu_bytes, **{**SIZES, **how})
 
 
 FIXED = plan_of(1 << 40, experts="demand").fixed_bytes

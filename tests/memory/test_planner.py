@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from mixture_headers import mixture
+from plans import make_plan, plan_memory
 
 from offload import machine
 from offload.checkpoint import sizes as checkpoint_sizes
@@ -21,8 +22,10 @@ from offload.errors import UserError
 from offload.memory import plan as plans
 from offload.memory import planner as plan
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
-from offload.memory.planner import DEFAULT_CONTEXT, Budgets, least_budget, make_plan, plan_memory
+from offload.memory.planner import DEFAULT_CONTEXT, least_budget
 from offload.memory.prompt_rows import USUAL_GPU, Rates, row_s, wanted_rows
+from offload.planning.options import LoadOptions
+from offload.planning.room import budget_of
 from offload.trees.growth import most_rows
 
 GB, MIB = 10**9, 1 << 20
@@ -134,54 +137,54 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
     target, helper = model_shape(checkpoint_of(CONFIGS[name])), model_shape(checkpoint_of(SMALL)) if draft else None
     sizes = {"context": 4096, "num_nodes": 128}
     with pytest.raises(UserError, match="raise `ram` to") as refusal:
-        make_plan(target, helper, Budgets(GB), **sizes)
+        make_plan(target, helper, GB, **sizes)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
-    least = make_plan(target, helper, Budgets(named_mib * MIB), **sizes)
+    least = make_plan(target, helper, named_mib * MIB, **sizes)
     assert (least.num_slots, least.num_resident) == (2, 0)
-    assert make_plan(target, helper, Budgets(least.total_bytes), **sizes).num_slots == 2
+    assert make_plan(target, helper, least.total_bytes, **sizes).num_slots == 2
     with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB or lower `context` from 4096 to") as refused:
-        make_plan(target, helper, Budgets(least.total_bytes - 1), **sizes)
+        make_plan(target, helper, least.total_bytes - 1, **sizes)
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
     shorter = int(str(refused.value).rpartition(" to ")[2])
     short = {**sizes, "context": shorter}
-    assert make_plan(target, helper, Budgets(least.total_bytes - 1), **short).num_slots, "what is named works"
+    assert make_plan(target, helper, least.total_bytes - 1, **short).num_slots, "what is named works"
     with pytest.raises(UserError):
-        make_plan(target, helper, Budgets(least.total_bytes - 1), **{**sizes, "context": shorter + 16})
+        make_plan(target, helper, least.total_bytes - 1, **{**sizes, "context": shorter + 16})
 
 
 def test_texts_at_a_time_are_named_where_fewer_would_do() -> None:
     """And a context that no shortening mends is not."""
     shape = model_shape(checkpoint_of(CONFIGS["Llama-2-70B"]))
     sizes: Any = {"context": 2048, "num_nodes": 8}
-    least = least_budget(lambda size: make_plan(shape, None, Budgets(size), **sizes, parallel=2))
+    least = least_budget(lambda size: make_plan(shape, None, size, **sizes, parallel=2))
     with pytest.raises(UserError, match=r"or lower `context` from 2048 to \d+ or `parallel` from 8 to 2$"):
-        make_plan(shape, None, Budgets(least), **sizes, parallel=8)
+        make_plan(shape, None, least, **sizes, parallel=8)
     with pytest.raises(UserError, match=r"raise `ram` to \d+MiB$"):
-        make_plan(shape, None, Budgets(MIB), **sizes, parallel=8)
+        make_plan(shape, None, MIB, **sizes, parallel=8)
 
 
 def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
     shape = ModelShape(layer_bytes=(300 * MIB,) * 9, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip
     sizes = {"context": 8, "num_nodes": 1}
-    fixed_bytes = make_plan(shape, None, Budgets(1 << 40), **sizes).fixed_bytes
+    fixed_bytes = make_plan(shape, None, 1 << 40, **sizes).fixed_bytes
     for num_resident in range(1, 6):
         enough_bytes = fixed_bytes + (3 + num_resident) * 300 * MIB
-        assert make_plan(shape, None, Budgets(enough_bytes), **sizes).num_resident == num_resident
-        assert make_plan(shape, None, Budgets(enough_bytes - 1), **sizes).num_resident == num_resident - 1
-    assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB), **sizes).num_slots == 0
-    assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB - 1), **sizes).num_slots == 3
+        assert make_plan(shape, None, enough_bytes, **sizes).num_resident == num_resident
+        assert make_plan(shape, None, enough_bytes - 1, **sizes).num_resident == num_resident - 1
+    assert make_plan(shape, None, fixed_bytes + 9 * 300 * MIB, **sizes).num_slots == 0
+    assert make_plan(shape, None, fixed_bytes + 9 * 300 * MIB - 1, **sizes).num_slots == 3
     # Layers of different size share slots of the largest.
     sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
     shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
     for ram_mib in range(850, 2000, 130):
-        got = make_plan(shape, None, Budgets(ram_mib * MIB), context=8, num_nodes=1)
+        got = make_plan(shape, None, ram_mib * MIB, context=8, num_nodes=1)
         assert got.total_bytes <= ram_mib * MIB and (got.slot_bytes == 300 * MIB or got.num_resident == 9)
     # The refusal says what is needed.
     shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip
     with pytest.raises(UserError) as refusal:
-        make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
+        make_plan(shape, None, 400 * MIB, context=10, num_nodes=1)
     assert str(refusal.value) == (
         "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB"
     )
@@ -192,8 +195,8 @@ def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
 )
 def test_the_default_context_is_modest(name: str, context: int) -> None:
     got, small = plan_for(name, 64 * GB), checkpoint_of({**SMALL, "max_position_embeddings": 512})
-    assert got.context == context and got.cache_slots == context + 256 + plan.PROMPT_ROWS
-    assert got.draft_slots == context + most_rows(256) + plan.PROMPT_ROWS
+    assert got.context == context and got.cache_slots == context + 256 + PROMPT_ROWS
+    assert got.draft_slots == context + most_rows(256) + PROMPT_ROWS
     assert plan_memory((small, None), ram=8 * GB, dtype="auto", context=None, num_nodes=1).context == 512
 
 
@@ -274,8 +277,7 @@ def test_configs_that_cannot_be_planned(key: str, value: Any, message: str) -> N
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     for free_gb, reserve_bytes in ((3, 1 << 30), (8, 2 * GB), (100, 25 * GB)):
         monkeypatch.setattr(plan, "available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
-        got = plan_memory((checkpoint_of(SMALL), None), ram=None, dtype="auto", context=None, num_nodes=1)
-        assert got.ram_bytes == free_gb * GB - reserve_bytes
+        assert budget_of(LoadOptions()).ram == free_gb * GB - reserve_bytes
 
 
 def control_group(root: Path, path: str, names: tuple[str, str], limit: str, used: int, stat: str = "") -> None:
@@ -350,7 +352,7 @@ CPU = Rates(1e9, 1e12)
 def plan_of(shape: ModelShape = DENSE, ram: int = 64 * GB, gpu: int | None = None, **how: Any) -> MemoryPlan:
     settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, **how}
     rates = settings.pop("rates", CPU)
-    return make_plan(shape, None, Budgets(ram, gpu, rates=rates), **settings)
+    return make_plan(shape, None, ram, gpu, rates=rates, **settings)
 
 
 def pass_bytes(plan: MemoryPlan) -> int:

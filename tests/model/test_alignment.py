@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from gguf_files import MODELS, write_gguf
+from plans import plan_memory
 from quantised import save_quantised
 from rounding import Promise, assert_same_bits
 from test_device_expert_path import place_experts
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 import offload
 from offload.checkpoint import layout
 from offload.checkpoint.hub import open_headers
-from offload.memory.planner import least_budget, plan_memory
+from offload.memory.planner import least_budget
 from offload.packing.pack import pack
 
 __all__ = ["device"]  # a fixture

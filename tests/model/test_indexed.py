@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import matrix
+from plans import plan_memory
 from rounding import choices_beyond_doubt
 from safetensors.torch import load_file, safe_open
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
@@ -22,7 +23,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
-from offload.memory.planner import ModelFiles, plan_memory, require_no_states
+from offload.memory.planner import ModelFiles, require_no_states
 from offload.model import index_choice, indexed
 
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence

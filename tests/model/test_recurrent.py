@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import plan_memory
 from safetensors.torch import load_file
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, save
@@ -20,7 +21,7 @@ from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
-from offload.memory.planner import ModelFiles, plan_memory, require_no_states
+from offload.memory.planner import ModelFiles, require_no_states
 from offload.model import recurrences
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device

@@ -10,6 +10,7 @@ import pytest
 import small_t5
 import torch
 from matrix import matrix
+from plans import plan_memory
 from quantised import save_quantised
 from test_families import config_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, displaced, save
@@ -20,7 +21,7 @@ from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import least_budget, plan_memory
+from offload.memory.planner import least_budget
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.streamed import SectionModel, StreamedModel

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rounding import Promise, assert_same_bits
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -42,6 +43,17 @@ def test_a_wide_product_is_rounded_once(shape: tuple[int, ...], dtype: torch.dty
         wanted = exact(rows, weight, *more)
         error = (linear(rows, weight, *more).double() - wanted).abs()
         assert (error <= torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize("parts", [(4,), (16, 4), (200, 100), (16, 300, 4)])
+@pytest.mark.parametrize("num_padded", [0, 3])
+def test_parts_are_products_of_their_own(parts: tuple[int, ...], num_padded: int) -> None:
+    num_rows = sum(parts) - num_padded
+    rows, weight, bias = numbers(num_rows, 896), numbers(1000, 896), numbers(1000)
+    padded = torch.cat([rows, rows.new_zeros(num_padded, 896)])
+    for more in (None, bias):
+        own = torch.cat([linear(part, weight, more) for part in padded.split(list(parts))])
+        assert_same_bits(linear(rows, weight, more, parts), own[:num_rows], Promise.SAME_PRODUCTS)
 
 
 @pytest.mark.parametrize("num_columns", [64, 700, 896, 5000])

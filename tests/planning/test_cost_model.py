@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from expected import expected_tokens
+from plans import make_plan
 from test_device_planner import SHAPES
 from tiny import FAMILIES, build, save
 
@@ -14,7 +15,6 @@ from offload.bench.latency.prediction import PAPER_BASE_S, paper_rows
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import (
     DRAFT_OVERHEAD_S,
     KERNEL_S,
@@ -95,7 +95,7 @@ def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path:
 def test_a_step_is_drafting_and_the_slower_side() -> None:
     # A step is drafting and the slower side.
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
-    memory = make_plan(target, draft, Budgets(TOY.ram_bytes, TOY.gpu_bytes), context=512, num_nodes=64)
+    memory = make_plan(target, draft, TOY.ram_bytes, TOY.gpu_bytes, context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
     traffic, shape = Traffic.of(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
     got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
@@ -113,7 +113,7 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     assert step_time(quick, traffic, chain(1)).limit == "compute"
     # The disk sets the pace where it feeds the card too slowly.
     target = SHAPES["Llama-2-70B"]
-    memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
+    memory = make_plan(target, None, 64 * GB, TOY.gpu_bytes, context=512, num_nodes=1)
     assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.of(memory, TOY).is_disk_slower
     traffic = Traffic.of(memory, TOY)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
@@ -154,8 +154,8 @@ MACHINES = ("l40", "a100-80gb", "h100")  # of which each has room for a part of 
 def opened(machine: Hardware, shape: Shape) -> tuple[Costs, MemoryPlan]:
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     costs = costs_on(machine, target, draft, 2048)
-    budgets = Budgets(machine.ram_bytes, machine.gpu_bytes)
-    return costs, make_plan(target, draft, budgets, context=4096, num_nodes=shape.num_nodes)
+    sizes = (machine.ram_bytes, machine.gpu_bytes)
+    return costs, make_plan(target, draft, *sizes, context=4096, num_nodes=shape.num_nodes)
 
 
 def played_s(plan: MemoryPlan, costs: Costs, step: StepTime, num_steps: int = 4) -> float:

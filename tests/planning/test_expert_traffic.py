@@ -12,15 +12,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from mixture_headers import mixture
+from plans import make_plan
 from ranking import rank_trees
 
 from offload.checkpoint.sizes import model_shape
-from offload.memory.planner import Budgets, ModelFiles, make_plan
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
-from offload.planning.room import MemoryBudget
+from offload.planning.room import traffic_in
 from offload.planning.search import TreeSearch
 from offload.planning.selector import TreeSelector, routing_in, with_experts
 from offload.trees.spec import parse_tree
@@ -142,12 +143,12 @@ def test_a_second_pool_spares_the_disk() -> None:
     machine = Hardware(name="toy", gpu_bytes=24 * GB, memory_bytes_per_s=1e12, flops_per_s=1e14, link_bytes_per_s=20e9,
                        ram_bytes=64 * GB, disk_bytes_per_s=4e9)  # fmt: skip
     shape = model_shape(mixture(num_hidden_layers=40))
-    roomy = make_plan(shape, None, Budgets(1 << 40, 1 << 40), context=512, num_nodes=1, experts="demand")
+    roomy = make_plan(shape, None, 1 << 40, 1 << 40, context=512, num_nodes=1, experts="demand")
 
     def of(num_pinned: int) -> Traffic:
         host_bytes = roomy.runtime_bytes + roomy.table_bytes + shape.head_bytes + num_pinned * roomy.expert_slot_bytes
         gpu_bytes = roomy.fixed_bytes + roomy.resident_bytes + 200 * roomy.expert_slot_bytes
-        plan = make_plan(shape, None, Budgets(host_bytes, gpu_bytes), context=512, num_nodes=1)
+        plan = make_plan(shape, None, host_bytes, gpu_bytes, context=512, num_nodes=1)
         assert plan.num_expert_slots == pytest.approx(200, abs=2) and plan.num_host_expert_slots >= num_pinned
         return Traffic.of(plan, machine)
 
@@ -190,7 +191,7 @@ def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
     files = ModelFiles(target, mixture(num_hidden_layers=1))
     budget = room(int(0.3 * sum(model_shape(target).layer_bytes)) + 2_000_000_000)
     assert with_experts(budget, files, num_nodes=2).experts == "demand"
-    ways = {how: replace(budget, experts=how).traffic(files, 512) for how in ("demand", "layers")}
+    ways = {how: traffic_in(replace(budget, experts=how), files, 512) for how in ("demand", "layers")}
     known = link_alone(1.0)
     seconds = {how: step_of(known, one, 512, ()).sweep_s for how, one in ways.items() if one is not None}
     assert with_experts(budget, files, num_nodes=512).experts == min(seconds, key=lambda how: seconds[how])

@@ -24,7 +24,7 @@ from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
-from offload.planning.room import MemoryBudget
+from offload.planning.room import budget_of
 from offload.planning.search import TreeSearch, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports import estimate as estimating
@@ -259,7 +259,7 @@ def named(
     ways = {"plan": unchanged, "generate": unchanged, "tune": unchanged} | (ways or {})
     place = "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
-    room = MemoryBudget.of(options, place)
+    room = budget_of(options, place)
     context = room.plan(ModelFiles(described.target), 1).context
     costs = costs_on(machine, *(model_shape(one) for one in described if one is not None), context // 2)
     profile = usual_profile(costs)
@@ -313,7 +313,7 @@ def test_there_is_one_way_from_options_to_a_run() -> None:
     """What used to be assembled by each caller; a second way would soon mean another run."""
     ways = {
         "TreeSelector(": ["engine/resolve.py", "reports/forecast.py"],
-        "MemoryBudget.of(": ["engine/resolve.py"],
+        "budget_of(": ["engine/resolve.py", "planning/room.py"],
         "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
         "with_experts(": ["engine/resolve.py", "planning/selector.py"],
         "with_rates(": ["calibration/link.py", "engine/resolve.py"],

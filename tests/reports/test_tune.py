@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import plan_memory
 from quantised import save_quantised
 from tiny import VOCAB_SIZE, streaming_ram
 
@@ -22,12 +23,11 @@ from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
-from offload.memory.planner import ModelFiles, plan_memory
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.acceptance import bounds_to_count
 from offload.planning.cost_model import Costs
 from offload.planning.options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder
-from offload.planning.room import MemoryBudget
 from offload.planning.selector import TreeSelector
 from offload.reports import tune as tuning
 from offload.reports import windows
@@ -330,10 +330,10 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
 ) -> None:
     monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
     files = ModelFiles(*map(open_checkpoint, pair))
-    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto"}
-    roomy = plan_memory(files, num_nodes=64, context=512, gpu="4GiB", **how)
+    how: dict[str, Any] = {"rule": "match", "ram": 4 << 30, "dtype": "auto"}
+    roomy = plan_memory(files, num_nodes=64, context=512, gpu=4 << 30, **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
-    for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
+    for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), (4 << 30, 512)):
         budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
         run = ResolvedRun(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=None, budget=budgets)
         tree = TreeSpec("best", wanted, tuning.DEPTH)

@@ -23,13 +23,13 @@ from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
+from offload.memory import planner
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MAX_LOGITS_ROWS
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import _block_columns, lacks_products
-from offload.planning import room
 from offload.sampling.sampler import Logits, Sampler, chunk_with
 from offload.trees.token_tree import Draw, Offer, TokenTree, ancestors
 from offload.trees.topology import best_first, chain
@@ -131,13 +131,13 @@ def test_a_wrong_chunk_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def rows_at_a_time(monkeypatch: pytest.MonkeyPatch, num_rows: int | None) -> None:
-    plan_memory = room.plan_memory
+    plan_memory = planner.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
         return plan if num_rows is None else replace(plan, num_logits_rows=num_rows)
 
-    monkeypatch.setattr(room, "plan_memory", planned)
+    monkeypatch.setattr(planner, "plan_memory", planned)
 
 
 SAMPLINGS = ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}, {"temperature": 1.2, "seed": 6})

@@ -30,9 +30,9 @@ from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.errors import ReadError
+from offload.memory import planner
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.model.streamed import StreamedModel
-from offload.planning import room
 from offload.planning.cost_model import NEVER
 from offload.streaming.carriers import DeviceExpertCarrier
 from offload.streaming.disk import DiskReader
@@ -46,7 +46,7 @@ SIZES = {"least": (2, 2), "some": (9, 5), "few here, many there": (4, 30), "all"
 
 def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slots: int, *tiers: str) -> None:
     """Plans give pools so many slots, and put the dense parts of layers where `tiers` say, in turn."""
-    plan_memory = room.plan_memory
+    plan_memory = planner.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
@@ -58,7 +58,7 @@ def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slot
         experts = {"num_expert_slots": num_slots, "num_host_expert_slots": num_host_slots}
         return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes, **experts)
 
-    monkeypatch.setattr(room, "plan_memory", planned)
+    monkeypatch.setattr(planner, "plan_memory", planned)
 
 
 def poisoned(decoder: Decoder) -> ExpertPool:

@@ -23,9 +23,9 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
+from offload.memory import planner
 from offload.memory.planner import LayerTier, MemoryPlan
 from offload.model.streamed import StreamedModel
-from offload.planning import room
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import Layers
 from offload.units import Sampling
@@ -73,7 +73,7 @@ def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
     """Plans put the four layers where the test wants them; the sizes stay the plan's."""
     from dataclasses import replace
 
-    plan_memory = room.plan_memory
+    plan_memory = planner.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
@@ -82,7 +82,7 @@ def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
         sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2 if streams else 0}
         return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes)
 
-    monkeypatch.setattr(room, "plan_memory", planned)
+    monkeypatch.setattr(planner, "plan_memory", planned)
 
 
 TIERS = {

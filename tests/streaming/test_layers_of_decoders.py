@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from plans import make_plan
 from tiny import FAMILIES, build, save
 
 import offload
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import UserError
-from offload.memory.planner import Budgets, make_plan, model_shape
+from offload.memory.planner import model_shape
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.streaming.disk import ByteSource, finish
@@ -24,7 +25,7 @@ def tiny_target(directory: Path) -> tuple[Path, int]:
     """A checkpoint and a budget under which its four layers stream through three slots."""
     target = save(build(FAMILIES["llama"]()), directory / "target")
     shape = model_shape(open_checkpoint(target))
-    roomy = make_plan(shape, None, Budgets(1 << 40), context=128, num_nodes=1)
+    roomy = make_plan(shape, None, 1 << 40, context=128, num_nodes=1)
     return target, roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 

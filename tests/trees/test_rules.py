@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from plans import make_plan
 from tables import distributions, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
@@ -20,7 +21,6 @@ from offload.checkpoint.sizes import model_shape
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
-from offload.memory.planner import Budgets, make_plan
 from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.trees import verification as rules
@@ -113,7 +113,7 @@ def test_what_the_plan_has_no_room_for_is_refused(pair: tuple[Path, Path]) -> No
 def test_distributions_take_their_share_of_the_budget(pair: tuple[Path, Path]) -> None:
     shapes = [model_shape(open_checkpoint(directory)) for directory in pair]
     without, keeping = (
-        make_plan(*shapes, Budgets(1 << 30), context=64, num_nodes=64, keeps_distributions=keeps) for keeps in (0, 1)
+        make_plan(*shapes, 1 << 30, context=64, num_nodes=64, rule=rule) for rule in ("match", "sequoia")
     )
     assert keeping.distribution_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
     assert keeping.fixed_bytes - without.fixed_bytes == keeping.distribution_bytes

@@ -1,0 +1,24 @@
+"""Memory plans in one line: a test names of a budget only what it is about."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import ModelShape
+from offload.memory import planner
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.units import ByteSize
+
+
+def plan_memory(files: Iterable[Checkpoint | None], *, num_nodes: int, **budget: Any) -> MemoryPlan:
+    """Plan for files; sizes may be written out, such as `1GiB`."""
+    sizes = {name: ByteSize.parse(budget[name], f"`{name}`") for name in ("ram", "gpu") if budget.get(name)}
+    return MemoryBudget(**{**budget, **sizes}).plan(ModelFiles(*files), num_nodes)
+
+
+def make_plan(
+    target: ModelShape, draft: ModelShape | None, ram: int, gpu: int | None = None, *, num_nodes: int, **budget: Any
+) -> MemoryPlan:
+    """Plan for shapes, without any file."""
+    return planner.make_plan(target, draft, MemoryBudget(ram=ram, gpu=gpu, **budget), num_nodes)
