@@ -72,6 +72,10 @@ class ChatInput:
         )
 
     def __enter__(self) -> "ChatInput":
+        if self._is_typed:
+            # Ctrl-C is for an answer, and not for the lines that were typed ahead meanwhile
+            self._is_flushed = not termios.tcgetattr(sys.stdin)[3] & termios.NOFLSH
+            _set_flag(termios.NOFLSH, is_on=True)
         if self._readline is not None:
             if (
                 "libedit" not in (self._readline.__doc__ or "")
@@ -83,7 +87,11 @@ class ChatInput:
             self._num_known = self._readline.get_current_history_length()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._is_typed:
+            if kind is not None:  # what was typed ahead was not meant for the shell
+                termios.tcflush(sys.stdin, termios.TCIFLUSH)
+            _set_flag(termios.NOFLSH, is_on=not self._is_flushed)
         if self._readline is not None:
             self._readline.set_history_length(_NUM_REMEMBERED)
             with suppress(OSError):  # a folder that cannot be written to ends no conversation
@@ -155,6 +163,13 @@ class ChatInput:
             return decode(os.fsencode(input(prompt if self._asks else "")), "the line")
         except UnicodeDecodeError:
             raise UserError("a line must be UTF-8: set the terminal to it") from None
+
+
+def _set_flag(flag: int, *, is_on: bool) -> None:
+    """Switch one of the terminal's local modes."""
+    mode = termios.tcgetattr(sys.stdin)
+    mode[3] = mode[3] | flag if is_on else mode[3] & ~flag
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
 
 def _history() -> Path:
