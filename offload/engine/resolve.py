@@ -26,6 +26,7 @@ from offload.memory.planner import MemoryBudget, ModelFiles, ram_warning, requir
 from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import Costs, costs_on
+from offload.planning.expert_ways import with_experts
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
@@ -39,7 +40,7 @@ from offload.planning.profile import (
     unprofiled,
 )
 from offload.planning.room import budget_of, traffic_in
-from offload.planning.selector import RunSettings, TreeSelector, routing_in, with_experts
+from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.trees.spec import TreeSpec

@@ -315,7 +315,7 @@ def test_there_is_one_way_from_options_to_a_run() -> None:
         "TreeSelector(": ["engine/resolve.py", "reports/forecast.py"],
         "budget_of(": ["engine/resolve.py", "planning/room.py"],
         "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
-        "with_experts(": ["engine/resolve.py", "planning/selector.py"],
+        "with_experts(": ["engine/resolve.py", "planning/expert_ways.py"],
         "with_rates(": ["calibration/link.py", "engine/resolve.py"],
         "find_profile(": ["engine/resolve.py", "planning/profile.py"],
     }
