@@ -39,6 +39,21 @@ def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
             yield f"{path}:{function.lineno} {function.name} has {counts}, at most {MAX_STATEMENTS}, {MAX_BODY_LINES}"
 
 
+# rooms in which unrelated values are still packed into one assignment; no new ones
+PACKED = {"engine", "model", "streaming", "checkpoint", "integrations", "threads.py", "thread_waiting.py"}
+
+
+def nothing_packed(path: PurePosixPath, source: str) -> Iterator[str]:
+    """One statement a line: no tuple of names is given a tuple of values, but for names that change places."""
+    if path.parts[0] != "offload" or path.parts[1] in PACKED:
+        return
+    for node in ast.walk(ast.parse(source)):
+        pair = (node.targets[0], node.value) if isinstance(node, ast.Assign) else ()
+        elements = [{*map(ast.unparse, one.elts)} for one in pair if isinstance(one, ast.Tuple)]
+        if len(elements) == 2 and elements[0] != elements[1]:
+            yield f"{path}:{node.lineno} unrelated values are packed into one assignment"
+
+
 def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
     """A kernel takes its sizes one by one, and a bench its flags.
 
@@ -111,6 +126,7 @@ def kernels_stand_alone(path: PurePosixPath, source: str) -> Iterator[str]:
 RULES: list[Rule] = [
     short_files,
     short_functions,
+    nothing_packed,
     few_parameters,
     nothing_swallowed,
     no_remote_code,
@@ -160,6 +176,7 @@ def planted(rule: Rule, path: str, source: str, case: str = "") -> object:
 PLANTED = [
     planted(short_files, "offload/a.py", "x = 1\n" * 601),
     planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 61),
+    planted(nothing_packed, "offload/cli/a.py", "one, other = 1, [2]"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, f, g): ...", "positional"),
     planted(few_parameters, "offload/a.py", "def f(*, a, b, c, d, e, f, g, h, i): ...", "keyword_only"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, *, f, g, h, i): ...", "in_all"),
@@ -197,6 +214,7 @@ class Thing:
     """What it is."""
 
     def __init__(self, a, b, c, d, e, f, *, g, h):
+        a, b = b, a
         with contextlib.suppress(OSError):
             load(a, trust_remote_code=False)
         try:

@@ -141,15 +141,19 @@ def test_lines_typed_ahead_come_one_by_one(typist: Typist, tmp_path: Path) -> No
     typist.sees("GOT '' 'half'")
 
 
-def test_lines_typed_ahead_outlive_the_answer_that_is_stopped(typist: Typist) -> None:
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_lines_typed_ahead_outlive_the_answer_that_is_stopped(term: str, tmp_path: Path) -> None:
+    """Its own terminal sends the signal, and by itself would throw away what was typed."""
+    owns = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    how = {"TERM": term, "XDG_CACHE_HOME": str(tmp_path), "ANSWERED": "/never"}
+    typist = Typist([sys.executable, "-c", owns + READS], how)
+    typist.sees("> ")
     typist.types("answer\n")
     typist.sees("ANSWERING")
-    time.sleep(0.2)
-    typist.types("second\nthird\n")
-    time.sleep(0.2)
-    typist.types("\x03")
+    typist.types("second\nthird\n\x03")
     for wanted in ("STOPPED", "GOT '' 'second'", "GOT '' 'third'"):
         typist.sees(wanted)
+    typist.leaves()
 
 
 def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist, tmp_path: Path) -> None:
