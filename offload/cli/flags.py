@@ -17,12 +17,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload import machine as cores
+from offload import machine
 from offload.checkpoint.files import read_small
 from offload.cli.help import HelpAll, grouped, is_long
 from offload.declaration import Option, build, options_of
 from offload.errors import UserError, did_you_mean, reason, require
-from offload.options import RECORDS, ModelOptions
+from offload.options import RECORDS
 from offload.rank_roles import RankInfo, find_place, own_value
 
 TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours; it sets no flag
@@ -106,11 +106,6 @@ def _parameter(one: Option) -> inspect.Parameter:
     )
 
 
-GpuMem = annotation(
-    options_of(ModelOptions)["gpu_memory"]
-)  # of benches, which name the others otherwise
-
-
 def as_flags(message: str) -> str:
     """Return a line of the library, which names arguments in backticks, with the flags for them.
 
@@ -161,7 +156,7 @@ def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | 
         raise typer.BadParameter("Input should be at least 1")
     if _DECLARED[str(param.name)].counts == "cores":
         # More threads than cores only wait for each other, and thousands are more than a process may start.
-        most = cores.num_cores()
+        most = machine.num_cores()
         rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
         require(int(own) <= most, rule, own, "leave it out to have it measured")
     return int(own)

@@ -37,14 +37,6 @@ def tokens_per_run(alpha: float, gamma: int) -> float:
     return math.fsum(alpha**length for length in range(gamma + 1))
 
 
-def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
-    """Return the speedup over decoding without guesses (Theorem 3.8).
-
-    `cost` is c: a draft step over a run of the target.
-    """
-    return tokens_per_run(alpha, gamma) / (gamma * cost + 1)
-
-
 def best_length(alpha: float, max_length: int, relative_time: Callable[[int], float]) -> int:
     """Return the gamma in 0..`max_length` with the largest gain (section 3.5), the least of equals.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from offload.planning.chains import ChainPolicy, best_length, tokens_per_run, wall_clock_gain
+from offload.planning.chains import ChainPolicy, best_length, tokens_per_run
 from offload.planning.cost_model import Costs, Curve, Traffic
 from offload.stats import RunningMean
 from offload.trees.verification import acceptance
@@ -26,6 +26,14 @@ TABLE_4 = [  # gamma, alpha, c, EXP; the first three are also those of table 2, 
     *[(5, 0.53, 0.02, 1.9), (3, 0.55, 0.04, 1.8), (3, 0.56, 0.11, 1.6)],
 ]
 MOST = 32
+
+
+def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
+    """Return the speedup over decoding without guesses (Theorem 3.8).
+
+    `cost` is c: a draft step over a run of the target.
+    """
+    return tokens_per_run(alpha, gamma) / (gamma * cost + 1)
 
 
 def paper(cost: float) -> Callable[[int], float]:
