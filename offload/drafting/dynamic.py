@@ -137,14 +137,6 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
-class CandidateRanking(NamedTuple):
-    """What candidates are ranked by."""
-
-    # beta, see `DraftCalibration`
-    exponent: float
-    guesses: Guesses = NO_GUESSES
-
-
 class DraftEntry(NamedTuple):
     """One text, and what its tree is grown with."""
 
@@ -154,7 +146,10 @@ class DraftEntry(NamedTuple):
     # committed tokens; the last is the root
     tokens: Sequence[int]
     sampler: Sampler
-    ranking: CandidateRanking
+    # beta, by which candidates are ranked, see `DraftCalibration`
+    exponent: float
+    # that are mixed with the draft's own
+    guesses: Guesses = NO_GUESSES
 
 
 def grow_forest(
@@ -169,7 +164,7 @@ def grow_forest(
     picked = rows.roots()
     expected = 0.0
     logits_RV = catch_up([entry.draft for entry in entries], [entry.tokens for entry in entries])
-    rows.keep(picked, logits_RV, [entry.ranking.guesses.root for entry in entries])
+    rows.keep(picked, logits_RV, [entry.guesses.root for entry in entries])
     rows.run_ahead(bounds)
     while picked.size:
         best.add(
@@ -374,10 +369,10 @@ class _Rows:
 
     def places_of(self, picked: Candidates) -> list[TrieCursor]:
         """Return where guesses stand for what follows each candidate."""
-        if not any(entry.ranking.guesses for entry in self._entries):
+        if not any(entry.guesses for entry in self._entries):
             return [NO_GUESSES.root] * picked.size
         below = picked[["parent", "token"]].tolist()
-        guesses = [self._entries[self._text_of[parent]].ranking.guesses for parent, _ in below]
+        guesses = [self._entries[self._text_of[parent]].guesses for parent, _ in below]
         return [
             own.follow(self.places[parent], token)
             for own, (parent, token) in zip(guesses, below, strict=True)
@@ -418,7 +413,7 @@ class _Rows:
         first = self.num_run
         found = list[tuple[int, Guess, int]]()
         for text, entry in enumerate(self._entries):
-            own = entry.ranking.guesses.best(most, entry.depth - 1, least=1 / bounds.num_nodes)
+            own = entry.guesses.best(most, entry.depth - 1, least=1 / bounds.num_nodes)
             # the root, then they themselves
             rows = [text, *range(first + len(found), first + len(found) + len(own))]
             found += [(text, guess, rows[guess.parent + 1]) for guess in own]
@@ -449,15 +444,14 @@ def _children(parents: Candidates, rows: _Rows, entry: DraftEntry) -> Candidates
     Children without a chance are left out.
     """
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
-    ranking = entry.ranking
-    log_pi_WV, token_WK = ranked_children(score_WV, ranking.exponent)
+    log_pi_WV, token_WK = ranked_children(score_WV, entry.exponent)
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
     children_WK["token"] = token_WK.cpu().numpy()
     children_WK["row"] = _NOT_RUN
     children_WK["parent"] = parents["row"][:, None]
     children = children_WK.reshape(-1)
-    guesses = ranking.guesses
+    guesses = entry.guesses
     if guesses:
         children = _mixed(children_WK, log_pi_WV, rows, guesses, entry.sampler)
     above = parents[np.searchsorted(parents["row"], children["parent"])]

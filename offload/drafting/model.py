@@ -12,7 +12,6 @@ from torch import Tensor
 from offload.drafting.base import ByKind, Drafted, DraftText
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import (
-    CandidateRanking,
     DraftCalibration,
     DraftEntry,
     DraftPassPolicy,
@@ -74,8 +73,9 @@ class ModelDrafter:
             elif not shape.depth:
                 grown[index] = Drafted(TokenTree(chain(0), torch.tensor(tokens[-1:])), {}, {})
             else:
-                ranking = CandidateRanking(self.exponent(sampler), guesses[index])
-                entries[index] = DraftEntry(draft, shape.depth, tokens, sampler, ranking)
+                entries[index] = DraftEntry(
+                    draft, shape.depth, tokens, sampler, self.exponent(sampler), guesses[index]
+                )
         if entries:
             pooled = [batch[index] for index in entries]
             forest = grow_forest([*entries.values()], _bounds_of(pooled), self._policy_of(pooled))

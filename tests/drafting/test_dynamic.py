@@ -13,7 +13,8 @@ from torch import Tensor
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import CandidateRanking, DraftCalibration, DraftEntry, DraftPassPolicy, grow_forest
+from offload.drafting.dynamic import DraftCalibration, DraftEntry, DraftPassPolicy, grow_forest
+from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
 from offload.engine.load import load
@@ -59,26 +60,28 @@ def draft_of_bigrams(model: BigramModel) -> Draft:
 
 
 def grow_best(
-    draft: Draft, bounds: DynamicShape, tokens: list[int], sampler: Sampler, ranking: CandidateRanking,
+    draft: Draft,
+    bounds: DynamicShape,
+    tokens: list[int],
+    sampler: Sampler,
+    exponent: float,
+    guesses: Guesses = NO_GUESSES,
     policy: DraftPassPolicy | None = None,
-) -> Drafted:  # fmt: skip
+) -> Drafted:
     """One text's tree of the best paths."""
-    (drafted,) = grow_forest(
-        [DraftEntry(draft, bounds.depth, tokens, sampler, ranking)], bounds, policy or DraftPassPolicy()
-    )
+    entry = DraftEntry(draft, bounds.depth, tokens, sampler, exponent, guesses)
+    (drafted,) = grow_forest([entry], bounds, policy or DraftPassPolicy())
     return drafted
 
 
 def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
-    return grow_best(draft_of_bigrams(model), bounds, [4, 0], sampler, CandidateRanking(exponent))
+    return grow_best(draft_of_bigrams(model), bounds, [4, 0], sampler, exponent)
 
 
 def grown(worth: DraftPassPolicy) -> tuple[TokenTree, int]:
     """A large tree of as many passes and nodes as are worth their time; its passes."""
     model, shape = BigramModel(), DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0))
-    drafted = grow_best(
-        draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), CandidateRanking(1.25), worth
-    )
+    drafted = grow_best(draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), 1.25, policy=worth)
     return drafted.tree, len(model.num_rows)
 
 
@@ -201,7 +204,7 @@ def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
 
 def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, CandidateRanking(4.0))
+    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, 4.0)
     assert tree.topology.depth >= 4 and len(rows) > 8
     gaps = []
     for node, score_V in scores.items():

@@ -13,7 +13,6 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.datastore.index import heaviest
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import CandidateRanking
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft
 from offload.drafting.lookup import (
     Copying,
@@ -88,8 +87,8 @@ def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
     guesses = Guesses(
         [TrieGuesses("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], SourceWeights()
     )
-    sampler, mixture = Sampler(GREEDY, VOCAB_SIZE), CandidateRanking(1.0, guesses)
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(40, 7), PROMPT, sampler, mixture)
+    sampler = Sampler(GREEDY, VOCAB_SIZE)
+    tree, rows, scores = grow_best(draft_of(model), DynamicShape(40, 7), PROMPT, sampler, 1.0, guesses)
     assert max(map(len, guessed_paths(6) & paths(tree))) >= 4 and len(rows) > 8
     for node, score_V in scores.items():
         alone_1V = draft_of(model).catch_up([*PROMPT, *path_of(tree, node)])
@@ -100,7 +99,7 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None
     """Grown again by hand: one node after the other, each with the chance that draft and guesses give it together."""
     guesses = Guesses([TrieGuesses("lookup", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], SourceWeights())
     sampler, shape = Sampler(GREEDY, VOCAB_SIZE), DynamicShape(30, 4)
-    tree = grow_best(draft_of(model), shape, PROMPT, sampler, CandidateRanking(1.3, guesses)).tree
+    tree = grow_best(draft_of(model), shape, PROMPT, sampler, 1.3, guesses).tree
     every: dict[tuple[int, ...], float] = {(): 1.0}
     open_paths: list[tuple[tuple[int, ...], TrieCursor]] = [((), guesses.root)]
     for path, place in open_paths:
