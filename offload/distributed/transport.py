@@ -39,8 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.distributed.watch import Loss, Watch
-from offload.errors import RankError as RankError  # what every method may raise
-from offload.errors import ensure
+from offload.errors import RankError, ensure
 from offload.interrupts import held_back
 
 

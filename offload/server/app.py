@@ -25,7 +25,6 @@ from anyio import to_thread
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.declaration import Option, options_at
@@ -158,11 +157,11 @@ def _field(one: Option) -> str:
     return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
 
 
-def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def page_route() -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
     """Return what answers `/`; the page is read now and once."""
     page = read_page()
 
-    async def send(request: Request) -> Response:
+    async def send(request: HttpRequest) -> Response:
         return Response(page.body, headers=page.headers)
 
     return send
