@@ -101,8 +101,13 @@ def agrees(key_size: int, value_size: int) -> bool:
         return torch.randn(*shape, generator=generator)
 
     base_HKV = some(2, key_size, value_size)
-    queries_and_keys = some(2, 3, 2, key_size)
-    rows = DeltaRows(*queries_and_keys, some(3, 2, value_size), some(3, 2), some(3, 2))
+    rows = DeltaRows(
+        query_THK=some(3, 2, key_size),
+        key_THK=some(3, 2, key_size),
+        value_THV=some(3, 2, value_size),
+        beta_TH=some(3, 2),
+        decay_TH=some(3, 2),
+    )
     step_R3 = torch.tensor([[0, BASE, 0], [1, 0, 1], [2, 0, 0]])
     found = []
     for walk in (walk_heads_reference, walk_heads_compiled):

@@ -35,8 +35,8 @@ _LEARNT = 1000
 class Recipe(NamedTuple):
     """All that the twins depend on, beside the text."""
 
-    hybrid: Course = Course(400, 2e-3)
-    twin: Course = Course(400, 2e-3)
+    hybrid: Course = Course(800, 2e-3)
+    twin: Course = Course(800, 2e-3)
     seed: int = 0
     version: int = 1  # raise it when the same recipe comes to give other models
 

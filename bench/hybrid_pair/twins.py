@@ -7,8 +7,14 @@ gated delta rule, with full attention in every fourth, the twin full attention t
 from collections.abc import Callable
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 # of a config, as the dense model has them
 _KEPT = (

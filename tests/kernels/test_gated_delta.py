@@ -46,7 +46,7 @@ def test_another_order_of_sums_is_found_out(monkeypatch: pytest.MonkeyPatch) -> 
     walk = gated_delta.walk_heads_reference
 
     def other(base: torch.Tensor, rows: DeltaRows, *more: object) -> None:
-        walk(base.flip(1), rows._replace(query_THK=rows.query_THK.flip(2), key_THK=rows.key_THK.flip(2)), *more)  # type: ignore[arg-type]
+        walk(base.flip(1), rows._replace(query_THK=rows.query_THK.flip(2), key_THK=rows.key_THK.flip(2)), *more)
 
     monkeypatch.setattr(gated_delta, "walk_heads_reference", other)
     assert not agrees.__wrapped__(64, 64)
