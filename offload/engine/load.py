@@ -59,7 +59,7 @@ from offload.streaming.disk import DiskReader, OpenSource
 from offload.streaming.expert_cache import warm_order
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import Layers, open_layers
-from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
+from offload.threads import ThreadPolicy, thread_ladder
 from offload.trees.verification import find_rule, not_exact_line
 from offload.units import Sampling, check_lenience
 
@@ -191,11 +191,11 @@ def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = 
     with computing_on(device), ExitStack() as resources:
         roles = options.roles()
         if roles is not None and not roles.is_sharded:
-            pipeline: Decoder = LOADERS["stages"](run, request, resources, transport)
+            pipeline: Decoder = LOADERS["stages"](run, resources, transport, request)
             return pipeline
         team = Team()
         if roles is not None:
-            team = LOADERS["shards"](run, request, resources, transport)
+            team = LOADERS["shards"](run, resources, transport)
         run = team.own(run)
         files = run.files
         settings = run.settings(request.sampling if request else Sampling())
@@ -328,8 +328,7 @@ def _thread_policy(fixed: int | None, pair: ModelPair, num_rows: int) -> ThreadP
     """
     if fixed is None and pair.device is None:
         return pick_threads(pair.target, pair.draft, num_rows)
-    count = fixed or torch.get_num_threads()
-    return ThreadPolicy([count], StepModes(Mode(count), Mode(count)))
+    return ThreadPolicy.fixed(fixed or torch.get_num_threads())
 
 
 def _make_invariant(
