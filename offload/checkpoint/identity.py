@@ -253,7 +253,8 @@ def _read(
             ) from error
         if len(content[-1]) != num_bytes:
             raise ReadError(
-                f"{checkpoint.shards[shard].name} ends before byte {lo + num_bytes}: it was cut short"
+                f"{checkpoint.shards[shard].name} ends before byte {lo + num_bytes}: it was cut "
+                f"short"
             )
     return b"".join(content)
 

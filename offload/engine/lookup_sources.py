@@ -23,7 +23,7 @@ MOST_TEXT_BYTES = 1 << 20
 def open_sources(
     options: LoadOptions, tokenizer: Tokenizer | None, vocab_size: int, *, has_draft: bool
 ) -> GuessSources:
-    """What is asked besides the draft. Raises `UserError` for files that cannot serve."""
+    """Return what is asked besides the draft. Raises `UserError` for files that cannot serve."""
     length = parse_match_length(options.lookup_length)
     found = list[Source]()
     if options.looks_up(has_draft=has_draft):

@@ -62,8 +62,8 @@ def _told(error: Exception) -> str:
 
 
 def _sandbox() -> Callable[..., Any]:
-    """transformers' own; without torch and pictures, and without what the package looks for when it
-    is imported.
+    """Return transformers' sandbox, without torch, pictures and what the package looks for on
+    import.
     """
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
     found = find_spec("transformers")
@@ -87,8 +87,9 @@ def _sandbox() -> Callable[..., Any]:
 
 
 def _in_memory_bytes() -> int | None:
-    """Addresses in use, libraries included, which differ by gigabytes between machines; None where
-    the system does not tell.
+    """Return the addresses in use, libraries included; None where the system does not tell.
+
+    They differ by gigabytes between machines.
     """
     if not os.path.exists(_PAGES):
         return None
@@ -97,7 +98,7 @@ def _in_memory_bytes() -> int | None:
 
 
 def _limit(name: str, most: int) -> None:
-    """A soft one, which a later request may move."""
+    """Set a soft limit, which a later request may move."""
     if sys.platform == "win32":  # has none of them
         return
     import resource

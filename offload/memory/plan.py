@@ -119,7 +119,10 @@ class MemoryPlan:
     def __repr__(self) -> str:
         used = f"{format_bytes(self.total_bytes)} of {format_bytes(self.ram_bytes)} of memory"
         if self.gpu_bytes is not None:
-            used = f"{format_bytes(self.gpu_total_bytes)} of {format_bytes(self.gpu_bytes)} on the GPU, {used}"
+            used = (
+                f"{format_bytes(self.gpu_total_bytes)} of {format_bytes(self.gpu_bytes)} on the "
+                f"GPU, {used}"
+            )
         tiers = ", ".join(
             f"{self.num_layers_in(tier)} {tier}" for tier in LayerTier if self.num_layers_in(tier)
         )
@@ -322,16 +325,18 @@ def num_slots(context: int, num_nodes: int, parallel: int) -> int:
 
 
 def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
-    """What texts keep of recurrent layers, with so many rows in a tree; see
-    `model.recurrent_cache`.
+    """Return what texts keep of recurrent layers, with so many rows in a tree.
+
+    See `model.recurrent_cache`.
     """
     kept = shape.recurrent
     return parallel * (_KEPT_STATES * kept.state_bytes + num_rows * kept.kept_bytes)
 
 
 def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
-    """States of a recurrent layer while a tree of so many rows passes through, see
-    `model.recurrent_rows`.
+    """Return the states of a recurrent layer while a tree of so many rows passes through.
+
+    See `model.recurrent_rows`.
     """
     largest_bytes = shape.recurrent.largest_bytes
     if num_rows * largest_bytes <= WIDE_STATES_BYTES:

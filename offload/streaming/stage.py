@@ -68,7 +68,9 @@ class Stage:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the first block arrives next, all slots are on their way, and none has failed."""
+        """Return whether the first block arrives next, all slots are on their way, and none has
+        failed.
+        """
         is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
         is_first = (
             not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
