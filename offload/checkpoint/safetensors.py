@@ -187,7 +187,8 @@ def _usual_dtype_name(checkpoint: Checkpoint) -> str:
     name = str(named).removeprefix("torch.")
     if name not in PLAIN_OF:
         raise UserError(
-            f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, float16 or float32"
+            f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, "
+            f"float16 or float32"
         )
     return name
 
@@ -253,7 +254,8 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
         start = file.read(len(_LFS))
         if start == _LFS:
             raise UserError(
-                f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder"
+                f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its "
+                f"folder"
             )
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")
@@ -319,7 +321,9 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
             path.parent,
         )
     try:
-        dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
+        dtype = meta["dtype"]
+        shape = meta["shape"]
+        lo, hi = meta["data_offsets"]
         sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
         sound = (
             sound
@@ -466,7 +470,8 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
         raise UserError(
-            f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert to safetensors"
+            f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert "
+            f"to safetensors"
         )
     _refuse_other_formats(directory)
     raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
@@ -476,7 +481,8 @@ def _refuse_other_formats(directory: Path) -> None:
     """Raise `UserError` for a folder that holds an adapter without its model."""
     if os.path.isfile(directory / "adapter_config.json"):
         raise UserError(
-            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
+            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the "
+            f"model, give the result"
         )
 
 

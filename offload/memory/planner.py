@@ -15,9 +15,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.sizes import ExpertShape, ModelShape, config_sizes, model_shape, text_config
+from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
 from offload.checkpoint.t5 import TRAINED_CONTEXT, has_encoder
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
@@ -157,7 +158,7 @@ def plan_memory(
 
 
 def require_no_states(files: ModelFiles, dtype: str) -> None:
-    """Raises `UserError` for models that ranks cannot share, since layers keep states or choose."""
+    """Raise `UserError` for models that ranks cannot share, since layers keep states or choose."""
     for checkpoint in files:
         if checkpoint is None:
             continue

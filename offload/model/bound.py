@@ -17,12 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.layout import SlabLayout, TensorPart, is_coded, slab_layout
+from offload.checkpoint.layout import SlabLayout, Stack, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
 from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
-from offload.model.experts import Bring, bring_to, find_experts, let_experts_choose_rows
+from offload.model.experts import (
+    Bring,
+    bring_to,
+    find_experts,
+    let_experts_choose_rows,
+    sample_of,
+)
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
 from offload.model.places import below, parameter_places, share, tables_around, view_of
@@ -63,9 +69,9 @@ class BoundModel:
         dtype: str,
         place: torch.device,
         *,
-        has_host_table: bool,
-        section: Section | None,
-        adapt: Callable[[nn.Module], None],
+        has_host_table: bool = False,
+        section: Section | None = None,
+        adapt: Callable[[nn.Module], None] = lambda meta_model: None,
         on_demand: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
@@ -86,12 +92,7 @@ class BoundModel:
         source_of = {name: name for name in stored if not name.startswith(inside)} | shared
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
-            ids = names[self.meta_model.get_input_embeddings()]
-            held = {
-                name: section.has_table if name.startswith(ids) else section.has_head
-                for name in source_of
-            }
-            source_of = {name: source for name, source in source_of.items() if held[name]}
+            source_of = _kept_by(section, source_of, names[self.meta_model.get_input_embeddings()])
         self._layers, *others = layer_stacks(self.meta_model)
         blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
         self._tables = tables_around(self.meta_model, blocks) if has_host_table else []
@@ -123,7 +124,7 @@ class BoundModel:
 
     def _lay_out(
         self,
-        own: Sequence[Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]],
+        own: Sequence[Mapping[str, Stack]],
         *,
         on_demand: bool,
     ) -> None:
@@ -149,8 +150,9 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """The first layer that is like most: with routed experts where these come alone, and with
-        keys and values of its own.
+        """Return the first layer that is like most.
+
+        It has routed experts where these come alone, and keys and values of its own.
         """
         return next((layer for layer in self._experts_of if not self._borrows_keys(layer)), 0)
 
@@ -179,7 +181,7 @@ class BoundModel:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes that `read_rest` reads."""
+        """Return the bytes that `read_rest` reads."""
         return self._beside.layout.slab_bytes + (
             0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
         )
@@ -189,6 +191,11 @@ class BoundModel:
         companions_of = self._beside.companions(slab)
         self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
         self._expanded.keep(companions_of)
+
+    def bring_samples(self, fetch: Callable[[SlabLayout], np.ndarray]) -> None:
+        """Let a few experts stand for all that come on demand, to try and to time by."""
+        if self.experts:
+            self.bring_experts(sample_of(self.experts[0].records, fetch, self.place))
 
     def bring_experts(self, bring: Bring) -> None:
         """Let routed experts come by `bring`; it calls layers by their places in `experts`."""
@@ -234,16 +241,30 @@ class BoundModel:
         experts = self._experts_of.get(layer)
         return [self._layouts[layer], *(experts.records[:1] if experts else ())]
 
-    def hold_layer(self, layer: int) -> None:
-        """Quantise the matrices of a layer that is bound for good, where they are to be held so.
+    @property
+    def layers_bytes(self) -> int:
+        """Return the bytes that `hold_layers` reads."""
+        return sum(layout.slab_bytes for layout in self._layouts)
 
-        Its slab can then go.
+    def hold_layers(
+        self,
+        fetch: Callable[[SlabLayout], np.ndarray],
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Read and bind all layers for good, one by one, quantised where they are to be held so.
+
+        `on_bytes` hears of the size of each. Raises what `fetch` raises.
         """
+        for layer, layout in enumerate(self._layouts):
+            self.bind_layer(layer, fetch(layout))
+            if self.held is not None:
+                # its slab can go then
+                places = self._layer_places[layer].values()
+                self.held.take_layer(self._blocks[layer], places, self._expanded)
+                self._expanded.unbind(layer)
+            on_bytes(layout.slab_bytes)
         if self.held is not None:
-            self.held.take_layer(
-                self._blocks[layer], self._layer_places[layer].values(), self._expanded
-            )
-            self._expanded.unbind(layer)
+            self.held.settle()
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good.
@@ -339,3 +360,12 @@ class BoundModel:
         return next(
             (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
         )
+
+
+def _kept_by(section: Section, source_of: Mapping[str, str], table: str) -> dict[str, str]:
+    """Return the sources of parameters around the layers that a section has; `table` is a prefix."""
+    return {
+        name: source
+        for name, source in source_of.items()
+        if (section.has_table if name.startswith(table) else section.has_head)
+    }
