@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from offload.calibration.expansions import choose_expansion
 from offload.calibration.link import link_bytes_per_s
-from offload.calibration.startup import pick_threads
+from offload.calibration.threads import pick_threads
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.identity import ModelIdentity, identity_of, proved
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
@@ -23,7 +23,7 @@ from offload.distributed.transport import Transport
 from offload.engine.build import send_beside_layers
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
-from offload.model.streamed import SectionModel
+from offload.model.section import SectionModel
 from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
 from offload.rank_roles import require_place
@@ -155,8 +155,9 @@ def load_section(
         sight=sight,
     )
     resources.callback(store.close)
-    for note in send_beside_layers(device, plan, resources, model):
-        run.hooks.on_note(note)
+    if plan.is_streamed:
+        for note in send_beside_layers(device, resources, model):
+            run.hooks.on_note(note)
     model.read_rest(store.fetch)
     model.expand_with(choose_expansion(model, store.fetch, device).expansion)
     torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)

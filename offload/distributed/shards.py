@@ -30,7 +30,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.meta import layer_stacks
 from offload.model.parts import BatchPart
 from offload.model.places import is_plain_product
-from offload.model.streamed import SectionModel
+from offload.model.section import SectionModel
 from offload.model.target import Target
 from offload.sampling.sampler import Logits
 from offload.stats import RankFigures

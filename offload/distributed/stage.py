@@ -34,7 +34,7 @@ from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart
-from offload.model.streamed import SectionModel
+from offload.model.section import SectionModel
 from offload.sampling.sampler import Logits, Sampler, or_no_token
 from offload.streaming.layers import Layers
 from offload.units import Sampling
