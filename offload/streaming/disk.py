@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class ByteSource(Protocol):
 
     @property
     def note(self) -> str | None:
-        """A line for the user when the fast way to read is not open."""
+        """Return a line for the user when the fast way to read is not open."""
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start filling page-aligned uint8.
@@ -65,6 +66,19 @@ def finish(reads: Iterable[Future[None]]) -> None:
     """Return once all of these reads have arrived. Raises `ReadError`."""
     for read in reads:
         read.result()
+
+
+def when_all_done(parts: Sequence[Future[Any]], call: Callable[[Future[Any]], object]) -> None:
+    """Call with the last of these futures once all are done, in the thread that has done it."""
+    # a count is one step, also where several readers meet here
+    num_done = count(1)
+
+    def one_done(part: Future[Any]) -> None:
+        if next(num_done) == len(parts):
+            call(part)
+
+    for part in parts:
+        part.add_done_callback(one_done)
 
 
 def drop(reads: Iterable[Future[None]]) -> None:
@@ -236,7 +250,8 @@ class DiskReader(ByteSource):
             done += count
         if Stamp.of(fd) != stamp:
             raise ReadError(
-                f"{self.paths[request.shard].name} was written to while in use: load the model again"
+                f"{self.paths[request.shard].name} was written to while in use: load the model "
+                f"again"
             )
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
