@@ -23,6 +23,7 @@ from torch import Tensor
 
 from offload.calibration.invariance import Invariance
 from offload.checkpoint.cuts import Section, checkpoint_of
+from offload.checkpoint.generation_config import end_ids_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.t5 import has_encoder
 from offload.distributed.draft import DraftTree, serve_draft
@@ -37,20 +38,16 @@ from offload.distributed.orders import (
 from offload.distributed.stage import Neighbours, PipelineStage, serve_stage
 from offload.distributed.transport import Channel, Transport
 from offload.drafting.base import NoDrafter, NoState
-from offload.engine.build import (
-    Vocabulary,
-    check_vocabulary,
-    end_ids_of,
-    resident_model,
-)
-from offload.engine.decoder import Decoder, DecoderConfig
+from offload.engine.build import resident_model
+from offload.engine.decoder import Decoder
+from offload.engine.decoder_config import DecoderConfig
 from offload.engine.generation import Run
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.sequence import Sequence
 from offload.engine.session import Models
-from offload.engine.text import Tokenizer, load_tokenizer
+from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
 from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
@@ -58,12 +55,12 @@ from offload.planning.cost_model import Traffic
 from offload.planning.selector import TreeSelector
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles, free_rows
+from offload.sampling.grammar_mask import Grammars
 from offload.stats import RankFigures, Transfers
 from offload.streaming.device import Device, computing_on
 from offload.threads import Mode, StepModes, ThreadPolicy
 from offload.timer import timed
 from offload.trees.spec import TreeSpec
-from offload.trees.verification import find_rule
 from offload.units import format_bytes, parse_size
 
 
@@ -336,14 +333,17 @@ def _settled(rank: _Rank, plan: MemoryPlan, tokenizer: Tokenizer | None) -> Deco
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context, identities)
     mode = Mode(torch.get_num_threads())
     threads = ThreadPolicy([mode.num_threads], StepModes(mode, mode))
+    end_ids = end_ids_of(files.target)
+    vocab_size = config_sizes(files.target)["vocab_size"]
     return DecoderConfig(
         plan=plan,
         models=models,
         trees=trees,
-        rule=find_rule(options.rule),
+        rule=options.rule,
         threads=threads,
         tokenizer=tokenizer,
-        end_ids=end_ids_of(files.target),
+        end_ids=end_ids,
+        grammars=Grammars(tokenizer, vocab_size, end_ids),
         invariance=Invariance(reason="several ranks run it"),
     )
 

@@ -1,18 +1,27 @@
-"""The processes that run one target together, as loading asks them; here: one process by itself."""
+"""The processes that run one target together, as loading asks them; here: one process by itself.
 
-from typing import Any
+How several ranks load a target `offload.distributed`, which lies above, says in `LOADERS`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.cost_model import NOTHING, Curve
 
+# called with the run, its first request, the resources to close in the end, and the transport
+LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}
+
 
 class Team:
     """A process that has all of the target."""
 
-    exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
-    notes: tuple[str, ...] = ()  # for the user
+    # what a pass takes beside computing, against its rows
+    exchange_s: Curve = NOTHING
+    # for the user
+    notes: tuple[str, ...] = ()
     is_alone = True
 
     def own(self, run: ResolvedRun) -> ResolvedRun:
@@ -28,5 +37,5 @@ class Team:
         """
 
     def target(self, *args: Any, **more: Any) -> Target:
-        """A `Target` of these arguments, which speaks for all."""
+        """Return a `Target` of these arguments, which speaks for all."""
         return Target(*args, **more)

@@ -32,7 +32,7 @@ from offload.checkpoint.t5 import has_encoder
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted, Hooks
-from offload.engine.load import open_run
+from offload.engine.opening import open_run
 from offload.engine.request import Request, encode
 from offload.engine.resolve import ResolvedRun, resolve
 from offload.engine.text import load_tokenizer

@@ -1,7 +1,0 @@
-"""How ranks that share one target load it: `offload.distributed`, which lies above, says so here."""
-
-from collections.abc import Callable
-from typing import Any, Literal
-
-# called with the run, its first request, the resources to close in the end, and the transport
-LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}
