@@ -256,7 +256,7 @@ class Decoder(TokenDecoder):
                 self._pool.borrow().target,
                 self.plan.max_prompt_rows + self.plan.num_nodes,
             )
-            self._compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
+            self._waiting.compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
             scores = scorer.score(wanted)
             self.num_score_passes += scorer.num_passes
             return scores

@@ -10,10 +10,7 @@ import threading
 import weakref
 from collections import abc
 from contextlib import ExitStack
-from functools import partial
 from typing import Self
-
-import torch
 
 from offload.drafting.base import Drafter
 from offload.drafting.lookup import NO_SOURCES
@@ -26,7 +23,6 @@ from offload.model.target import Target
 from offload.sampling.grammar import Grammar
 from offload.sampling.sampler import Sampler
 from offload.thread_waiting import ThreadWaiting
-from offload.threads import Mode
 from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule, not_exact_line
 from offload.units import Sampling
@@ -84,10 +80,10 @@ class TokenDecoder:
             drafter.share_states([one.draft for one in sets])
         self._pool = CachePool(sets, self._start)
         self.num_score_passes = 0
-        # a method of this would make a cycle
-        self._compute_in = partial(_compute_in, self._waiting)
+        # methods of this decoder would make a cycle
+        compute_in = self._waiting.compute_in
         self._speculation = SpeculationStep(
-            target, drafter, self.threads, self._compute_in, self._prompt_rows, self._trees.took
+            target, drafter, self.threads, compute_in, self._prompt_rows, self._trees.took
         )
         found = [
             self.plan.num_slots and target.stream.note,
@@ -187,12 +183,6 @@ class TokenDecoder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _compute_in(waiting: ThreadWaiting, mode: Mode) -> None:
-    torch.set_num_threads(mode.num_threads)
-    if mode.num_threads > 1:
-        waiting.let_sleep(mode.is_asleep)
 
 
 def _close_dropped(resources: ExitStack) -> None:

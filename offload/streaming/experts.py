@@ -30,6 +30,7 @@ from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
 from offload.streaming.device import Device, Event, HostDevice, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
+from offload.streaming.stage import carried
 
 # NaN in every float format we stream
 _POISON = 0xFF
@@ -257,17 +258,10 @@ class ExpertPool:
             self._device.fill(self._slots[slot], _POISON, self._device.copies)
         # a transfer that is not noted would write over what comes into the slot later
         with held_back():
-            self._arriving[slot] = _Transfer.of(self._carried(block, slot))
+            free = self._free.get(slot, self._opened)
+            parts = carried(self._carry, block, self._slots[slot], free)
+            self._arriving[slot] = _Transfer.of(parts)
         self.bytes_read += self.records[block].slab_bytes
-
-    def _carried(self, block: int, slot: int) -> Sequence[Future[Any]]:
-        try:
-            return self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
-        # raised where the block is waited for
-        except Exception as error:
-            failed = Future[None]()
-            failed.set_exception(error)
-            return [failed]
 
     def _drop(self, slot: int) -> None:
         """Return once nothing is on its way to a slot."""
