@@ -146,13 +146,13 @@ def load_section(
     place = torch.device("cpu") if device is None else device.place
     model = SectionModel(checkpoint, section, run.options.dtype, place, **more)
     resources.callback(model.close)
-    sight = WeightScan(checkpoint, run.hooks.on_note)
-    sight.expect(model.layer_layouts, plan.tier_L)
+    scan = WeightScan(checkpoint, run.hooks.on_note)
+    scan.expect(model.layer_layouts, plan.tier_L)
     store = run.open_source(
         checkpoint.shards,
         stamps=checkpoint.stamps,
         rate_limit_bytes_per_s=run.options.limit_bytes_per_s,
-        sight=sight,
+        watcher=scan,
     )
     resources.callback(store.close)
     if plan.is_streamed:

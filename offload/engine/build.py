@@ -134,13 +134,13 @@ def open_pair(
 
 
 def _open_files(
-    run: ResolvedRun, checkpoint: Checkpoint, limit_bytes_per_s: float | None, sight: Watcher
+    run: ResolvedRun, checkpoint: Checkpoint, limit_bytes_per_s: float | None, watcher: Watcher
 ) -> ByteSource:
     return run.open_source(
         checkpoint.shards,
         stamps=checkpoint.stamps,
         rate_limit_bytes_per_s=limit_bytes_per_s,
-        sight=sight,
+        watcher=watcher,
     )
 
 
@@ -160,8 +160,8 @@ def read_pair(pair: ModelPair) -> list[ExpansionChoice]:
     target.bring_samples(pair.store.fetch)
     choices = [_pick_expansion(pair, target, pair.store)]
     if draft is not None:
-        sight = pair.models.identities.watching("draft", pair.scans[1])
-        source = _open_files(pair.run, draft.checkpoint, None, sight)
+        watcher = pair.models.identities.watching("draft", pair.scans[1])
+        source = _open_files(pair.run, draft.checkpoint, None, watcher)
         with closing(source):
             count(draft.read_rest(source.fetch, target))
             choices.append(_pick_expansion(pair, draft, source))
@@ -240,8 +240,8 @@ def resident_model(
     They are scanned where `found` is there to hear of damage, see `WeightScan`.
     """
     model = open_model(checkpoint, dtype, place)
-    sight = None if found is None else WeightScan(checkpoint, found)
-    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, sight=sight)) as store:
+    watcher = None if found is None else WeightScan(checkpoint, found)
+    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)) as store:
         model.read_rest(store.fetch)
         if place == _HOST:
             model.expand_with(choose_expansion(model, store.fetch, None).expansion)

@@ -129,7 +129,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 class DiskReader(ByteSource):
     """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    `sight` looks at what is read. Raises `ReadError` where files no longer have the `stamps` that
+    `watcher` looks at what is read. Raises `ReadError` where files no longer have the `stamps` that
     are given.
     """
 
@@ -139,12 +139,12 @@ class DiskReader(ByteSource):
         *,
         stamps: Sequence[Stamp] = (),
         rate_limit_bytes_per_s: float | None = None,
-        sight: Watcher | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self._files, self.is_direct = _open_all(shards)
         self.paths = tuple(shards)
         self.rate_limit_bytes_per_s = rate_limit_bytes_per_s
-        self._sight = sight
+        self._watcher = watcher
         self._stamps = [Stamp.of(fd) for fd in self._files]
         self._require_unchanged(stamps)
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
@@ -255,8 +255,8 @@ class DiskReader(ByteSource):
             )
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
-        if self._sight is not None:
-            self._sight.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
+        if self._watcher is not None:
+            self._watcher.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
         with self._count:
             self.bytes_read += done
 
