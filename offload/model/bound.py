@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.layout import SlabLayout, Stack, is_coded, slab_layout
+from offload.checkpoint.layout import SlabLayout, Stack, TensorPart, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
@@ -81,6 +81,8 @@ class BoundModel:
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         adapt(self.meta_model)
         let_experts_choose_rows(self.meta_model)
+
+        # what each parameter is called in the model, and which tensors of the files it comes from
         names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
         inside = tuple(names[block] for stack in layer_stacks(self.meta_model) for block in stack)
         places = parameter_places(self.meta_model)
@@ -93,41 +95,46 @@ class BoundModel:
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
             source_of = _kept_by(section, source_of, names[self.meta_model.get_input_embeddings()])
+
+        # the layers that are left, an encoder's last, and the tables that stay on the host
         self._layers, *others = layer_stacks(self.meta_model)
-        blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
-        self._tables = tables_around(self.meta_model, blocks) if has_host_table else []
+        self._blocks = [block for stack in (self._layers, *others) for block in stack]
+        self._tables = tables_around(self.meta_model, self._blocks) if has_host_table else []
         self._move_buffers()
-        self._layer_places = [below(places, names[block]) for block in blocks]
+
+        # slabs: one for each layer, one for what lies around them, and one for what is coded there
+        self._layer_places = [below(places, names[block]) for block in self._blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
-        self._lay_out([below(stored, names[block]) for block in blocks], on_demand=on_demand)
+        self._lay_out([below(stored, names[block]) for block in self._blocks], on_demand=on_demand)
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
-        self.rest_layout = slab_layout(
-            {name: one for name, one in rest.items() if name not in coded}
-        )
-        prefixes = (names[block] for block in blocks)
-        layouts = dict(zip(prefixes, self._layouts, strict=True))
+        plain = {name: one for name, one in rest.items() if name not in coded}
+        self.rest_layout = slab_layout(plain)
+        self._expand_late(names, coded)
+        self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
+        self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def _expand_late(
+        self, names: Mapping[nn.Module, str], coded: Mapping[str, Sequence[TensorPart]]
+    ) -> None:
+        """Let modules expand coded weights just before they run, and those around layers once."""
+        layouts = {
+            names[block]: layout for block, layout in zip(self._blocks, self._layouts, strict=True)
+        }
         records = {
             f"{names[one.module]}{index}.": record
             for one in self.experts
             for index, record in enumerate(one.records)
         }
-        self._beside = CompanionScratch(checkpoint.directory.name, coded, layouts | records)
+        self._beside = CompanionScratch(self.checkpoint.directory.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
-            self._layouts, self._layer_places, place, self.dtype, [*records.values()]
+            self._layouts, self._layer_places, self.place, self.dtype, [*records.values()]
         )
         self._expanded_rest: dict[str, Tensor] = {}
-        self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
-        self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks: list[Any] = self._expanded.hooks
-        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def _lay_out(
-        self,
-        own: Sequence[Mapping[str, Stack]],
-        *,
-        on_demand: bool,
-    ) -> None:
+    def _lay_out(self, own: Sequence[Mapping[str, Stack]], *, on_demand: bool) -> None:
         """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
         found = [
             find_experts(*one) if on_demand else (None, set())
