@@ -22,7 +22,8 @@ ROUTED_NAME = re.compile(rf"^(?:.*?\.)?layers\.(\d{{1,9}})\..*?{MIXTURE}(?:(\d{{
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 SCRATCH_ALIGN_BYTES = 256
-_MOST_EXPERTS = 65_536  # of any model, in a layer
+# Experts of a layer, of any model that is taken.
+_MOST_EXPERTS = 65_536
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
 Record = tuple[int, int]  # layer and expert

@@ -26,10 +26,14 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import STORED
 
-BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
-_PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
-_MATRIX_ALIGN_BYTES = 64  # of a float32 matrix: MKL's result depends on alignment below it
-_MAX_GAP_BYTES = 64 << 10  # reading over a small gap is cheaper than starting a new run
+# Alignment that O_DIRECT asks of offsets, addresses and lengths.
+BLOCK_BYTES = 4096
+# Scattered parameters begin as vector units and GPUs like it.
+_PARAMETER_ALIGN_BYTES = 256
+# A float32 matrix begins a cache line: MKL's result depends on alignment below it.
+_MATRIX_ALIGN_BYTES = 64
+# Reading over a small gap is cheaper than starting a new run.
+_MAX_GAP_BYTES = 64 << 10
 _LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
 

@@ -17,11 +17,14 @@ _LAYER = re.compile(
     r"rg_lru\.recurrent_param)$"
 )
 _GATE = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.self_attn\.output_gate\.weight$")
-_FLOAT_BYTES = 4  # states and what they are computed with
-# of a row's heads, while a prompt is read: what `torch_chunk_gated_delta_rule` holds at once
+# States, and what they are computed with, are float32.
+_FLOAT_BYTES = 4
+# Copies of a row's heads that `torch_chunk_gated_delta_rule` holds while it reads a prompt.
 _COPIES = 12
-_CHUNK_ROWS = 64  # of the same
-_CHUNKS = 5  # chunk-wide numbers of a row and head that it holds, or a scan of Mamba2
+# Rows of its chunks.
+_CHUNK_ROWS = 64
+# Chunk-wide numbers of a row and head that it holds, or a scan of Mamba2.
+_CHUNKS = 5
 
 
 class RecurrentShape(NamedTuple):

@@ -39,9 +39,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # beyond any tensor that a file can hold; arithmetic on them stays cheap
 _MAX_DIMS = 8
 _MAX_SIZE = 2**63
-# of a model; Kimi K2 with four for each matrix has 280,000, and a million take a minute
+# Kimi K2 with four for each matrix has 280,000 tensors, and a million take a minute.
 _MAX_TENSORS = 1 << 19
-_MAX_NAME_CHARS = 1024  # patterns that names are told by take up to the square of it
+# Patterns that names are told by take up to the square of it.
+_MAX_NAME_CHARS = 1024
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
 _AGAIN = "download the checkpoint again"

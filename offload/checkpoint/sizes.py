@@ -31,15 +31,18 @@ from offload.encoding.base import PLAIN_OF, Encoding
 from offload.errors import UserError
 
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
-_PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
+# Gemma 3n and 4 have a table of inputs to every layer.
+_PER_LAYER = "embed_tokens_per_layer"
 _TABLE_NAME = re.compile(
     rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$"
 )
 _INNER_NAME = re.compile(r"\blayers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
 _EXPERT = re.compile(rf"\.{MIXTURE}.*")
-_INNER_COPIES = 3  # of a row within a feed-forward: gate, what it lets through, and up
+# A row lies in a feed-forward three times: the gate, what it lets through, and up.
+_INNER_COPIES = 3
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
-_MAX_SIZE = 1 << 63  # products of such numbers can still be told
+# Products of larger numbers could not be told in words any more.
+_MAX_SIZE = 1 << 63
 _MAX_STREAMS = 1 << 16
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = (

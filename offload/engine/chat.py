@@ -19,7 +19,8 @@ from offload.units import Sampling, require
 
 # what is wrong with it is wrong with every question
 _GREETING = {"role": "user", "content": "Hello"}
-_INCOMPLETE = "\ufffd"  # a character that an answer was cut short in
+# What an answer that was cut short within a character ends with.
+_INCOMPLETE = "\ufffd"
 
 
 class Chat:

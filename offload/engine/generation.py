@@ -19,7 +19,8 @@ from offload.planning.selector import TreeChoice
 from offload.stats import Stats
 from offload.units import Sampling
 
-_TEXT_SHOWN = 60  # characters of it, where a result is looked at
+# Characters of a text in the repr of a result.
+_TEXT_SHOWN = 60
 FinishReason = Literal["stop", "length", "interrupted"]
 
 

@@ -13,7 +13,7 @@ from offload.memory.planner import ModelFiles
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
 from offload.streaming.summing import Watchers, difference, with_sum
 
-# that are read for a sum which lacks no more, such as a table that no pass needs
+# A sum that lacks no more than this is completed by reading, such as a table no pass needs.
 _LITTLE_BYTES = 64 << 20
 
 

@@ -16,7 +16,8 @@ from offload.engine.request import Request
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.errors import RunError
 
-MOST_PIECES = 64  # that wait for a reader; more become part of the last one
+# Pieces that wait for a reader; further ones become part of the last.
+MOST_PIECES = 64
 
 
 class Cancelled(RunError):  # noqa: N818

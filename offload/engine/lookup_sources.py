@@ -16,7 +16,7 @@ from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_match_length
 from offload.units import format_bytes, require
 
-# of a file that is counted in memory, which no plan counts: a tenth of what runtimes take
+# Text that is counted in memory, which no plan has: a tenth of what runtimes take.
 MOST_TEXT_BYTES = 1 << 20
 
 

@@ -24,7 +24,8 @@ from offload.errors import RunError, UserError
 from offload.model.target import Target
 from offload.stats import Transfers
 
-_RECENT_S = 60.0  # what rates are of
+# Rates are told of the passes of the last minute.
+_RECENT_S = 60.0
 _MOST_RECENT = 256
 _NOTHING = Transfers()
 

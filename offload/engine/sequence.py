@@ -233,7 +233,8 @@ class Sequence:
         self.sampler.cut(self.new_ids)
 
 
-LEAST_COPIED = 16  # tokens: computing fewer once more takes no longer
+# Copying fewer tokens from another text takes as long as computing them.
+LEAST_COPIED = 16
 
 
 class _Place:

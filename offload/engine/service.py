@@ -14,7 +14,7 @@ from offload.engine.scheduler import EngineFigures, Scheduler
 from offload.errors import UserError
 from offload.machine import give_back_memory
 
-# after which C's allocator gives back what it keeps: the next request then pays for new pages
+# An idle server gives memory back then, and the next request pays for new pages.
 _IDLE_S = 5.0
 _ASK_LATER = "the server is closing: ask again later"
 

@@ -37,7 +37,8 @@ from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
 from offload.units import require
 
-SUM = "crc32"  # the note that has the checksum of all that lies behind the header
+# The note that has the checksum of all that lies behind the header.
+SUM = "crc32"
 _TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
 
 

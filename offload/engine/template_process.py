@@ -23,13 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_CPU_S = 5  # for a request; templates take milliseconds
-# for what neither computes nor answers, such as a process that was stopped; and for its start
+# Seconds of a processor for one request; templates take milliseconds.
+_CPU_S = 5
+# Wall time for an answer, and for the start: the process may be stopped from outside.
 _WAIT_S = 60.0
-_MOST_CHARS = 1 << 20  # that a template writes beside what it was told
-_TIMES_TOLD = 8  # of the characters of what it was told, which it may repeat and write as JSON
-_ESCAPED = 12  # characters of JSON for one of text, at most
-_MOST_TOLD = 1000  # characters of an error at the start
+# Characters that a template may write beside what it was told.
+_MOST_CHARS = 1 << 20
+# It may repeat what it was told, and write it as JSON, this many times as long.
+_TIMES_TOLD = 8
+# Characters of JSON for one of text, at most.
+_ESCAPED = 12
+# Characters of an error at the start.
+_MOST_TOLD = 1000
 _READY = b"ready\n"
 
 

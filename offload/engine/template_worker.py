@@ -18,8 +18,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-_MEMORY_BYTES = 512 << 20  # beside what it takes to be there
-_MOST_TOLD = 1000  # characters of an error
+# Memory beside what the process takes before its first request.
+_MEMORY_BYTES = 512 << 20
+# Characters of an error.
+_MOST_TOLD = 1000
 _PAGES = "/proc/self/statm"
 
 

@@ -16,11 +16,14 @@ from offload.engine.template_process import TemplateExceeded, TemplateFailed, te
 from offload.errors import UserError, ensure, refusing
 from offload.memory.planner import ModelFiles
 
-_REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-_PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
-# decoded before the new ones, because some tokenizers glue or drop a leading space
+# What an incomplete UTF-8 sequence decodes to.
+_REPLACEMENT = "\ufffd"
+# Models that also see have their template here, where tokenizers do not look.
+_PROCESSOR_TEMPLATE = "chat_template.json"
+# Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
-_SPACE = "\u2581"  # SentencePiece's
+# SentencePiece writes a space so.
+_SPACE = "\u2581"
 
 
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import

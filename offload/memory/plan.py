@@ -16,23 +16,27 @@ from offload.units import NOISE_POSITIONS, format_bytes
 
 # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
 PROMPT_ROWS = 512
-# of a feed-forward on a CPU, which takes its rows part by part: also the most of one product
+# Rows that a feed-forward on a CPU takes at a time, and the most of one product.
 INNER_ROWS = 256
 # scores, keys and values in float32 while rows attend in the order of their paths
 PATH_SCRATCH_BYTES = 16 << 20
+# One layer computes while the next is read; a third slot evens out what takes longer.
 MIN_SLOTS = 2
 WANTED_SLOTS = 3
-# slots with which any pass gets through: one is computed with while another is read
+# Expert slots with which any pass gets through: one computes while another is read.
 MIN_EXPERTS = 2
-# of experts that are read meanwhile: a disk is busy with less, and goes on while they compute
+# Experts that are read ahead: a disk is busy with less, and goes on while they compute.
 _AHEAD_BYTES = 32 << 20
-_RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
-# of all rows of a pass: recurrent layers with larger ones take row by row
+# Copies of a pass's scores while a tree grows: perturbed, joined, weighted, as chances.
+_RANKING_COPIES = 4
+# States of all rows of a pass up to which they take steps together; else row by row.
 WIDE_STATES_BYTES = 16 << 20
-# of a text: behind what is committed, behind its last prompt, and what a pass or a commit makes
+# A text keeps a state behind its committed rows, one behind its last prompt, and a new one.
 _KEPT_STATES = 3
-_STATE_COPIES = 6  # while states take a step
-DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
+# Copies of a state while it takes a step.
+_STATE_COPIES = 6
+# Scratch of one draw: a block of float64 numbers, their keys, their order.
+DRAW_BYTES = 16 << 20
 
 
 class LayerTier(StrEnum):

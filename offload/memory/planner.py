@@ -64,13 +64,14 @@ HOST_RUNTIME_BYTES = 1 << 30
 # larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-# a shorter one is no remedy
+# A context below this is not offered as a remedy.
 _LEAST_CONTEXT = 64
 _ROOMY_BYTES = 1 << 59
-# of free memory, left to other work on the machine
+# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
-_GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
+# Free memory of a GPU that is left to what else it shows.
+_GPU_RESERVE_SHARE = 0.02
 
 
 class ModelFiles(NamedTuple):

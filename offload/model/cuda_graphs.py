@@ -29,10 +29,11 @@ Work = Callable[[], None]
 Record = Callable[[Work], Work]
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-# passes of another text in a row, until it gets the recordings: to make them takes as long as many
+# Passes of another text in a row until it gets the recordings: making them takes as long.
 _PATIENCE = 32
-_INPUTS = 3  # of each row: its token, its position, the slot that it is written to; then its walk
-# of a walk: what a row has behind the prefix that all share, some hundred nodes deep
+# Each row has a token, a position and the slot it is written to; then its walk.
+_INPUTS = 3
+# A walk has what lies behind the prefix that all rows share, some hundred nodes deep.
 _MOST_COLUMNS = 4 * BLOCK
 
 

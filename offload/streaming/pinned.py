@@ -54,7 +54,7 @@ def _parse_list(text: str) -> frozenset[int]:
 
 _PAGE_BYTES = 4096
 _NO_LIMIT = 1 << 62
-# touched by one thread at a time
+# Bytes that one thread touches at a time.
 _TOUCH_BYTES = 64 << 20
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _HOST_POINTER = 91

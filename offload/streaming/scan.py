@@ -32,14 +32,18 @@ from offload.checkpoint.numbers import (
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
 from offload.memory.plan import LayerTier
 
-TURNS = 16  # sweeps until all of what passes has been looked at
-# of a read, which has its turn in every second sweep: asking alone takes time as well
+# Sweeps until all of what passes has been looked at.
+TURNS = 16
+# Parts of one read; it has a turn in every second sweep, since asking alone takes time.
 _NUM_STRIPES = TURNS // 2
-_STRIPE_BYTES = 16 << 10  # so damage of 3 MiB in a row shows in the first sweep
-_LEAST_BYTES = 128 << 10  # of a tensor in one read; less is looked at whole, which costs nothing
+# Runs are this short so that damage of 3 MiB in a row shows in the first sweep.
+_STRIPE_BYTES = 16 << 10
+# A smaller part of a tensor is looked at whole, which costs nothing.
+_LEAST_BYTES = 128 << 10
 _ASK = "offload verify says how much is damaged"
 _Range = tuple[int, int]
-_MOST_TOLD = 5  # tensors that are not finite: where all are, hundreds of lines would not be read
+# Tensors that are named as not finite: where all are, hundreds of lines would not be read.
+_MOST_TOLD = 5
 
 
 class _Watched(NamedTuple):
