@@ -25,11 +25,11 @@ from offload.engine.build import (
 from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.lookup_sources import open_sources
+from offload.engine.ranks import LOADERS
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
-from offload.engine.team import LOADERS, Team
+from offload.engine.team import Team
 from offload.planning.selector import RunSettings, TreeSelector
-from offload.streaming.device import computing_on
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
@@ -37,7 +37,7 @@ from offload.streaming.layers import open_layers
 def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = None) -> Decoder:
     """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
     roles = run.options.roles()
-    with computing_on(run.device), ExitStack() as resources:
+    with run.computing(), ExitStack() as resources:
         if roles is None:
             return _open(run, request or Request(), Team(), resources)
         if roles.is_sharded:

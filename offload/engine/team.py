@@ -1,18 +1,11 @@
-"""The processes that run one target together, as loading asks them; here: one process by itself.
+"""The processes that run one target together, as loading asks them; here: one process by itself."""
 
-How several ranks load a target `offload.distributed`, which lies above, says in `LOADERS`.
-"""
-
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.cost_model import NOTHING, Curve
-
-# called with the run, its first request, the resources to close in the end, and the transport
-LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}
 
 
 class Team:

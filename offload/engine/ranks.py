@@ -1,0 +1,10 @@
+"""How ranks that share one target load it: `offload.distributed`, which lies above, says so here.
+
+`import offload` reads this file, so it imports nothing that takes time.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+# called with the run, its first request, the resources to close in the end, and the transport
+LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}
