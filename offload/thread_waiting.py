@@ -11,6 +11,8 @@ import threading
 
 import torch
 
+from offload.threads import Mode
+
 _BYTES_PER_THREAD = 1 << 17  # of an addition that torch spreads over all threads
 
 
@@ -21,13 +23,19 @@ class ThreadWaiting:
         self._ended: threading.Event | None = None
         self._thread = threading.Thread()
 
+    def compute_in(self, mode: Mode) -> None:
+        """Compute with this mode's threads from now on, which wait as it says."""
+        torch.set_num_threads(mode.num_threads)
+        if mode.num_threads > 1:
+            self.let_sleep(mode.is_asleep)
+
     def let_sleep(self, is_asleep: bool) -> None:
         """Let waiting threads sleep at once, or spin for a while first."""
         if is_asleep and self._ended is None:
-            self._ended, started = threading.Event(), threading.Event()
-            arguments = started, self._ended
+            self._ended = threading.Event()
+            started = threading.Event()
             self._thread = threading.Thread(
-                target=_keep_team, args=arguments, name="offload-idle", daemon=True
+                target=_keep_team, args=(started, self._ended), name="offload-idle", daemon=True
             )
             self._thread.start()
             started.wait()

@@ -130,7 +130,8 @@ class _Choice:
         self.usual = start
         self._move = ""
         self._seen_s = seen_s
-        self._recent, self._tried = deque[float](maxlen=_NUM_RECENT), list[float]()
+        self._recent = deque[float](maxlen=_NUM_RECENT)
+        self._tried = list[float]()
         self._wait = self._waits(_FIRST_WAIT)  # steps until each is tried
         self._compared_s = float("inf")  # the usual time when modes were last compared
         self._has_judged = False
@@ -146,7 +147,8 @@ class _Choice:
             # what was usual before is over
             self._recent = deque(list(self._recent)[-_NUM_TRIED:], _NUM_RECENT)
             # others are there: leave more
-            self._compared_s, self._wait["fewer"] = median(self._recent), 0
+            self._compared_s = median(self._recent)
+            self._wait["fewer"] = 0
             if not self.usual.is_asleep:
                 self._wait["other way"] = 0
         self._try_next()
@@ -188,12 +190,10 @@ class _Choice:
         for move in sorted(self._wait, key=self._wait.__getitem__):
             mode = self._after(move)
             if mode is not None and self._wait[move] <= 0:
-                self.mode, self._move, self._tried, self._compared_s = (
-                    mode,
-                    move,
-                    [],
-                    median(self._recent),
-                )
+                self.mode = mode
+                self._move = move
+                self._tried = []
+                self._compared_s = median(self._recent)
                 return
 
     def _after(self, move: str) -> Mode | None:
@@ -225,7 +225,8 @@ class _Choice:
             self.mode = self.usual
             self._move = ""
         else:
-            self.usual, self._recent = self.mode, deque(self._tried, _NUM_RECENT)
+            self.usual = self.mode
+            self._recent = deque(self._tried, _NUM_RECENT)
             self._wait = self._waits(1)
             self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
             self._move = ""

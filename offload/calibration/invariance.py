@@ -15,11 +15,16 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
+from offload.machine import cpu_name, num_cores
+from offload.memory.plan import MemoryPlan
 from offload.model.index_choice import choosing_few
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
 from offload.model.streamed import StreamedModel
+from offload.planning.options import LoadOptions
+from offload.streaming.device import Device
+from offload.threads import ThreadPolicy, thread_ladder
 
 # of the longest pass: of its first 64 positions the keys lie in a block that rows share
 _NUM_ROWS = 72
@@ -32,21 +37,82 @@ _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 class Invariance(NamedTuple):
-    """What was found."""
+    """Whether tokens have the same bits in any tree, and why not."""
 
-    thread_counts: tuple[int, ...] = ()  # with which it holds
-    reason: str = ""  # why it does not
+    # with which it holds
+    thread_counts: tuple[int, ...] = ()
+    # why it does not
+    reason: str = ""
     # that make it so; they refuse a product where no number of rows helps
     rows: InvariantRows | None = None
+    was_tried: bool = False
 
     @property
     def holds(self) -> bool:
-        """Whether it holds so far: a later layer may have a product that is refused."""
+        """Return whether it holds so far: a later layer may have a product that is refused."""
         return self.rows is not None and not self.rows.num_refused
+
+    def arithmetic(self, device: str) -> str:
+        """Return what the bits of keys and values depend on here.
+
+        It is empty where they depend on the rows beside as well.
+        """
+        if not self.holds:
+            return ""
+        # row sizes are those that hold with all of them
+        counts = ", ".join(map(str, self.thread_counts))
+        return f"{cpu_name()}, torch {torch.__version__}, {device}, {counts} threads"
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a line for the user where it was tried and does not hold."""
+        if not self.was_tried or self.holds:
+            return []
+        return [f"a tree may swap two tokens that lie closer than rounding ({self.reason})"]
 
 
 class _DifferError(Exception):
     """Two ways to compute a row gave different bits; the message says of what."""
+
+
+def settle_invariance(
+    model: StreamedModel,
+    fetch: Callable[[SlabLayout], np.ndarray],
+    options: LoadOptions,
+    threads: ThreadPolicy,
+    plan: MemoryPlan,
+    on_phase: Callable[[str], None],
+    *,
+    device: Device | None,
+    is_alone: bool,
+) -> Invariance:
+    """Make `model` invariant where that is wanted, and where it can be had.
+
+    It is asked by the least plan, and once more where only the chosen tree has brought it to stream
+    layers.
+
+    Args:
+        device: that computes; None is the CPU, which may do so with several counts of threads.
+        is_alone: no other rank computes rows of the model.
+
+    """
+    if not is_alone:
+        return Invariance(reason="several ranks share its rows")
+    if options.invariant is False:
+        return Invariance(reason="it is not wanted")
+    if options.invariant is None and not plan.is_streamed:
+        return Invariance(reason="nothing is streamed, so that it would take time")
+    if model.place.type != "cpu" and model.attend is None:
+        return Invariance(reason="the kernel of its attention does not run here")
+    on_phase("checking that all trees give the same bits")
+    counts = [torch.get_num_threads()]
+    if device is None:
+        counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
+    found = make_invariant(model, fetch, counts, plan.context)
+    # it may hold with these alone
+    if not found.holds and options.threads is not None and len(counts) > 1:
+        found = make_invariant(model, fetch, [options.threads], plan.context)
+    return found._replace(was_tried=True)
 
 
 def make_invariant(

@@ -139,6 +139,8 @@ class KernelChoice(NamedTuple):
     kernels: KernelSet
     # empty on a CPU, where no kernel runs
     comparisons: tuple[ComparisonOutcome, ...]
+    # for the user
+    notes: tuple[str, ...] = ()
 
 
 NO_KERNELS = KernelChoice(REFERENCES, ())

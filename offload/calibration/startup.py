@@ -7,35 +7,34 @@ yet while this runs, so readers that share the processor are not in these figure
 the full calibration, has them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
-from torch.nn.functional import linear
 
-from offload import machine as cores
 from offload.calibration.curves import SWEEP_SIZES, draft_curve, sweep_curve
+from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.link import LOCAL_BYTES_PER_S
-from offload.calibration.threads import Fastest, fastest_mode
+from offload.checkpoint.layout import SlabLayout
 from offload.drafting.model import ModelDrafter
-from offload.kernels.registry import REFERENCES, KernelSet
+from offload.kernels.jit import is_for_kernels
+from offload.memory.plan import MemoryPlan
+from offload.model.cuda_graphs import use_graphs
+from offload.model.norms import normalize_with
 from offload.model.streamed import StreamedModel
-from offload.model.wide_products import product_for
 from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.selector import RunSettings, TreeSelector
-from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
-from offload.streaming.disk import ByteSource
-from offload.threads import StepModes, ThreadPolicy, thread_ladder
-from offload.units import drafting_of
+from offload.streaming.device import Device
+from offload.threads import ThreadPolicy
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
 # Where a device computes: reading weights takes as long as the products of some 200 rows, and only
 # beyond does the curve rise as it goes on to the largest trees.
 DEVICE_SIZES = (*SWEEP_SIZES, 1024)
-# rows of a sweep and of a draft step
+# rows of a sweep
 _TYPICAL_NODES = 64
-_TYPICAL_DRAFTED = 8
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
@@ -43,17 +42,17 @@ def calibrate(
     trees: TreeSelector,
     target: StreamedModel,
     draft: StreamedModel | None,
-    store: ByteSource,
+    fetch: Callable[[SlabLayout], np.ndarray],
     settings: RunSettings,
     threads: ThreadPolicy,
-    *,
+    choice: KernelChoice,
     link: Callable[[], float],
-    kernels: KernelSet = REFERENCES,
 ) -> None:
     """Find out what an automatic choice needs to know, and tell `trees`.
 
     Args:
         target: embeddings and head are bound, no layer is bound yet.
+        fetch: reads the slab of a layer.
         link: measures the bytes per second that layers arrive with; it is asked where some do.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
@@ -67,14 +66,13 @@ def calibrate(
         sizes = [
             size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None
         ]
-        slab = store.fetch(target.layer_layouts[target.typical_layer])
+        slab = fetch(target.layer_layouts[target.typical_layer])
         draft_step_s = NOTHING
         compute_s = sweep_curve(target, slab, sizes)
         if draft is not None:
-            drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
-            sampler = Sampler(
-                settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels
-            )
+            drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, choice.kernels)
+            how = (settings.drafting, choice.kernels)
+            sampler = Sampler(settings.sampling, target.vocab_size, *how)
             torch.set_num_threads(threads.start.draft.num_threads)
             # a start would end it
             prompt = [int(0 in draft.start)] * _PROMPT_TOKENS + list(draft.start)
@@ -89,24 +87,24 @@ def calibrate(
         trees.costs = replace(profile.costs, link_bytes_per_s=trees.link_bytes_per_s)
 
 
-def pick_threads(
-    target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES
-) -> ThreadPolicy:
-    """Return the thread policy for this machine, beginning with the fastest counts.
+def pick_kernels(
+    target: StreamedModel,
+    draft: StreamedModel | None,
+    device: Device | None,
+    plan: MemoryPlan,
+    settings: RunSettings,
+) -> KernelChoice:
+    """Let a GPU use the kernels that agree with what runs without them.
 
-    For passes of so many rows, and for drafting. Ranks on one host compute at the same time, and
-    share its cores.
+    The draft's small passes are recorded with them.
     """
-    place = find_place()
-    ladder = thread_ladder(max(1, cores.num_cores() // (1 if place is None else place.num_on_host)))
-    sweep = _fastest(ladder, target, num_rows)
-    drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
-    return ThreadPolicy(
-        ladder, StepModes(drafting.mode, sweep.mode), (drafting.seen_s, sweep.seen_s)
-    )
-
-
-def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fastest:
-    width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
-    multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
-    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply=multiply)
+    if device is None or not is_for_kernels(device.place):
+        return NO_KERNELS
+    choice = choose_kernels(shapes_of(target, plan, settings.sampling, draft), device)
+    for model in filter(None, (target, draft)):
+        model.attend_with(choice.kernels.path_attention)
+        normalize_with(model.meta_model, choice.kernels.rms_norm)
+    if draft is None or draft.place.type != "cuda":
+        return choice
+    note = use_graphs(draft)
+    return choice._replace(notes=(note,) if note else ())

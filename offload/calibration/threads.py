@@ -8,9 +8,18 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, silu
 
+from offload import machine
+from offload.model.streamed import StreamedModel
+from offload.model.wide_products import product_for
+from offload.rank_roles import find_place
+from offload.streaming.device import Device
 from offload.thread_waiting import ThreadWaiting
-from offload.threads import Mode
+from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 from offload.timer import median_s, timed
+
+# rows of a sweep and of a draft step
+_TYPICAL_NODES = 64
+_TYPICAL_DRAFTED = 8
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -64,3 +73,45 @@ def fastest_mode(
 def _compute(rows: torch.Tensor, weight: torch.Tensor, multiply: Multiply) -> None:
     """Compute two products with elementwise work between: three waits of all threads."""
     multiply(silu(multiply(rows, weight)), weight)
+
+
+def thread_policy(
+    target: StreamedModel,
+    draft: StreamedModel | None,
+    num_rows: int,
+    fixed: int | None,
+    device: Device | None,
+) -> ThreadPolicy:
+    """Return the policy of a run, whose sweeps have so many rows.
+
+    A count that is named is `fixed`, and so is torch's own where a device computes.
+    """
+    if fixed is None and device is None:
+        return pick_threads(target, draft, num_rows)
+    count = fixed or torch.get_num_threads()
+    return ThreadPolicy([count], StepModes(Mode(count), Mode(count)))
+
+
+def pick_threads(
+    target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES
+) -> ThreadPolicy:
+    """Return the policy for this CPU, beginning with the fastest modes for sweeps and drafting.
+
+    `num_rows` are those of a sweep. Ranks on one host compute at the same time, and share its
+    cores.
+    """
+    place = find_place()
+    ladder = thread_ladder(
+        max(1, machine.num_cores() // (1 if place is None else place.num_on_host))
+    )
+    sweep = _fastest(ladder, target, num_rows)
+    drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
+    return ThreadPolicy(
+        ladder, StepModes(drafting.mode, sweep.mode), (drafting.seen_s, sweep.seen_s)
+    )
+
+
+def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fastest:
+    width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
+    multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
+    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply=multiply)

@@ -131,5 +131,6 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
             f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name"
         )
     return UserError(
-        f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, or give a folder"
+        f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, "
+        f"or give a folder"
     )

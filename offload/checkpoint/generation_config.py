@@ -70,6 +70,19 @@ def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     return (start,)
 
 
+def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
+    """Return the tokens that end a sequence, as transformers finds them.
+
+    The generation config comes first, then the model's. Raises `UserError`.
+    """
+    named = generation_settings(checkpoint).get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int for token in ids):
+        where = f"{checkpoint.directory.name}: eos_token_id must be a token id or several"
+        raise UserError(f"{where}, got {named!r}: fix it")
+    return frozenset(ids)
+
+
 def _read(model: str) -> dict[str, Any]:
     folder = Path(os.path.expanduser(model))
     if not os.path.isdir(folder):

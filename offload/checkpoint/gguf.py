@@ -187,7 +187,8 @@ def _checked_config(
     if settings.get("model_type") not in ARCHITECTURES[kind].model_types:
         named = settings.get("model_type", "none")
         raise UserError(
-            f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own model"
+            f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own "
+            f"model"
         )
     inner = settings.get("text_config")
     own = inner if isinstance(inner, dict) else settings
@@ -240,5 +241,6 @@ def _require_biases(
     if found - set(wanted):
         extra = f"{min(found - set(wanted))}_proj"
         raise UserError(
-            f"{where} has biases of {extra}, which its config has not: give `config` of its own model"
+            f"{where} has biases of {extra}, which its config has not: give `config` of its own "
+            f"model"
         )

@@ -64,7 +64,8 @@ def config_of(
     unknown = said.keys() - _KNOWN - more
     if unknown:
         raise UserError(
-            f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here: {_REMEDY}"
+            f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here: "
+            f"{_REMEDY}"
         )
     stated = stated_config(where, metadata)
     missing = next((key for key, own in _SIZES.items() if key not in stated), None)
@@ -132,7 +133,8 @@ def stated_config(where: str, metadata: Metadata) -> Config:
     stated["rope_theta"] = said.real("rope.freq_base")
     if said.get("attention.value_length", stated["head_dim"]) != stated["head_dim"]:
         raise UserError(
-            f"{where}: keys and values of different widths are not known here: take it in safetensors"
+            f"{where}: keys and values of different widths are not known here: take it in "
+            f"safetensors"
         )
     return _without_extra_layers(said, stated)
 
@@ -197,7 +199,8 @@ def require_factors(
         is_same = False
     if not is_same:
         raise UserError(
-            f"{where}: the config's rope scaling is not that of rope_freqs.weight in the file: {_REMEDY}"
+            f"{where}: the config's rope scaling is not that of rope_freqs.weight in the file: "
+            f"{_REMEDY}"
         )
 
 
@@ -231,7 +234,8 @@ class _ArchMetadata:
         if value is None or (type(value) in (int, float) and 0 < value < math.inf):
             return None if value is None else _shortest_decimal(value)
         raise UserError(
-            f"{self.where}: {self.arch}.{key} must be a number above 0, got {value!r:.80}: {_REMEDY}"
+            f"{self.where}: {self.arch}.{key} must be a number above 0, got {value!r:.80}: "
+            f"{_REMEDY}"
         )
 
 

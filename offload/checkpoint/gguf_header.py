@@ -207,7 +207,10 @@ def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple
     lo = header.number("<Q")
     kind = _TYPES.get(number, f"of type {number}")
     if kind not in BLOCKS and kind not in ENCODINGS:
-        what = f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M or Q8_0"
+        what = (
+            f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M "
+            f"or Q8_0"
+        )
         raise _not_read(number, what)
     if not all(0 < size < _MAX_SIZE for size in shape) or math.prod(shape) >= _MAX_SIZE:
         raise damaged(f"{where} has shape {list(shape)}")

@@ -253,7 +253,8 @@ class _Reader:
             yield name, self._changed(part, name, entry)
         else:
             raise UserError(
-                f"{self._where}: {own:.80} is not known of architecture {self._kind}: take the model in safetensors"
+                f"{self._where}: {own:.80} is not known of architecture {self._kind}: take the "
+                f"model in safetensors"
             )
 
     def _experts(
@@ -293,7 +294,7 @@ class _Reader:
             yield name, one._replace(shape=shape)
 
     def _changed(self, part: str, name: str, entry: TensorEntry) -> TensorEntry:
-        """A tensor with the coding that makes of it what the model has."""
+        """Return a tensor with the coding that makes of it what the model has."""
         architecture = self._architecture
         is_norm = name.endswith("norm.weight") and part != "ssm_norm"
         added = architecture.added if is_norm else 0
@@ -322,7 +323,7 @@ class _Reader:
         return entry
 
     def _tiles(self, part: str, name: str, shape: Sequence[int]) -> Tiles | None:
-        """The order of value heads in recurrent layers; None where it is the model's."""
+        """Return the order of value heads in recurrent layers; None where it is the model's."""
         if "linear_attn." not in name or part == "ssm_norm":
             return None
         num_groups, num_heads, key_width, value_width = (

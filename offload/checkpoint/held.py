@@ -18,11 +18,13 @@ from offload.encoding.base import Encoding
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
 # (docs/drafts.md).
 _GROUPS = (64, 32)
-_BLOCK_ROWS = 64  # rows are padded to a multiple of it
+# Rows are padded to a multiple of this.
+_BLOCK_ROWS = 64
 # Torch rounds so many numbers at once, which takes float32, codes and words for each.
 _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
-FEW_ROWS = 4  # up to so many rows a CPU uses integer products, unless trials say otherwise
+# Up to so many rows a CPU uses integer products, unless trials say otherwise.
+FEW_ROWS = 4
 _NOT_LINEAR = re.compile(rf"{MIXTURE}|\.(gate|router)\b|relative_attention_bias|embed|norm")
 
 

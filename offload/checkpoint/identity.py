@@ -33,14 +33,17 @@ MANIFEST = "manifest"
 SUM = "sum"
 # Two models whose sums differ are different; files and manifests may differ for the same model.
 _DECISIVE = (SUM, HUB)
-_NUM_SAMPLES = 2  # of each tensor
+# Samples of each tensor.
+_NUM_SAMPLES = 2
 _SAMPLE_BYTES = 2048
-_MOST_READS = 2048  # of all tensors together: a mixture of experts has tens of thousands
+# Reads of all tensors together: a mixture of experts has tens of thousands.
+_MOST_READS = 2048
 _NUM_READERS = 8
 _EXPERT = ".experts."
 _DIGEST_CHARS = 32
 _SUM_TEXT = re.compile(r"[0-9a-f]{32}")
-_VERSION = 1  # raise it when a sum or a digest is computed from anything else
+# Raise it when a sum or a digest is computed from anything else.
+_VERSION = 1
 # settings in config.json or tokenizer_config.json that only name things
 _NAMES_OF_CONFIG = (
     "_name_or_path",
@@ -253,7 +256,8 @@ def _read(
             ) from error
         if len(content[-1]) != num_bytes:
             raise ReadError(
-                f"{checkpoint.shards[shard].name} ends before byte {lo + num_bytes}: it was cut short"
+                f"{checkpoint.shards[shard].name} ends before byte {lo + num_bytes}: it was cut "
+                f"short"
             )
     return b"".join(content)
 

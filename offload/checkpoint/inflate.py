@@ -442,7 +442,8 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
         path = destination / name
         if not path.is_file() or path.stat().st_size != num_bytes:
             raise UserError(
-                f"{path} should be a file of {num_bytes} bytes: remove {destination} and start again"
+                f"{path} should be a file of {num_bytes} bytes: remove {destination} and start "
+                f"again"
             )
     return True
 
@@ -468,6 +469,9 @@ def _workspace(destination: Path) -> Iterator[Path]:
 def _check_disk(folder: Path, total_bytes: int) -> None:
     needed_bytes = total_bytes + _DISK_MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
-    sizes = f"needs {format_bytes(needed_bytes)} of disk, {folder.parent} has {format_bytes(free_bytes)}"
+    sizes = (
+        f"needs {format_bytes(needed_bytes)} of disk, {folder.parent} has "
+        f"{format_bytes(free_bytes)}"
+    )
     if needed_bytes > free_bytes:
         raise UserError(f"the inflated model {sizes}: free some or ask for less")

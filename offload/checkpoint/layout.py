@@ -26,10 +26,14 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import STORED
 
-BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
-_PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
-_MATRIX_ALIGN_BYTES = 64  # of a float32 matrix: MKL's result depends on alignment below it
-_MAX_GAP_BYTES = 64 << 10  # reading over a small gap is cheaper than starting a new run
+# Alignment that O_DIRECT asks of offsets, addresses and lengths.
+BLOCK_BYTES = 4096
+# Scattered parameters begin as vector units and GPUs like it.
+_PARAMETER_ALIGN_BYTES = 256
+# A float32 matrix begins a cache line: MKL's result depends on alignment below it.
+_MATRIX_ALIGN_BYTES = 64
+# Reading over a small gap is cheaper than starting a new run.
+_MAX_GAP_BYTES = 64 << 10
 _LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
 
@@ -38,6 +42,10 @@ class TensorPart(NamedTuple):
 
     entry: TensorEntry
     first: int = 0
+
+
+# shape and parts of a parameter; of a stack of experts the shape is (E, ...)
+Stack = tuple[tuple[int, ...], Sequence[TensorPart]]
 
 
 class SlabRead(NamedTuple):
@@ -106,7 +114,7 @@ class SlabLayout:
 
 
 def slab_layout(
-    parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
+    parameters: Mapping[str, Stack],
 ) -> SlabLayout:
     """Lay out parameters, name -> (shape, parts).
 
@@ -159,7 +167,7 @@ def group_by_layer(
 
 
 def _direct(
-    parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
+    parameters: Mapping[str, Stack],
     entries: list[TensorEntry],
 ) -> SlabLayout:
     pieces = []
@@ -188,7 +196,7 @@ def _direct(
 
 
 def _scattered(
-    parameters: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]],
+    parameters: Mapping[str, Stack],
 ) -> SlabLayout:
     pieces = []
     placed = {}
@@ -257,71 +265,6 @@ def _aligned_span(lo: int, hi: int) -> int:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-Stack = tuple[tuple[int, ...], Sequence[TensorPart]]  # shape (E, ...) and parts
-
-# Model types whose experts run one by one, for their own rows; the others multiply every row with
-# every expert.
-ON_DEMAND = frozenset(
-    (
-        "afmoe",
-        "aria_text",
-        "axk1",
-        "axk2",
-        "bailing_hybrid",
-        "beam",
-        "cohere2_moe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "dots1",
-        "dots3_note_text",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "flex_olmo",
-        "flint",
-        "gemma4_text",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "glm4v_moe_text",
-        "glm5_next_text",
-        "glm_moe_dsa",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "hunyuan_v1_moe",
-        "hy_v3",
-        "hy_v4",
-        "jamba",
-        "kimi_linear",
-        "kolibri1",
-        "laguna",
-        "lfm2_moe",
-        "llama4_text",
-        "mellum",
-        "mimo_v2_flash",
-        "minimax",
-        "minimax_m2",
-        "minimax_m3_vl_text",
-        "mistral_large4_text",
-        "mixtral",
-        "nemotron_h",
-        "olmoe",
-        "phimoe",
-        "qwen2_moe",
-        "qwen3_5_moe_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_omni_moe_text",
-        "qwen3_vl_moe_text",
-        "qwen4_exp_text",
-        "solar_open",
-        "step3p5",
-    )
-)
 
 
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:

@@ -124,11 +124,13 @@ def remarks(tops: list[TensorMaximum], *, has_zeros: bool) -> list[str]:
     lines = [f"all zero: {named(zero)}"] if zero and not has_zeros else []
     if large:
         lines.append(
-            f"numbers as large as {max(large)[0]:.1e}, as no model has: {named([one for _, one in large])}"
+            f"numbers as large as {max(large)[0]:.1e}, as no model has: "
+            f"{named([one for _, one in large])}"
         )
     if small:
         lines.append(
-            f"no number above {max(small)[0]:.1e}, as in no model: {named([one for _, one in small])}"
+            f"no number above {max(small)[0]:.1e}, as in no model: "
+            f"{named([one for _, one in small])}"
         )
     return lines
 

@@ -17,11 +17,14 @@ _LAYER = re.compile(
     r"rg_lru\.recurrent_param)$"
 )
 _GATE = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.self_attn\.output_gate\.weight$")
-_FLOAT_BYTES = 4  # states and what they are computed with
-# of a row's heads, while a prompt is read: what `torch_chunk_gated_delta_rule` holds at once
+# States, and what they are computed with, are float32.
+_FLOAT_BYTES = 4
+# Copies of a row's heads that `torch_chunk_gated_delta_rule` holds while it reads a prompt.
 _COPIES = 12
-_CHUNK_ROWS = 64  # of the same
-_CHUNKS = 5  # chunk-wide numbers of a row and head that it holds, or a scan of Mamba2
+# Rows of its chunks.
+_CHUNK_ROWS = 64
+# Chunk-wide numbers of a row and head that it holds, or a scan of Mamba2.
+_CHUNKS = 5
 
 
 class RecurrentShape(NamedTuple):
@@ -50,8 +53,9 @@ class RecurrentLayer(NamedTuple):
 def recurrent_shape(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int, item_bytes: int
 ) -> RecurrentShape:
-    """The sizes of a model that computes in numbers of so many bytes; zeros for one without
-    recurrent layers.
+    """Return the sizes of a model that computes in numbers of so many bytes.
+
+    They are zeros for one without recurrent layers.
     """
     layers = recurrent_layers(config, tensors, num_layers).values()
     tails = (item_bytes * (one.num_taps - 1) * one.num_channels for one in layers)
@@ -66,7 +70,7 @@ def recurrent_shape(
 def recurrent_layers(
     config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int
 ) -> dict[int, RecurrentLayer]:
-    """Layers that keep anything beside keys and values."""
+    """Return the layers that keep anything beside keys and values."""
     convolutions = defaultdict[int, list[tuple[int, ...]]](list)
     decays = dict[int, tuple[int, ...]]()
     for name, entry in tensors.items():
@@ -86,7 +90,7 @@ def recurrent_layers(
 
 
 def _lightning(config: Mapping[str, Any], width: int) -> RecurrentLayer:
-    """Linear attention whose heads are so wide together."""
+    """Return a layer of linear attention whose heads are so wide together."""
     head_dim = _size(config, "head_dim") or width // max(1, _size(config, "num_attention_heads"))
     return RecurrentLayer(1, 0, width * head_dim, 2 * width, 0, 8 * width + _CHUNK_ROWS * width)
 
@@ -96,9 +100,7 @@ def _layer(
     convolutions: Sequence[tuple[int, ...]],
     decays: tuple[int, ...] | None,
 ) -> RecurrentLayer:
-    """By what its tensors are called; a convolution without decays has no state but its last
-    inputs.
-    """
+    """Return a layer by what its tensors are called; without decays it keeps its last inputs alone."""
     channels = sum(shape[0] for shape in convolutions)
     taps = max((shape[2] for shape in convolutions), default=1)
     if decays is None:
@@ -142,7 +144,7 @@ def _mamba2(config: Mapping[str, Any], channels: int, num_heads: int) -> tuple[i
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a size; 0 where none is."""
+    """Return the first of these that is a size; 0 where none is."""
     return next(
         (size for name in names if type(size := config.get(name)) is int and 0 < size < 1 << 31), 0
     )

@@ -39,9 +39,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # beyond any tensor that a file can hold; arithmetic on them stays cheap
 _MAX_DIMS = 8
 _MAX_SIZE = 2**63
-# of a model; Kimi K2 with four for each matrix has 280,000, and a million take a minute
+# Kimi K2 with four for each matrix has 280,000 tensors, and a million take a minute.
 _MAX_TENSORS = 1 << 19
-_MAX_NAME_CHARS = 1024  # patterns that names are told by take up to the square of it
+# Patterns that names are told by take up to the square of it.
+_MAX_NAME_CHARS = 1024
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
 _AGAIN = "download the checkpoint again"
@@ -187,7 +188,8 @@ def _usual_dtype_name(checkpoint: Checkpoint) -> str:
     name = str(named).removeprefix("torch.")
     if name not in PLAIN_OF:
         raise UserError(
-            f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, float16 or float32"
+            f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, "
+            f"float16 or float32"
         )
     return name
 
@@ -253,7 +255,8 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
         start = file.read(len(_LFS))
         if start == _LFS:
             raise UserError(
-                f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder"
+                f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its "
+                f"folder"
             )
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")
@@ -319,7 +322,9 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
             path.parent,
         )
     try:
-        dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
+        dtype = meta["dtype"]
+        shape = meta["shape"]
+        lo, hi = meta["data_offsets"]
         sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
         sound = (
             sound
@@ -466,7 +471,8 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
         raise UserError(
-            f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert to safetensors"
+            f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert "
+            f"to safetensors"
         )
     _refuse_other_formats(directory)
     raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
@@ -476,7 +482,8 @@ def _refuse_other_formats(directory: Path) -> None:
     """Raise `UserError` for a folder that holds an adapter without its model."""
     if os.path.isfile(directory / "adapter_config.json"):
         raise UserError(
-            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
+            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the "
+            f"model, give the result"
         )
 
 

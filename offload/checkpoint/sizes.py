@@ -1,237 +1,68 @@
 """The sizes of a model that memory and time depend on, from its config and tensor headers alone.
 
-No weights are read and no model is built. Routed experts of a mixture are stored as separate
-tensors, or as stacks whose first dimension counts the experts, coded or not. Invariant: a size is
-never smaller than what loading will take, and every byte of a layer belongs to one expert or is
-dense.
+No weights are read and no model is built. Invariant: a size is never smaller than what loading will
+take.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from offload.checkpoint.expert_sizes import (
+    ROUTED_NAME,
+    SCRATCH_ALIGN_BYTES,
+    ExpertShape,
+    cast_bytes_of,
+    expert_shape,
+)
 from offload.checkpoint.families import require_family
-from offload.checkpoint.held import FEW_ROWS, held_sizes
+from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.index_sizes import IndexShape, index_shape
-from offload.checkpoint.layout import ON_DEMAND, group_by_layer, slab_bytes_bound, slice_of
+from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.t5 import decoder_config, has_encoder
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
-from offload.encoding.base import ENCODINGS, PLAIN_OF, Encoding
+from offload.encoding.base import PLAIN_OF, Encoding
 from offload.errors import UserError
 
-# Not `shared_experts.`, which every row meets.
-ROUTED_NAME = re.compile(rf"^(?:.*?\.)?layers\.(\d{{1,9}})\..*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
-SCRATCH_ALIGN_BYTES = 256
-_MOST_EXPERTS = 65_536  # of any model, in a layer
-_MEND = "give the config that belongs to these weights, or download the checkpoint again"
-
-Record = tuple[int, int]  # layer and expert
-# tensors of each, with their names below it
-Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
-
-
-class ExpertShape(NamedTuple):
-    """The sizes of a mixture that memory and time depend on.
-
-    The record of an expert is all that it consists of.
-    """
-
-    num_layers: int  # with routed experts
-    num_experts: int  # E of each
-    num_chosen: int  # k, by a router for every row
-    slot_bytes: int  # of the largest record
-    dense_bytes: tuple[int, ...]  # of every layer, without routed experts
-    # into which the coded weights of one module are expanded, an expert being one by itself
-    scratch_bytes: int = 0
-    # copies of a layer's dense part and of one expert, where another type is computed in
-    cast_bytes: int = 0
-    # what the chosen experts of a layer contribute to one row, kept until it is added up
-    row_bytes: int = 0
-
-    @property
-    def num_records(self) -> int:
-        """Return the number of experts of all layers."""
-        return self.num_layers * self.num_experts
-
-
-def expert_shape(
-    checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
-) -> ExpertShape | None:
-    """Return the experts of a model that computes in `computed`.
-
-    Returns None where fewer than two could be read on demand. `config` is that of the decoder of
-    text. Raises `UserError` where it and the tensors disagree on their number.
-    """
-    num_chosen = count_of(config, _CHOSEN)
-    if config.get("model_type") not in ON_DEMAND or not num_chosen:
-        return None
-    matches = ((name, ROUTED_NAME.match(name)) for name in checkpoint.tensors)
-    routed = {
-        name: match for name, match in matches if match is not None and int(match[1]) < num_layers
-    }
-    if not routed:
-        return None
-    num_experts = count_of(config, _COUNTS) or _found_experts(checkpoint, routed)
-    records = _records(checkpoint, routed, num_experts)
-    if records is None:
-        return None
-    _check(checkpoint, records, num_experts, num_chosen)
-    if len(records) < 2:
-        return None
-    dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
-    layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
-    experts = [[entry for _, entry in record] for record in records.values()]
-    return ExpertShape(
-        num_layers=len(records) // num_experts,
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        slot_bytes=max(map(slab_bytes_bound, experts)),
-        dense_bytes=tuple(map(slab_bytes_bound, layers)),
-        scratch_bytes=max(
-            _dense_scratch_bytes(dense, computed),
-            *(_expanded_bytes(one, computed) for one in experts),
-        ),
-        cast_bytes=sum(
-            max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)
-        ),
-        row_bytes=num_chosen * int(config["hidden_size"]) * computed.align_bytes,
-    )
-
-
-def count_of(config: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """Return the first of these keys that a config has as a whole number above 0; 0 for none."""
-    given = (config.get(key) for key in keys)
-    return next((value for value in given if type(value) is int and value > 0), 0)
-
-
-def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) -> int:
-    """Return the number of experts by their tensors, for configs that do not tell."""
-    numbers = [
-        int(match[2]) + 1 if match[2] else checkpoint.tensors[name].shape[0]
-        for name, match in routed.items()
-    ]
-    return max(numbers)
-
-
-def _records(
-    checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int
-) -> Records | None:
-    """Return the tensors of every expert; None where a stack cannot be taken apart."""
-    where = checkpoint.directory.name
-    if num_experts > _MOST_EXPERTS:
-        raise UserError(
-            f"{where}: a layer must have at most {_MOST_EXPERTS} experts, it has {num_experts}: {_MEND}"
-        )
-    records: dict[Record, list[tuple[str, TensorEntry]]] = {}
-    for name, match in routed.items():
-        layer = int(match[1])
-        entry = checkpoint.tensors[name]
-        if not entry.num_bytes:
-            raise UserError(
-                f"{where}: {name:.80} must not be empty, it has shape {list(entry.shape)}: {_MEND}"
-            )
-        if match[2] is not None:
-            records.setdefault((layer, int(match[2])), []).append((match[3], entry))
-            continue
-        if len(entry.shape) > 1 and entry.shape[0] != num_experts:
-            raise _disagreement(checkpoint, num_experts, f"{name} has shape {list(entry.shape)}")
-        if not _is_stack(entry, num_experts):
-            return None
-        for expert in range(num_experts):
-            own = slice_of(entry, expert, num_experts)
-            records.setdefault((layer, expert), []).append((match[3], own))
-    return records
-
-
-def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
-    """Return whether an expert's part, and that of its companions, is a run of bytes."""
-    if len(entry.shape) < 2 or entry.num_bytes % num_experts:
-        return False
-    if entry.coded is None:
-        return True
-    coding = entry.coded.coding
-    is_even = coding.stored_bytes(entry.shape) == num_experts * coding.stored_bytes(
-        (1, *entry.shape[1:])
-    )
-    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.coded.companions)
-
-
-def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chosen: int) -> None:
-    """Check that every layer with experts has all of them, and that all have the same tensors."""
-    if num_chosen > num_experts:
-        raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
-    for layer, found in Counter(layer for layer, _ in records).items():
-        lost = next(
-            (expert for expert in range(num_experts) if (layer, expert) not in records), None
-        )
-        if found != num_experts or lost is not None:
-            which = "" if lost is None else f", not of expert {lost}"
-            raise _disagreement(
-                checkpoint, num_experts, f"layer {layer} has tensors of {found}{which}"
-            )
-        names = {
-            expert: {name for name, _ in records[layer, expert]} for expert in range(num_experts)
-        }
-        odd = next((expert for expert, own in names.items() if own != names[0]), None)
-        if odd is not None:
-            name = min(names[odd] ^ names[0])
-            where = f"{checkpoint.directory.name}: expert {odd} of layer {layer}"
-            raise UserError(
-                f"{where} differs from expert 0 in whether it has {name}: download the checkpoint again"
-            )
-
-
-def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserError:
-    what = f"config.json and tensors must agree on the experts, it has {num_experts} and {found}"
-    return UserError(f"{checkpoint.directory.name}: {what}: {_MEND}")
-
-
-def _dense_scratch_bytes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
-    """Return the expanded bytes of the dense module with the most coded weights."""
-    sizes = Counter[str]()
-    for name, entry in dense.items():
-        if "layers." in name:
-            sizes[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
-    return max(sizes.values(), default=0)
-
-
-def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
-    coded = [entry for entry in entries if entry.coded is not None]
-    return sum(computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES for entry in coded)
-
-
-def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
-    """Return the bytes of copies in the compute type; coded tensors use the scratch instead."""
-    others = (
-        e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None
-    )
-    return sum(computed.stored_bytes(entry.shape) for entry in others)
-
-
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
-_PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
+# Gemma 3n and 4 have a table of inputs to every layer.
+_PER_LAYER = "embed_tokens_per_layer"
 _TABLE_NAME = re.compile(
     rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$"
 )
 _INNER_NAME = re.compile(r"\blayers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
 _EXPERT = re.compile(rf"\.{MIXTURE}.*")
-_INNER_COPIES = 3  # of a row within a feed-forward: gate, what it lets through, and up
+# A row lies in a feed-forward three times: the gate, what it lets through, and up.
+_INNER_COPIES = 3
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
-_MAX_SIZE = 1 << 63  # products of such numbers can still be told
+# Products of larger numbers could not be told in words any more.
+_MAX_SIZE = 1 << 63
 _MAX_STREAMS = 1 << 16
 _NEEDED = ("num_hidden_layers", "hidden_size")
-_OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings",
-             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels",
-             "num_encoder_layers")  # fmt: skip
+_OPTIONAL = (
+    "vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "max_position_embeddings",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "kv_channels",
+    "num_encoder_layers",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,31 +126,26 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
 def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     """Return the sizes of a model that computes in this type, which is no longer `auto`."""
     sizes = config_sizes(checkpoint)
-    num_layers = sizes["num_hidden_layers"]
-    num_encoder_layers = sizes.get("num_encoder_layers", 0)
-    # A config may claim any number: one layer more than there are tensors shows that it is wrong.
-    counts = (min(count, len(checkpoint.tensors) + 1) for count in (num_layers, num_encoder_layers))
-    layers, rest = group_by_layer(checkpoint, *counts)
-    empty = next((index for index, entries in enumerate(layers) if not entries), None)
-    if empty is not None:
-        num_all = num_layers + num_encoder_layers
-        raise UserError(
-            f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}"
-        )
+    config = text_config(checkpoint)
     computed = PLAIN_OF[dtype]
+    item_bytes = computed.align_bytes
+    num_layers = sizes["num_hidden_layers"]
+    vocab_size = sizes.get("vocab_size", 0)
+    layers, rest = _all_layers(checkpoint, sizes)
+    decoder_layers = layers[:num_layers]
+    entries = [entry for layer in layers for entry in layer]
+    coded = [entry for entry in entries if entry.coded is not None]
     routed = [entry for name, entry in checkpoint.tensors.items() if ROUTED_NAME.match(name)]
-    recurrent = recurrent_shape(
-        text_config(checkpoint), checkpoint.tensors, num_layers, computed.align_bytes
+    table, head = table_and_head(checkpoint, rest, vocab_size)
+    recurrent = recurrent_shape(config, checkpoint.tensors, num_layers, item_bytes)
+    index = index_shape(config, checkpoint.tensors, sizes)
+    layer_weights = sum(map(_num_weights, decoder_layers))
+    cast_bytes = max(
+        cast_bytes_of(layer, one) for layer in layers for one in _types_of(checkpoint, computed)
     )
-    index = index_shape(text_config(checkpoint), checkpoint.tensors, sizes)
-    item_bytes, (table, head) = (
-        computed.align_bytes,
-        table_and_head(checkpoint, rest, sizes.get("vocab_size", 0)),
-    )
-    coded = [entry for entries in layers for entry in entries if entry.coded is not None]
     shape = ModelShape(
-        layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
-        encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
+        layer_bytes=tuple(map(slab_bytes_bound, decoder_layers)),
+        encoder_bytes=tuple(map(slab_bytes_bound, layers[num_layers:])),
         rest_bytes=_rest_bytes(rest, computed),
         kv_bytes_per_token=_kv_width_of(checkpoint, sizes, index) * item_bytes,
         index_bytes_per_token=index.index_width * item_bytes,
@@ -327,51 +153,68 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         row_bytes=_row_bytes(sizes, item_bytes, _num_streams(checkpoint)) + recurrent.row_bytes,
         recurrent=recurrent,
         inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
-        logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
-        pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
-        vocab_size=sizes.get("vocab_size", 0),
-        cast_bytes=max(
-            cast_bytes_of(entries, one)
-            for entries in layers
-            for one in _types_of(checkpoint, computed)
-        ),
+        logits_row_bytes=vocab_size * (item_bytes + 4),
+        pair_bytes=_pair_bytes(config, sizes, item_bytes),
+        vocab_size=vocab_size,
+        cast_bytes=cast_bytes,
         table_bytes=_rest_bytes(table, computed),
         head_bytes=_rest_bytes(head, computed),
-        num_weights=sum(
-            math.prod(entry.shape) for entries in (*layers[:num_layers], head) for entry in entries
-        ),
-        routed_weights=sum(math.prod(entry.shape) for entry in routed),
+        num_weights=layer_weights + _num_weights(head),
+        routed_weights=_num_weights(routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
         routed_share=_routed_share(sizes),
-        companion_bytes=sum(
-            coded_companion_bytes(entry) for entries in layers for entry in entries
-        ),
+        companion_bytes=sum(map(coded_companion_bytes, entries)),
         scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
         beside_bytes=_beside_bytes(layers, rest),
-        layer_weights=sum(
-            math.prod(entry.shape) for entries in layers[:num_layers] for entry in entries
-        ),
-        expanded_weights=sum(math.prod(entry.shape) for entry in coded),
+        layer_weights=layer_weights,
+        expanded_weights=_num_weights(coded),
         is_compiled=bool(coded),
     )
-    if checkpoint.held is None:
-        return replace(
-            shape, experts=expert_shape(checkpoint, text_config(checkpoint), num_layers, computed)
-        )
-    held = held_sizes(checkpoint.tensors, layers, checkpoint.held, computed)
+    if checkpoint.held is not None:
+        sizes_held = held_sizes(checkpoint.tensors, layers, checkpoint.held, computed)
+        return _held_shape(shape, checkpoint.held, sizes_held)
+    return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
+
+
+def _all_layers(
+    checkpoint: Checkpoint, sizes: Mapping[str, int]
+) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
+    """Return the tensors of each layer, an encoder's last, and those outside of layers.
+
+    Raises `UserError` for a layer without any.
+    """
+    counts = (sizes["num_hidden_layers"], sizes.get("num_encoder_layers", 0))
+    # A config may claim any number: one layer more than there are tensors shows that it is wrong.
+    layers, rest = group_by_layer(
+        checkpoint, *(min(count, len(checkpoint.tensors) + 1) for count in counts)
+    )
+    empty = next((index for index, entries in enumerate(layers) if not entries), None)
+    if empty is not None:
+        where = checkpoint.directory.name
+        raise UserError(f"{where}: no tensors for layer {empty} of {sum(counts)}: {_LOOK}")
+    return layers, rest
+
+
+def _held_shape(shape: ModelShape, held: Held, sizes: HeldSizes) -> ModelShape:
+    """Return the sizes of a draft of this shape that is quantised in memory."""
+    num_layers = len(shape.layer_bytes)
     return replace(
         shape,
-        layer_bytes=held.layer_bytes[:num_layers],
-        encoder_bytes=held.layer_bytes[num_layers:],
+        layer_bytes=sizes.layer_bytes[:num_layers],
+        encoder_bytes=sizes.layer_bytes[num_layers:],
         cast_bytes=0,
         companion_bytes=0,
-        scratch_bytes=held.scratch_bytes,
-        beside_bytes=shape.beside_bytes + held.passing_bytes,
-        expanded_weights=held.expanded_weights,
+        scratch_bytes=sizes.scratch_bytes,
+        beside_bytes=shape.beside_bytes + sizes.passing_bytes,
+        expanded_weights=sizes.expanded_weights,
         product_rows=FEW_ROWS,
-        is_compiled=shape.is_compiled or checkpoint.held.bits == 4,
-        shares_rest=checkpoint.held.is_copy,
+        is_compiled=shape.is_compiled or held.bits == 4,
+        shares_rest=held.is_copy,
     )
+
+
+def _num_weights(entries: Iterable[TensorEntry]) -> int:
+    return sum(math.prod(entry.shape) for entry in entries)
 
 
 def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -383,7 +226,7 @@ def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers of config.json that memory depends on, as far as it has them.
 
-    Of a list with one per layer it is the largest.
+    Where a number is a list with one per layer, the largest counts.
     """
     require_family(checkpoint)
     where = checkpoint.directory.name
@@ -503,9 +346,9 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int, num_streams: int) -> int:
 
 
 def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
-    """Return the part of it inside feed-forwards, where these take rows part by part.
+    """Return the part of `_row_bytes` inside feed-forwards that take rows part by part.
 
-    That is where `model.row_parts` finds all of them by their names.
+    They do so where `model.parts` finds all of them by their names.
     """
     named = {
         match[0].partition(".mlp")[0]

@@ -123,7 +123,8 @@ def _entry(found: RecognisedWeight, own: Mapping[str, TensorEntry]) -> TensorEnt
     words = [own[suffix] for suffix in found.words]
     if any(one.shard != other.shard or one.hi != other.lo for one, other in pairwise(words)):
         raise ValueError(
-            f"{' and '.join(found.words)} must lie one behind the other in a file, they do not: pack it again"
+            f"{' and '.join(found.words)} must lie one behind the other in a file, they do not: "
+            f"pack it again"
         )
     coded = Coded(found.coding, tuple((suffix, own[suffix]) for suffix in found.companions))
     return words[0]._replace(shape=found.shape, hi=words[-1].hi, coded=coded)
@@ -224,7 +225,10 @@ def _gptq(settings: Mapping[str, Any]) -> str | None:
 def _auto_round(settings: Mapping[str, Any]) -> str | None:
     form = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
     if "gptq" not in form and "awq" not in form and "llm_compressor" not in form:
-        return f"AutoRound's packing_format {form:.40} is not read, auto_round:auto_gptq and auto_round:auto_awq are"
+        return (
+            f"AutoRound's packing_format {form:.40} is not read, auto_round:auto_gptq and "
+            f"auto_round:auto_awq are"
+        )
     return _bits("awq" if "awq" in form else "gptq", settings.get("bits", 4))
 
 
@@ -250,7 +254,10 @@ def _modelopt(settings: Mapping[str, Any]) -> str | None:
 def _bits(method: str, bits: Any) -> str | None:
     if bits in _BITS[method]:
         return None
-    return f"{_READ[method]} of {bits!r:.20} bits is not read, of {' and '.join(map(str, _BITS[method]))} it is"
+    return (
+        f"{_READ[method]} of {bits!r:.20} bits is not read, of "
+        f"{' and '.join(map(str, _BITS[method]))} it is"
+    )
 
 
 # classifiers of 20,000 labels are common
@@ -277,8 +284,7 @@ def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config, with numbers that JSON has no words for, and with the count of layers whose
-    kinds are listed.
+    """Return a config with numbers that JSON has no words for, and with its count of layers.
 
     transformers writes infinity as `{"__float__": "Infinity"}`.
     """

@@ -83,7 +83,8 @@ def text_part(
             left_out[_kind(name) if own is None else _EXTRA] += entry.hi - entry.lo
         elif own in kept:
             raise UserError(
-                f"{where}: {own} of the language model is stored twice: save it with save_pretrained"
+                f"{where}: {own} of the language model is stored twice: save it with "
+                f"save_pretrained"
             )
         else:
             kept[own] = entry

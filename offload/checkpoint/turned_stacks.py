@@ -24,7 +24,8 @@ def with_turned_stacks(
     text = inner if isinstance(inner, dict) else config
     if config.get("model_type") not in _TYPES:
         return dict(tensors)
-    hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
+    hidden = text.get("hidden_size")
+    width = text.get("moe_intermediate_size")
     if type(hidden) is not int or type(width) is not int:
         return dict(tensors)
     wanted = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}

@@ -160,7 +160,8 @@ def _local(model: str) -> Path:
         return in_cache(model)
     except (OSError, HFValidationError) as error:
         raise UserError(
-            f"{model} is neither a folder nor in the hub's cache ({reason(error)}): download it first"
+            f"{model} is neither a folder nor in the hub's cache ({reason(error)}): download it "
+            f"first"
         ) from None
 
 
@@ -282,7 +283,8 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
         raise unreadable(path, error) from None
     if found.get("format") != _FORMAT or found.get("version") != _VERSION:
         raise UserError(
-            f"{path} is no manifest of offload verify: give another with `manifest`, or move it away"
+            f"{path} is no manifest of offload verify: give another with `manifest`, or move it "
+            f"away"
         )
     files = found.get("files")
     try:

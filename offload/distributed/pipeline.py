@@ -41,14 +41,14 @@ def open_pipeline(
         check_stages(request)
     transport, met_notes = meet_ranks(run, resources, transport)
     run.hooks.on_phase("measuring links, sharing layers")
-    rank = PipelineRank(run, transport, roles, pipeline)
+    rank = PipelineRank(run, transport, roles, pipeline, None)
     is_head = transport.rank == 0
-    needs_words = is_head or rank.drafts
-    tokenizer = load_tokenizer(run.files.target.tokenizer_path) if needs_words else None
-    rank = with_layers(rank, tokenizer)
+    if is_head or rank.drafts:
+        rank = rank._replace(tokenizer=load_tokenizer(run.files.target.tokenizer_path))
+    rank = with_layers(rank)
     plan = try_together(transport, rank.own_plan)
     if is_head and plan is not None and request is not None and request.prompt is not None:
-        request.ids(tokenizer, rank.vocab_size, plan.context, plan.has_longest_context)
+        request.ids(rank.tokenizer, rank.vocab_size, plan.context, plan.has_longest_context)
     run.hooks.on_phase("reading layers")
     services, price = _load(rank, resources)
     if not is_head:
@@ -60,7 +60,7 @@ def open_pipeline(
     shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in rank.layers)
     drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
     notes = [f"layers by stage: {shares}{drafts}", *run.notes, *met_notes]
-    settled = settled_of(rank, tokenizer)
+    settled = settled_of(rank)
     return PipelineDecoder(head, rank, settled, resources=resources.pop_all(), notes=notes)
 
 

@@ -12,21 +12,21 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from offload.checkpoint.generation_config import end_ids_of
 from offload.distributed.head import Head
 from offload.distributed.pipeline_rank import PipelineRank
 from offload.drafting.base import NoDrafter, NoState
-from offload.engine.build import end_ids_of
-from offload.engine.decoder import Decoder, DecoderConfig, ValidatedRequest
+from offload.engine.decoder import Decoder, ValidatedRequest
+from offload.engine.decoder_config import DecoderConfig
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
 from offload.engine.session import Models
-from offload.engine.text import Tokenizer
 from offload.errors import UserError
 from offload.planning.selector import TreeSelector
+from offload.sampling.grammar_mask import Grammars
 from offload.stats import RankFigures, Transfers
 from offload.threads import ThreadPolicy
-from offload.trees.verification import find_rule
 
 
 def check_stages(request: Request) -> None:
@@ -159,7 +159,7 @@ class PipelineDecoder(Decoder):
         self.save_session()
 
 
-def settled_of(rank: PipelineRank, tokenizer: Tokenizer | None) -> DecoderConfig:
+def settled_of(rank: PipelineRank) -> DecoderConfig:
     """Return what a decoder has to know; of trees, that it has none."""
     run = rank.run
     plan = rank.own_plan()
@@ -168,12 +168,14 @@ def settled_of(rank: PipelineRank, tokenizer: Tokenizer | None) -> DecoderConfig
     models = Models(
         *run.files, run.options.dtype, plan.context, plan.has_longest_context, identities
     )
+    end_ids = end_ids_of(run.files.target)
     return DecoderConfig(
         plan=plan,
         models=models,
         trees=TreeSelector.without_trees(plan),
-        rule=find_rule(run.options.rule),
+        rule=run.options.rule,
         threads=ThreadPolicy.fixed(torch.get_num_threads()),
-        tokenizer=tokenizer,
-        end_ids=end_ids_of(run.files.target),
+        tokenizer=rank.tokenizer,
+        end_ids=end_ids,
+        grammars=Grammars(rank.tokenizer, rank.vocab_size, end_ids),
     )

@@ -12,9 +12,8 @@ from offload.checkpoint.t5 import has_encoder
 from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
-from offload.engine.build import Vocabulary, check_vocabulary
 from offload.engine.resolve import ResolvedRun
-from offload.engine.text import Tokenizer
+from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
 from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
 from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
@@ -31,6 +30,7 @@ class PipelineRank(NamedTuple):
     transport: Transport
     roles: Roles
     pipeline: PipelineOptions
+    tokenizer: Tokenizer | None  # the target's, where this rank needs its words
     layers: tuple[range, ...] = ()  # of the stages, in their order
 
     @property
@@ -102,14 +102,14 @@ def refuse_encoders(files: ModelFiles) -> None:
             )
 
 
-def with_layers(rank: PipelineRank, tokenizer: Tokenizer | None) -> PipelineRank:
+def with_layers(rank: PipelineRank) -> PipelineRank:
     """Measure, and share layers out so that the slowest stage is as quick as can be.
 
     Raises `UserError` on all ranks where one of them has no room, or the draft other words.
     """
     files = rank.run.files
     room = rank.run.budget.roomy()
-    try_together(rank.transport, lambda: _try_least(rank, tokenizer))
+    try_together(rank.transport, lambda: _try_least(rank))
     # all ranks measure at one time: links may be the same
     mine = None
     shape = model_shape(files.target, rank.run.options.dtype)
@@ -125,14 +125,14 @@ def with_layers(rank: PipelineRank, tokenizer: Tokenizer | None) -> PipelineRank
     return rank._replace(layers=tuple(range(*one) for one in bounds))
 
 
-def _try_least(rank: PipelineRank, tokenizer: Tokenizer | None) -> None:
+def _try_least(rank: PipelineRank) -> None:
     """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
     files = rank.run.files
     if rank.drafts and files.draft is not None:
         target, draft = (
             Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
         )
-        check_vocabulary(tokenizer, files, target, draft)
+        check_vocabulary(rank.tokenizer, files, target, draft)
     if rank.stage is not None:
         rank.plan(rank.stage, range(1), rank.run.budget)
     elif rank.drafts and files.draft is not None:

@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from offload.calibration.expansions import choose_expansion
 from offload.calibration.link import link_bytes_per_s
-from offload.calibration.startup import pick_threads
+from offload.calibration.threads import pick_threads
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.engine.build import send_beside_layers
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
-from offload.model.streamed import SectionModel
+from offload.model.section import SectionModel
 from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
 from offload.streaming.layers import Layers, open_layers
@@ -92,11 +92,12 @@ def load_section(
         checkpoint.shards,
         stamps=checkpoint.stamps,
         rate_limit_bytes_per_s=run.options.limit_bytes_per_s,
-        sight=scan,
+        watcher=scan,
     )
     resources.callback(store.close)
-    for note in send_beside_layers(device, plan, resources, model):
-        run.hooks.on_note(note)
+    if plan.is_streamed:
+        for note in send_beside_layers(device, resources, model):
+            run.hooks.on_note(note)
     model.read_rest(store.fetch)
     model.expand_with(choose_expansion(model, store.fetch, device).expansion)
     torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)

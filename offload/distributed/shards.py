@@ -25,7 +25,8 @@ from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.streamed import SectionModel, StreamedModel
+from offload.model.section import SectionModel
+from offload.model.streamed import StreamedModel
 from offload.model.target import Target
 from offload.sampling.sampler import Logits
 from offload.stats import RankFigures

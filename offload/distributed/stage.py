@@ -39,7 +39,7 @@ from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart
-from offload.model.streamed import SectionModel
+from offload.model.section import SectionModel
 from offload.rank_roles import TIMED_ROWS
 from offload.sampling.sampler import Logits, Sampler, or_no_token
 from offload.streaming.layers import Layers

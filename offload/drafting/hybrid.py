@@ -7,10 +7,10 @@ grafted on as point masses behind the children that were drawn.
 Invariant: which nodes are given up is settled before anything is drawn, and a guess hangs from what
 was drawn before it; so growth stays predictable, and the tree exact with every rule.
 
-`DRAFTERS` lists the drafters by what there is to draft with.
+`drafter_of` chooses among the drafters by what there is to draft with.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -209,30 +209,17 @@ class DrafterInputs(NamedTuple):
     step_s: StepSeconds
 
 
-class DrafterKind(NamedTuple):
-    """What there is to draft with."""
-
-    has_draft: bool
-    has_sources: bool
-
-
-def _model_drafter(inputs: DrafterInputs) -> ModelDrafter:
-    assert inputs.draft is not None, "there is a draft model to grow trees with"
-    new_policy = partial(DraftPassPolicy, inputs.step_s)
-    return ModelDrafter(
-        inputs.draft, inputs.vocab_size, inputs.num_slots, inputs.kernels, new_policy
+def drafter_of(inputs: DrafterInputs) -> Drafter:
+    """Return what grows trees of these: of a draft model, of other sources, of both or of none."""
+    if inputs.draft is None:
+        if not inputs.sources:
+            return NoDrafter()
+        return LookupDrafter(inputs.sources, lambda num_rows: inputs.step_s(num_rows, ()))
+    drafter = ModelDrafter(
+        inputs.draft,
+        inputs.vocab_size,
+        inputs.num_slots,
+        inputs.kernels,
+        partial(DraftPassPolicy, inputs.step_s),
     )
-
-
-def _lookup_drafter(inputs: DrafterInputs) -> LookupDrafter:
-    return LookupDrafter(inputs.sources, lambda num_rows: inputs.step_s(num_rows, ()))
-
-
-DRAFTERS: dict[DrafterKind, Callable[[DrafterInputs], Drafter]] = {
-    DrafterKind(has_draft=True, has_sources=True): lambda inputs: HybridDrafter(
-        _model_drafter(inputs), inputs.sources
-    ),
-    DrafterKind(has_draft=True, has_sources=False): _model_drafter,
-    DrafterKind(has_draft=False, has_sources=True): _lookup_drafter,
-    DrafterKind(has_draft=False, has_sources=False): lambda _: NoDrafter(),
-}
+    return HybridDrafter(drafter, inputs.sources) if inputs.sources else drafter

@@ -19,7 +19,8 @@ from offload.units import Sampling, require
 
 # what is wrong with it is wrong with every question
 _GREETING = {"role": "user", "content": "Hello"}
-_INCOMPLETE = "\ufffd"  # a character that an answer was cut short in
+# What an answer that was cut short within a character ends with.
+_INCOMPLETE = "\ufffd"
 
 
 class Chat:
@@ -51,7 +52,8 @@ class Chat:
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> None:
-        self._decoder, self.sampling = decoder, Sampling() if sampling is None else sampling
+        self._decoder = decoder
+        self.sampling = Sampling() if sampling is None else sampling
         require(
             system is None or isinstance(system, str),
             "`system` must be text",
@@ -74,7 +76,9 @@ class Chat:
 
     @property
     def system(self) -> str | None:
-        """What the model is told before the first question; setting it leaves what was said since."""
+        """Return what the model is told before the first question; setting it leaves what was said
+        since.
+        """
         is_there = bool(self.messages) and self.messages[0]["role"] == "system"
         return self.messages[0]["content"] if is_there else None
 
@@ -98,10 +102,10 @@ class Chat:
         return question
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Pieces of the answer as they are accepted; where iterating ends early, what there is
-        counts as the answer.
+        """Yield pieces of the answer as they are accepted.
 
-        Raises `UserError` where the conversation fills the context.
+        Where iterating ends early, what there is counts as the answer. Raises `UserError` where the
+        conversation fills the context.
         """
         return self._begin([*self.messages, {"role": "user", "content": question}])
 
@@ -122,19 +126,20 @@ class Chat:
         self._decoder.save_session(path, self.messages, self._num_turns)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on with a conversation in a file, system prompt included; what `save` kept is not read
-        again.
+        """Continue a conversation from a file, system prompt included.
 
-        Raises `UserError` for the files that `Decoder.load_session` refuses, and for those of a
-        text.
+        What `save` kept is not read again. Raises `UserError` for the files that
+        `Decoder.load_session` refuses, and for those of a text.
         """
         session = self._decoder.load_session(path)
         if session.messages is None:
             raise UserError(
-                f"{path} holds a text and no conversation: go on with it by offload generate --session"
+                f"{path} holds a text and no conversation: go on with it by offload generate "
+                f"--session"
             )
         self._decoder.encode([*session.messages, _GREETING])
-        self.messages, self._num_turns = session.messages, session.num_turns
+        self.messages = session.messages
+        self._num_turns = session.num_turns
 
     def _begin(self, asked: list[dict[str, str]]) -> Generator[str, None, None]:
         ids = self._decoder.encode(asked)
@@ -142,15 +147,15 @@ class Chat:
         if len(ids) >= context:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
-                f"begin anew with /clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
+                f"begin anew with "
+                f"/clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
         sampling = replace(self.sampling, seed=self.sampling.seed + self._num_turns)
         num_new = min(
             context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids)
         )
-        self.turn = self._decoder.run(
-            ids, sampling, max_new_tokens=num_new, stop=self.stop, continues=True
-        )
+        request = Request(ids, sampling, num_new, stop=self.stop)
+        self.turn = self._decoder.start(request, continues=True)
         self._num_turns += 1
         return self._answer(self.turn, asked)
 

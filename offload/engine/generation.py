@@ -19,7 +19,8 @@ from offload.planning.selector import TreeChoice
 from offload.stats import Stats
 from offload.units import Sampling
 
-_TEXT_SHOWN = 60  # characters of it, where a result is looked at
+# Characters of a text in the repr of a result.
+_TEXT_SHOWN = 60
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -55,8 +56,8 @@ class Generation:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the text is what the target alone would have written, or is distributed like
-        that.
+        """Return whether the text is what the target alone would have written, or is distributed
+        like that.
         """
         return self.lenience == 1
 
@@ -69,7 +70,7 @@ class Generation:
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
     def logprobs_told(self) -> list[dict[str, object]]:
-        """The log-probabilities as objects, with the texts of their tokens."""
+        """Return the log-probabilities as objects, with the texts of their tokens."""
         texts = self.token_texts
         return [
             {
@@ -81,7 +82,7 @@ class Generation:
         ]
 
     def as_dict(self) -> dict[str, object]:
-        """The object that `offload generate --json` prints."""
+        """Return the object that `offload generate --json` prints."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -146,18 +147,16 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether nothing more will come."""
         return self.finish_reason != "interrupted"
 
     @property
     def is_writing(self) -> bool:
-        """Whether it needs a pass to go on."""
+        """Return whether it needs a pass to go on."""
         return not self.is_finished and not self.sequence.has_ended
 
     def take(self) -> str:
-        """The text of what its sequence has gained by a pass that others may have shared; see
-        `Decoder.sweep`.
-        """
+        """Return the text of what its sequence has gained by a pass, see `Decoder.sweep`."""
         if self.is_finished:
             return ""
         num_before = len(self._text.tokens)
@@ -169,10 +168,11 @@ class Run:
         return piece
 
     def result(self) -> Generation:
-        """What was generated so far."""
+        """Return what was generated so far."""
         stats = self.sequence.stats
         token_ids = self.sequence.new_ids
-        stats.num_new_tokens, stats.peak_rss_bytes = len(token_ids), peak_rss_bytes()
+        stats.num_new_tokens = len(token_ids)
+        stats.peak_rss_bytes = peak_rss_bytes()
         logprobs = None if self.sequence.num_logprobs is None else list(self.sequence.logprobs)
         named = (
             token
@@ -202,9 +202,7 @@ class Run:
         return self.take()
 
     def _take(self) -> str:
-        """The text of what the sequence has by now, as far as it was not taken before; notes if it
-        stops there.
-        """
+        """Return the text that was not taken before, and note if the sequence stops there."""
         missing = self.sequence.new_ids[len(self._text.tokens) :]
         is_at_end = self.sequence.is_at_end_token
         piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)

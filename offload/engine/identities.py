@@ -13,7 +13,7 @@ from offload.memory.planner import ModelFiles
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
 from offload.streaming.summing import Watchers, difference, with_sum
 
-# that are read for a sum which lacks no more, such as a table that no pass needs
+# A sum that lacks no more than this is completed by reading, such as a table no pass needs.
 _LITTLE_BYTES = 64 << 20
 
 
@@ -39,7 +39,8 @@ class Identities:
             "open_source": open_source,
             "limit_bytes_per_s": limit_bytes_per_s,
         }
-        self._known, self._sums = dict[str, ModelIdentity](), dict[str, BlockSum]()
+        self._known = dict[str, ModelIdentity]()
+        self._sums = dict[str, BlockSum]()
         for part, checkpoint in self._files.items() if is_wished else ():
             if checkpoint is None:
                 continue
@@ -49,11 +50,10 @@ class Identities:
                 self._sums[part] = BlockSum(checkpoint)
 
     def of(self, part: str) -> ModelIdentity | None:
-        """The identity of the target or the draft, with the sum of all weights once they are read;
-        None for no draft.
+        """Return the identity of the target or the draft; None for no draft.
 
-        Raises `ReadError` where it is asked for too late: files are not those any more that were
-        opened.
+        It has the sum of all weights once they are read. Raises `ReadError` where it is asked for
+        too late: the files have changed since they were opened.
         """
         checkpoint = self._files[part]
         if checkpoint is None:
@@ -72,17 +72,19 @@ class Identities:
 
     @property
     def target(self) -> ModelIdentity:
-        """Its identity; see `of`."""
+        """Return the target's identity, see `of`."""
         found = self.of("target")
         assert found is not None, "there is always a target"
         return found
 
     def identity(self, *, follows_draft: bool = False) -> ModelIdentity:
-        """That of the target; with `follows_draft` of a text that depends on the draft as well."""
+        """Return the target's identity; with `follows_draft` that of a text which depends on the
+        draft too.
+        """
         return self.target.drafted_by(self.of("draft") if follows_draft else None)
 
     def difference(self, told: ModelIdentity, *, follows_draft: bool = False) -> str:
-        """Why a file that tells this is not of that identity, in words; empty where it is.
+        """Return in words why a file that tells this is of another identity; empty where it is not.
 
         All weights are read where nothing else can tell. Raises `ReadError`.
         """
@@ -94,6 +96,6 @@ class Identities:
         return what
 
     def watching(self, part: str, watcher: Watcher) -> Watcher:
-        """What is to look at weights as they are read: this watcher, and a sum that is wanted."""
+        """Return what looks at weights as they are read: this watcher, and a sum that is wanted."""
         total = self._sums.get(part)
         return watcher if total is None else Watchers((watcher, total))

@@ -16,7 +16,8 @@ from offload.engine.request import Request
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.errors import RunError
 
-MOST_PIECES = 64  # that wait for a reader; more become part of the last one
+# Pieces that wait for a reader; further ones become part of the last.
+MOST_PIECES = 64
 
 
 class Cancelled(RunError):  # noqa: N818
@@ -144,21 +145,22 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come; pieces may still wait to be taken."""
+        """Return whether nothing more will come; pieces may still wait to be taken."""
         return self._job.is_done
 
     def take(self) -> list[TextPiece]:
-        """What has come by now and was not taken yet, without waiting."""
+        """Return what has come by now and was not taken yet, without waiting."""
         return self._job.take()
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """For who cannot wait: this is called whenever something has come, from another thread, and
-        once at once.
+        """Call this whenever something has come, from another thread, and once at once.
+
+        It is for callers that cannot wait.
         """
         self._job.listen(heard)
 
     def cancel(self) -> None:
-        """It ends before the next pass; nothing happens if it has ended already."""
+        """End the request before the next pass; nothing happens if it has ended already."""
         self._job.cancel()
 
     def result(self, timeout_s: float | None = None) -> Generation:

@@ -16,14 +16,14 @@ from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_match_length
 from offload.units import format_bytes, require
 
-# of a file that is counted in memory, which no plan counts: a tenth of what runtimes take
+# Text that is counted in memory, which no plan has: a tenth of what runtimes take.
 MOST_TEXT_BYTES = 1 << 20
 
 
 def open_sources(
     options: LoadOptions, tokenizer: Tokenizer | None, vocab_size: int, *, has_draft: bool
 ) -> GuessSources:
-    """What is asked besides the draft. Raises `UserError` for files that cannot serve."""
+    """Return what is asked besides the draft. Raises `UserError` for files that cannot serve."""
     length = parse_match_length(options.lookup_length)
     found = list[Source]()
     if options.looks_up(has_draft=has_draft):

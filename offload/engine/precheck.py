@@ -19,7 +19,7 @@ from offload.machine import has_cuda_driver
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 
-# positions, of which every run has more
+# A short context: every run has more positions.
 _SHORT = 64
 
 

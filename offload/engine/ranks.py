@@ -1,4 +1,7 @@
-"""How ranks that share one target load it: `offload.distributed`, which lies above, says so here."""
+"""How ranks that share one target load it: `offload.distributed`, which lies above, says so here.
+
+`import offload` reads this file, so it imports nothing that takes time.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal

@@ -41,7 +41,7 @@ class Request:
 
     @property
     def is_for_file(self) -> bool:
-        """Whether something will be written that must tell of which model it is."""
+        """Return whether something will be written that must tell of which model it is."""
         return self.is_kept or self.is_named or self.session is not None
 
     @property
@@ -61,7 +61,7 @@ class Request:
         return stops
 
     def check(self) -> None:
-        """Raises `UserError` for settings that no model could meet."""
+        """Raise `UserError` for settings that no model could meet."""
         require(
             isinstance(self.sampling, Sampling),
             "`sampling` must be a Sampling",
@@ -90,8 +90,9 @@ class Request:
         *,
         start: tuple[int, ...] = (),
     ) -> list[int]:
-        """Token ids of the prompt. Raises `UserError` for bad requests, or where `context`
-        positions do not suffice.
+        """Return the token ids of the prompt.
+
+        Raises `UserError` for bad requests, or where `context` positions do not suffice.
 
         Args:
             is_longest: the model allows no more of them.
@@ -105,7 +106,8 @@ class Request:
             )
         if start and _are_messages(self.prompt):
             raise UserError(
-                "a model with an encoder reads every prompt anew and cannot chat: use offload generate"
+                "a model with an encoder reads every prompt anew and cannot chat: use offload "
+                "generate"
             )
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
@@ -139,9 +141,10 @@ class Request:
 
 
 def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
-    """The request that keywords of `Decoder.generate` ask for.
+    """Return the request that keywords of `Decoder.generate` ask for.
 
-    Raises `UserError`, and `TypeError` for a name that there is not.
+    Raises `UserError`, and `TypeError` for an unknown keyword. Raises `UserError`, and `TypeError`
+    for a name that there is not.
     """
     drawing = options_of(Sampling)
     known = [*options_at("python", TextOptions), *drawing]
@@ -156,7 +159,7 @@ def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
 
 
 def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
-    """A request so many times, each with a seed of its own. Raises `UserError`."""
+    """Yield a request so many times, each with a seed of its own. Raises `UserError`."""
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
@@ -167,7 +170,10 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
 
 
 def several_of(prompt: Any) -> Sequence[Prompt] | None:
-    """The prompts of a list of them; None for one prompt. Raises `UserError` for an empty list of nothing."""
+    """Return the prompts of a list of them; None for one prompt.
+
+    Raises `UserError` for an empty list.
+    """
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return None
     is_one = isinstance(prompt[0], Mapping | int) or not isinstance(prompt[0], str | Sequence)
@@ -179,17 +185,18 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
 
 
 def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:
-    """A prompt, or one that was gone on from, with the start of the decoder's own text behind what
-    an encoder reads.
+    """Return a prompt, or a text that goes on, with the start of a decoder behind an encoder's
+    part.
     """
     return [*ids, *(token for token in start if token not in ids)]
 
 
 def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context: int) -> None:
-    """Raises `UserError`."""
+    """Raise `UserError` where an encoder's prompt and its new tokens do not fit."""
     if start[0] in ids:
         raise UserError(
-            f"a prompt must not contain the token {start[0]}, with which this model's own text begins: leave it out"
+            f"a prompt must not contain the token {start[0]}, with which this model's own text "
+            f"begins: leave it out"
         )
     if len(ids) > context:
         what = f"the encoder reads at most `context` tokens, {context}, got a prompt of {len(ids)}"
@@ -207,12 +214,16 @@ def encode(
     raw: bool = False,
     tools: Sequence[Tool] = (),
 ) -> list[int]:
-    """Token ids of a prompt, checked; `tools` are those of a conversation. Raises `UserError`."""
+    """Return the token ids of a prompt, checked; `tools` are those of a conversation.
+
+    Raises `UserError`.
+    """
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = whole_numbers(prompt)
     elif tokenizer is None:
         raise UserError(
-            "this checkpoint has no tokenizer: put its tokenizer.json beside it, give `config` of a GGUF file, "
+            "this checkpoint has no tokenizer: put its tokenizer.json beside it, give `config` "
+            "of a GGUF file, "
             "or give token ids from Python"
         )
     elif isinstance(prompt, str):
@@ -226,13 +237,14 @@ def encode(
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
         raise UserError(
-            f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}: use this model's tokenizer"
+            f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}: use this "
+            f"model's tokenizer"
         )
     return ids
 
 
 def whole_numbers(prompt: Any) -> list[int]:
-    """Token ids as Python's numbers. Raises `UserError`."""
+    """Return token ids as Python's numbers. Raises `UserError`."""
     try:
         # of which the numbers are no ids, or in no order
         if isinstance(prompt, bytes | bytearray | Mapping | Set):
@@ -240,7 +252,8 @@ def whole_numbers(prompt: Any) -> list[int]:
         return [whole_number(token, "a token id") for token in prompt]
     except (TypeError, UserError):
         raise UserError(
-            f"a prompt must be text, messages or token ids, got {prompt!r:.80}: give a str or whole numbers"
+            f"a prompt must be text, messages or token ids, got {prompt!r:.80}: give a str or "
+            f"whole numbers"
         ) from None
 
 
@@ -250,13 +263,16 @@ def _whole_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"text must be Unicode, got half a character at {error.start}, {text[error.start]!r}: decode its bytes anew"
+            f"text must be Unicode, got half a character at {error.start}, "
+            f"{text[error.start]!r}: decode its bytes anew"
         ) from None
     return text
 
 
 def _are_messages(prompt: object) -> bool:
-    """By the first of them; a list of anything else is taken for token ids."""
+    """Return whether a prompt is messages, by the first of them; other lists are taken for token
+    ids.
+    """
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
@@ -273,8 +289,9 @@ def _kind_of(part: Mapping[str, Any]) -> str:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """With a content of text; parts of it are put together as templates do. Raises `UserError` for
-    images and such.
+    """Return a message with text as its content, whose parts are put together as templates do.
+
+    Raises `UserError` for images and such.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     if content is None and isinstance(message, Mapping) and message.get("tool_calls"):

@@ -9,6 +9,7 @@ Invariant: everything is decided from headers and rates; no weights are read but
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -132,6 +133,10 @@ class ResolvedRun:
         """Return the machine that a profile of this one would be for."""
         name = self.device.name if self.device else "cpu"
         return Machine.here(compute_dtype_name(self.files.target, self.options.dtype), name)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Let this thread compute on the run's device meanwhile."""
+        return nullcontext() if self.device is None else self.device.computing()
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
         """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""

@@ -24,7 +24,8 @@ from offload.errors import RunError, UserError
 from offload.model.target import Target
 from offload.stats import Transfers
 
-_RECENT_S = 60.0  # what rates are of
+# Rates are told of the passes of the last minute.
+_RECENT_S = 60.0
 _MOST_RECENT = 256
 _NOTHING = Transfers()
 
@@ -34,11 +35,11 @@ class TextWriter(Protocol):
 
     @property
     def num_parallel(self) -> int:
-        """Texts that may be written at a time."""
+        """Return how many texts may be written at a time."""
 
     @property
     def target(self) -> Target:
-        """Tells what passes have moved."""
+        """Return what tells what passes have moved."""
 
     def start(
         self, request: Request, *, tree: str | None, rule: str | None, continues: bool
@@ -102,12 +103,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits or is being written."""
+        """Return whether anything waits or is being written."""
         return bool(self._waiting or self.active)
 
     @property
     def runs(self) -> list[Run]:
-        """The runs of all jobs that are being written."""
+        """Return the runs of all jobs that are being written."""
         return [job.run for job in self.active if job.run is not None]
 
     def add(self, job: Job) -> None:
@@ -197,7 +198,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for a place; a cancelled one needs none."""
+        """Return how many jobs wait for a place; a cancelled one needs none."""
         return sum(not job.is_cancelled for job in self._waiting)
 
     def count(self, *, moved: Transfers = _NOTHING, **more: float) -> None:
@@ -207,9 +208,7 @@ class Scheduler:
             self._sums = self._sums._replace(moved=self._sums.moved.and_more(moved), **sums)
 
     def _is_coming(self, prompt: object) -> bool:
-        """Whether a text that is being written takes in this very prompt, to be copied, and none
-        has it.
-        """
+        """Return whether a text takes in this very prompt, to be copied, and no place has it yet."""
         alike = [
             job.run.sequence
             for job in self.active
@@ -267,7 +266,7 @@ class Scheduler:
         return len(token_ids)
 
     def _leave(self, job: Job, error: BaseException | None = None) -> None:
-        """Its place is free again before its caller is told."""
+        """Free the job's place, then tell its caller."""
         run = job.run
         assert run is not None, "it is being written"
         result = None
@@ -357,7 +356,10 @@ def in_order(
     tree: str | None = None,
     rule: str | None = None,
 ) -> list[Generation]:
-    """All results, as they were asked for. Raises `UserError` for the first that cannot be served."""
+    """Return all results, as they were asked for.
+
+    Raises `UserError` for the first that cannot be served.
+    """
     found = dict[int, Generation]()
     with closing(write_all(decoder, requests, tree=tree, rule=rule)) as finished:
         for number, outcome in finished:

@@ -35,7 +35,7 @@ class ScoreRequest(NamedTuple):
 
 
 def wanted_of(texts: Any) -> list[tuple[Any, int]]:
-    """Pairs of a text and a number. Raises `UserError` for anything else."""
+    """Return pairs of a text and a number. Raises `UserError` for anything else."""
     try:
         return [(text, whole_number(first, "a text's first token")) for text, first in texts]
     except (TypeError, ValueError):
@@ -86,7 +86,7 @@ class Scorer:
         ]
 
     def _batches(self, texts: Sequence[ScoreRequest]) -> Iterator["_Branches"]:
-        """Texts that are alike lie together."""
+        """Yield texts in batches; those that are alike lie together."""
         order = sorted(range(len(texts)), key=lambda index: list(texts[index].tokens))
         rows = [list(text.tokens[:-1]) for text in texts]
         branches = _Branches(0)
@@ -103,8 +103,9 @@ class Scorer:
     def _long_batches(
         self, order: list[int], rows: list[list[int]], firsts: list[int]
     ) -> Iterator["_Branches"]:
-        """What is longer than a pass comes part by part; those that begin alike share the parts
-        before their ends.
+        """Yield texts that are longer than a pass part by part.
+
+        Those that begin alike share the parts before their ends.
         """
         waiting = deque(order)
         held = list[int]()
@@ -126,8 +127,9 @@ class Scorer:
             yield branches
 
     def _room_behind(self, num_kept: int) -> int:
-        """Rows of one pass behind so many tokens that the cache has: branches of many texts may
-        outgrow the context.
+        """Return how many rows a pass may have behind so many tokens in the cache.
+
+        Branches of many texts may outgrow the context.
         """
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
@@ -155,8 +157,11 @@ class _Branches:
     """A tree of tokens without a root, behind `first` tokens that the cache has."""
 
     def __init__(self, first: int) -> None:
-        self.first, self.tokens, self.depths = first, list[int](), list[int]()
-        self._parents, self._paths = list[int](), dict[int, list[int]]()
+        self.first = first
+        self.tokens = list[int]()
+        self.depths = list[int]()
+        self._parents = list[int]()
+        self._paths = dict[int, list[int]]()
         self._child: dict[tuple[int, int], int] = {}  # by row of the parent, -1 for none, and token
 
     @property
@@ -165,11 +170,11 @@ class _Branches:
 
     @property
     def is_chain(self) -> bool:
-        """Whether all rows are of one text, so that more of it may follow."""
+        """Return whether all rows are of one text, so that more of it may follow."""
         return len(self._paths) == 1
 
     def num_new(self, tokens: Sequence[int]) -> int:
-        """Rows that a text would add."""
+        """Return how many rows a text would add."""
         row = -1
         num_known = 0
         for token in tokens:
@@ -180,7 +185,7 @@ class _Branches:
         return len(tokens) - num_known
 
     def add(self, index: int, tokens: Sequence[int]) -> None:
-        """One more text."""
+        """Add one more text."""
         row = -1
         path = list[int]()
         for depth, token in enumerate(tokens):
@@ -195,12 +200,12 @@ class _Branches:
         self._paths[index] = path
 
     def rows_of_texts(self) -> Iterator[tuple[int, int, int]]:
-        """Row, text, and which of the text's tokens it is."""
+        """Yield for each row its text, and which of the text's tokens it is."""
         for index, path in self._paths.items():
             yield from ((row, index, self.first + depth) for depth, row in enumerate(path))
 
     def sees(self) -> torch.Tensor:
-        """Bool (T, T): a row sees the branch that it ends."""
+        """Return bool (T, T): a row sees the branch that it ends."""
         sees_TT = torch.eye(self.num_rows, dtype=torch.bool)
         for row, parent in enumerate(self._parents):
             if parent >= 0:

@@ -1,25 +1,13 @@
-"""One text being written: all that is known of it and of how it goes on, while models hold weights
-alone.
+"""One text being written: its tokens, how it goes on, and the caches and the turn that it needs.
 
-Invariant: its caches hold keys and values of its tokens, from the first on. A step that was cut
-short may leave more in them, which the next one clears away.
+Models hold weights alone, so all that is known of a text is in its `Sequence`. Memory is planned
+for so many texts at a time, each with a set of caches of its own, which a `CachePool` lends.
+`DecoderLock` says which thread may use the decoder.
 
-How likely the target thought the tokens that were emitted: its own opinion, before anything was
-done to its logits.
-
-Invariant: what is asked for here changes no token.
-
-Who has the caches of a decoder: memory is planned for so many texts at a time, each with a set of
-its own.
-
-They are never replaced: captured graphs lie on their buffers, and a text may go on from what
-another one left there. With one set a text that is begun overtakes the one before; with several
-each text keeps its own until it is released.
-
-Whose turn it is at a decoder: one thread's at a time, and within it one step's.
-
-Invariant: only the thread that has the turn touches caches, slots and readers. Only closing waits
-for the turn.
+Invariants: the caches of a sequence hold keys and values of its tokens, from the first on (a step
+that was cut short may leave more in them, which the next one clears away); log-probabilities are
+the target's own, before anything was done to its logits, and asking for them changes no token; only
+the thread that has the turn touches caches, slots and readers.
 """
 
 import sys
@@ -27,7 +15,6 @@ import threading
 import weakref
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
@@ -151,9 +138,11 @@ class Sequence:
         self.set_shape(shape)
 
     def set_shape(self, shape: Shape) -> Stats:
-        """Later trees have this one; returns the figures of their steps, which begin anew."""
-        self.shape, self.stats = shape, Stats(num_prompt_tokens=self.num_prompt_tokens)
-        self.stats.tree_num_nodes, self.stats.tree_depth = shape.num_nodes, shape.depth
+        """Give later trees this shape; return the figures of their steps, which begin anew."""
+        self.shape = shape
+        self.stats = Stats(num_prompt_tokens=self.num_prompt_tokens)
+        self.stats.tree_num_nodes = shape.num_nodes
+        self.stats.tree_depth = shape.depth
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
         is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
         self.stats.is_draft_known = is_known and self._has_draft
@@ -162,10 +151,11 @@ class Sequence:
     def follow(
         self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None
     ) -> None:
-        """From the next step on its trees are chains of lengths that change as this says; None
-        changes nothing.
+        """Let trees be chains of lengths that change as this says, from the next step on.
 
-        `among` is the shape of its tree beside others, by how many texts share the pass.
+        None changes nothing. `among` returns the shape of its tree beside others, by how many texts
+        share the pass. `among` is the shape of its tree beside others, by how many texts share the
+        pass.
         """
         self._chains = chains
         self._among = among
@@ -177,7 +167,7 @@ class Sequence:
 
     @property
     def is_taken_in(self) -> bool:
-        """Whether keys and values are there for all tokens but the last."""
+        """Return whether keys and values are there for all tokens but the last."""
         return self.caches.target.length >= len(self.tokens) - 1
 
     def lengthen(self) -> None:
@@ -194,17 +184,19 @@ class Sequence:
 
     @property
     def caches(self) -> Caches:
-        """What the models keep of it. Raises `UserError` when they were taken away, by another one
-        or for good.
+        """Return what the models keep of it.
+
+        Raises `UserError` when they were taken away, by another one or for good.
         """
         if self._caches is None:
             raise UserError(
-                "this decoder has begun another generation or was closed: finish one before the next"
+                "this decoder has begun another generation or was closed: finish one before the "
+                "next"
             )
         return self._caches
 
     def hold(self, caches: Caches | None) -> None:
-        """From now on these are its caches; None takes them away."""
+        """Let these be its caches from now on; None takes them away."""
         self._caches = caches
 
     @property
@@ -213,12 +205,12 @@ class Sequence:
 
     @property
     def is_at_end_token(self) -> bool:
-        """Whether the model has ended the text."""
+        """Return whether the model has ended the text."""
         return len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.limits.end_ids
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to be written, as far as tokens tell."""
+        """Return whether nothing more is to be written, as far as tokens tell."""
         is_whole = len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
         return is_whole or self.is_at_end_token or self.sampler.is_over
 
@@ -241,14 +233,17 @@ class Sequence:
         self.sampler.cut(self.new_ids)
 
 
-LEAST_COPIED = 16  # tokens: computing fewer once more takes no longer
+# Copying fewer tokens from another text takes as long as computing them.
+LEAST_COPIED = 16
 
 
 class _Place:
     """One set of caches, and whose text is in it."""
 
     def __init__(self, caches: Caches) -> None:
-        self.caches, self._returned, self._last_used = caches, list[int](), 0
+        self.caches = caches
+        self._returned = list[int]()
+        self._last_used = 0
         self._held: weakref.ref[Sequence] | None = None
 
     @property
@@ -272,13 +267,14 @@ class _Place:
 
     def take_back(self) -> None:
         """Take them from the sequence that has them; the text in them stays."""
-        self._returned, holder = self.tokens, self.holder
+        self._returned = self.tokens
+        holder = self.holder
         self._held = None
         if holder is not None:
             holder.hold(None)
 
     def fill(self, tokens: list[int]) -> None:
-        """They were filled with what belongs to these tokens."""
+        """Note that they were filled with what belongs to these tokens."""
         assert self.holder is None, "a sequence has the caches"
         self._returned = tokens
 
@@ -287,16 +283,21 @@ class _Place:
 
 
 class CachePool:
-    """Lends sets of caches to sequences; `start` is what texts have behind what an encoder reads."""
+    """Lends sets of caches to sequences; `start` is what texts have behind what an encoder reads.
 
-    def __init__(self, sets: Several[Caches], start: tuple[int, ...] = ()) -> None:
+    Caches are never replaced: captured graphs lie on their buffers, and a text may go on from what
+    another one left there. With one set a text that is begun overtakes the one before; with several
+    each text keeps its own until it is released.
+    """
+
+    def __init__(self, sets: abc.Sequence[Caches], start: tuple[int, ...] = ()) -> None:
         # the one used last comes last
         self._places = [_Place(caches) for caches in sets]
         self._start = start
 
     @property
     def caches(self) -> Caches:
-        """The set that was used last."""
+        """Return the set that was used last."""
         return self._places[-1].caches
 
     @property
@@ -346,18 +347,18 @@ class CachePool:
         return free
 
     def _copied(self, place: _Place, tokens: list[int], num_kept: int) -> int:
-        """Tokens that a place holds once it has taken over what another text, such as one being
-        written, holds more.
+        """Copy what another text's place holds more of these tokens; return how many the place has
+        then.
         """
         others = [(self._num_to_keep(one, tokens), one) for one in self._places]
-        num_shared, other = max(others, key=lambda pair: pair[0])
-        if other is place or num_shared < num_kept + LEAST_COPIED:
+        most_shared, other = max(others, key=lambda pair: pair[0])
+        if other is place or most_shared < num_kept + LEAST_COPIED:
             return num_kept
         place.take_back()
         place.fill([])  # of a copy that is cut short nothing is kept
-        place.caches.copy_from(other.caches, num_shared)
-        place.fill(tokens[:num_shared])
-        return num_shared
+        place.caches.copy_from(other.caches, most_shared)
+        place.fill(tokens[:most_shared])
+        return most_shared
 
     def _num_to_keep(self, place: _Place, tokens: list[int]) -> int:
         """Return how many of the tokens, but for the last, a place has.
@@ -369,13 +370,13 @@ class CachePool:
         return 0 if is_other else place.caches.target.keepable(min(num, len(tokens) - 1))
 
     def release(self, sequence: Sequence) -> None:
-        """Its caches may go to others; what they hold stays until then."""
+        """Let others have its caches; what they hold stays until then."""
         for place in self._places:
             if place.holder is sequence:
                 place.take_back()
 
     def take_back(self) -> list[int]:
-        """No sequence has any caches; returns the tokens of the last that had."""
+        """Take the caches from all sequences; return the tokens of the last that had any."""
         for place in self._places:
             place.take_back()
         return self.tokens
@@ -385,8 +386,8 @@ class CachePool:
         self._places[-1].fill(tokens)
 
 
-def num_shared(first: Several[int], second: Several[int]) -> int:
-    """Tokens at the beginning that two texts have in common."""
+def num_shared(first: abc.Sequence[int], second: abc.Sequence[int]) -> int:
+    """Return how many tokens at the beginning two texts have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next(
         (index for index, (one, other) in pairs if one != other), min(len(first), len(second))
@@ -394,9 +395,10 @@ def num_shared(first: Several[int], second: Several[int]) -> int:
 
 
 class DecoderLock:
-    """Had by the thread that uses a decoder, as often as it likes; others are refused meanwhile.
+    """Gives the turn at a decoder to one thread, and within it to one step; others are refused.
 
-    `computing` is entered with every turn: where that thread is to compute.
+    The thread that has it may take it again; only closing waits for it. `computing` is entered with
+    every turn: where that thread is to compute.
     """
 
     def __init__(self, computing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -413,7 +415,8 @@ class DecoderLock:
         """
         if not self._lock.acquire(blocking=False):
             raise UserError(
-                "this decoder is in use by another thread: wait until that is done, or load a second one"
+                "this decoder is in use by another thread: wait until that is done, or load a "
+                "second one"
             )
         try:
             self._require_no_own_step()
@@ -445,5 +448,6 @@ class DecoderLock:
     def _require_no_own_step(self) -> None:
         if self._stepping == threading.get_ident():
             raise UserError(
-                "this decoder is in the middle of a step: let what that calls raise, to end it first"
+                "this decoder is in the middle of a step: let what that calls raise, to end it "
+                "first"
             )

@@ -14,7 +14,7 @@ from offload.engine.scheduler import EngineFigures, Scheduler
 from offload.errors import UserError
 from offload.machine import give_back_memory
 
-# after which C's allocator gives back what it keeps: the next request then pays for new pages
+# An idle server gives memory back then, and the next request pays for new pages.
 _IDLE_S = 5.0
 _ASK_LATER = "the server is closing: ask again later"
 
@@ -41,7 +41,8 @@ class Engine:
     def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
         if max_waiting < 1:
             raise UserError(
-                f"`max_waiting` must be 1 or more, got {max_waiting}: one that waits is begun at once"
+                f"`max_waiting` must be 1 or more, got {max_waiting}: one that waits is begun at "
+                f"once"
             )
         self.decoder = decoder
         self._max_waiting = max_waiting
@@ -62,12 +63,12 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes requests."""
+        """Return whether it takes requests."""
         return not self._is_closing and not self._ended.is_set()
 
     @property
     def most_requests(self) -> int:
-        """That are written or wait at a time."""
+        """Return how many requests may be written or wait at a time."""
         return self._max_waiting + self.decoder.num_parallel
 
     def submit(
@@ -104,7 +105,7 @@ class Engine:
         self._ended.wait()
 
     def figures(self) -> EngineFigures:
-        """What was done, and what goes on."""
+        """Return what was done, and what goes on."""
         return self._scheduler.figures()
 
     def _require_room(self) -> None:

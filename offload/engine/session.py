@@ -1,14 +1,10 @@
 """A text on disk: its tokens, with the keys and values that both models have computed for them.
 
-One safetensors file, written all or nothing. Invariant: tokens are taken in only for the very
-model, keys and values only for the very weights and the type that they were computed with, and all
-of it only where names, types, shapes and a checksum prove the file whole.
-
-Tensors to a safetensors file of our own, with a checksum: written all or nothing, and without a
-second copy.
-
-The format's own library wants all bytes at once, which for the keys and values of a long text is a
-budget's worth.
+It is one safetensors file, written all or nothing and without a second copy in memory: the format's
+own library wants all bytes at once, which for a long text is a budget's worth. Invariant: tokens
+are taken in only for the very model, keys and values only for the very weights and the type that
+they were computed with, and all of it only where names, types, shapes and a checksum prove the file
+whole.
 """
 
 import json
@@ -41,7 +37,8 @@ from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
 from offload.units import require
 
-SUM = "crc32"  # the note that has the checksum of all that lies behind the header
+# The note that has the checksum of all that lies behind the header.
+SUM = "crc32"
 _TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
 
 
@@ -54,7 +51,9 @@ def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Te
 
 
 def data_sum(path: Path) -> str:
-    """The checksum that a file should have noted, eight hexadecimal digits. Raises `OSError`."""
+    """Return the checksum that a file should have noted, eight hexadecimal digits. Raises
+    `OSError`.
+    """
     total = 0
     with path.open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -117,13 +116,15 @@ class Models:
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Types that are computed in; that of no draft is empty."""
+        """Return the types that are computed in, by part; that of no draft is empty."""
         pairs = zip(_PARTS, (self.target, self.draft), strict=True)
         return {part: compute_dtype_name(one, self.dtype) if one else "" for part, one in pairs}
 
     def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
-        """Whether that part of a file with these notes is of the same weights in the same type;
-        nothing is read.
+        """Return whether that part of a file with these notes has the same weights in the same
+        type.
+
+        Nothing is read.
         """
         told = _told_identity(notes, part)
         mine = self.identities.of(part)
@@ -172,14 +173,17 @@ def save_session(
 
 
 def _identities(models: Models) -> dict[str, str]:
-    """What a file tells of the models. Raises `ReadError`."""
+    """Return what a file tells of the models. Raises `ReadError`."""
     found = {part: models.identities.of(part) for part in _PARTS}
     told = {part: json.dumps(one.as_dict()) if one else "" for part, one in found.items()}
     return told | {f"{part}_dtype": dtype for part, dtype in models.dtypes.items()}
 
 
 def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
-    """None for what is none. Raises `KeyError` where the file does not speak of that part."""
+    """Return the identity that a file tells of a part; None for no model.
+
+    Raises `KeyError` where the file does not speak of that part.
+    """
     told = notes[part]
     try:
         return ModelIdentity.parse(json.loads(told))
@@ -211,7 +215,7 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
 
 
 def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """What layers hold of the text, one after another."""
+    """Yield what layers hold of the text, one after another."""
     of_layer = defaultdict[int, list[str]](list)
     for name in _names(file, part, (*_KINDS, INDEX)):
         of_layer[int(name.rsplit(".", 1)[1])].append(name)
@@ -220,9 +224,7 @@ def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 
 def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
-    """Raises `UserError` where no text could be kept in a file: behind an encoder, with such a
-    start, none goes on.
-    """
+    """Raise `UserError` where no text could be kept in a file, as behind an encoder."""
     require(
         parallel == 1,
         "`session` keeps the one text that is written, `parallel` must be 1",
@@ -236,8 +238,9 @@ def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
 
 
 def check_session(path: Path, models: Models) -> Session:
-    """What a file holds, proved by its header to fit these models. Raises `UserError`; nothing is
-    filled.
+    """Return what a file holds, proved by its header to fit these models.
+
+    Raises `UserError`; nothing is filled.
     """
     with _opened(path) as file:
         return _checked(path, file, models)
@@ -256,7 +259,8 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
         raise UserError(f"{path} was computed with another model ({what}): {_AFRESH}")
     if notes.get("target_dtype") != (mine := models.dtypes["target"]):
         raise UserError(
-            f"{path} was computed with other `dtype` ({notes.get('target_dtype')}, not {mine}): {_AFRESH}"
+            f"{path} was computed with other `dtype` ({notes.get('target_dtype')}, not {mine}): "
+            f"{_AFRESH}"
         )
     try:
         session = _contents(file, notes)
@@ -268,7 +272,8 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
     if len(session.tokens) >= models.context:
         remedy = "" if models.has_longest_context else "raise `context`, or "
         raise UserError(
-            f"{path} has {len(session.tokens)} tokens, the context {models.context}: {remedy}{_AFRESH}"
+            f"{path} has {len(session.tokens)} tokens, the context {models.context}: "
+            f"{remedy}{_AFRESH}"
         )
     return session
 
@@ -292,8 +297,9 @@ def _contents(file: Any, notes: Mapping[str, str]) -> Session:
 def _check_states(
     file: Any, part: str, checkpoint: Checkpoint | None, dtype: str, num_tokens: int
 ) -> None:
-    """Keys and values of every layer that has its own, of the shape that the config tells. Raises
-    `ValueError`.
+    """Check keys and values of every layer that has its own, by the config's shapes.
+
+    Raises `ValueError`.
     """
     kept = _kept_layers(file, part)
     if checkpoint is None or not kept:
@@ -320,7 +326,8 @@ def _check_states(
     is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
     for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
         header = file.get_slice(name)
-        shape, (_, heads, positions, head) = header.get_shape(), header.get_shape()
+        shape = header.get_shape()
+        _, heads, positions, head = shape
         total_bytes += heads * head * computed.align_bytes
         is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
         is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, head_dim(sizes)))
@@ -332,7 +339,7 @@ def _check_states(
 
 
 def _kept_layers(file: Any, part: str) -> list[int]:
-    """Layers with keys and values in the file, each with both. Raises `ValueError`."""
+    """Return the layers with keys and values in the file, each with both. Raises `ValueError`."""
     names = {name for name in file.keys() if name.startswith(f"{part}.")}  # noqa: SIM118
     names -= _names(file, part, (_TAILS, _STATES, INDEX))
     kept = sorted({int(name.rsplit(".", 1)[1]) for name in names})
@@ -358,7 +365,7 @@ def _names(file: Any, part: str, kinds: tuple[str, ...]) -> set[str]:
 def _check_index(
     file: Any, part: str, layers: Mapping[int, int], num_kept: int, computed: Encoding
 ) -> None:
-    """Index keys are those that the model's headers tell of. Raises `ValueError`."""
+    """Check index keys by what the model's headers tell of them. Raises `ValueError`."""
     wanted = {_name(part, INDEX, layer): width for layer, width in layers.items()}
     found = _names(file, part, (INDEX,))
     ensure(
@@ -372,8 +379,8 @@ def _check_index(
 
 
 def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, Tensor]:
-    """States of recurrent layers behind the positions whose keys and values are kept; each is a row
-    of numbers.
+    """Return the states of recurrent layers behind the positions that are kept, each a row of
+    numbers.
     """
     if not isinstance(cache, RecurrentCache):
         return {}
@@ -387,7 +394,7 @@ def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, 
 def _check_recurrent(
     file: Any, part: str, layers: Mapping[int, RecurrentLayer], computed: Encoding
 ) -> None:
-    """States are those that the model's config and headers tell of. Raises `ValueError`."""
+    """Check states by what the model's config and headers tell of them. Raises `ValueError`."""
     wanted = {
         _name(part, _TAILS, layer): ([one.num_taps - 1, one.num_channels], computed.name)
         for layer, one in layers.items()
@@ -406,12 +413,13 @@ def _check_recurrent(
         is_sound = header.get_shape() == shape and header.get_dtype() == kind
         ensure(
             is_sound,
-            f"{name} has shape {header.get_shape()} and type {header.get_dtype()}, not {shape} and {kind}",
+            f"{name} has shape {header.get_shape()} and type {header.get_dtype()}, not {shape} "
+            f"and {kind}",
         )
 
 
 def _point(file: Any, part: str) -> Point:
-    """States of recurrent layers."""
+    """Return the states of recurrent layers."""
     layers = {name: int(name.rsplit(".", 1)[1]) for name in _names(file, part, (_TAILS, _STATES))}
     found = {
         kind: {
@@ -451,7 +459,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _require_no_holes(path: Path) -> None:
-    """What is larger than its tensors could be larger than memory, and the library maps all of it."""
+    """Raise where a file is larger than its tensors: it could be larger than memory, and all is
+    mapped.
+    """
     try:
         read_header(path)
     except UserError as error:

@@ -33,7 +33,9 @@ class BatchShare(NamedTuple):
 
 
 def share_out(texts: Sequence[Text], num_rows: int) -> list[BatchShare]:
-    """Share out a pass that takes in at most `num_rows` tokens; texts that get none wait for the next."""
+    """Share out a pass that takes in at most `num_rows` tokens; texts that get none wait for the
+    next.
+    """
     shares = []
     for text in texts:
         missing = len(text.tokens) - 1 - text.caches.target.length

@@ -11,8 +11,10 @@ from offload.planning.cost_model import NOTHING, Curve
 class Team:
     """A process that has all of the target."""
 
-    exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
-    notes: tuple[str, ...] = ()  # for the user
+    # what a pass takes beside computing, against its rows
+    exchange_s: Curve = NOTHING
+    # for the user
+    notes: tuple[str, ...] = ()
     is_alone = True
 
     def own(self, run: ResolvedRun) -> ResolvedRun:
@@ -28,5 +30,5 @@ class Team:
         """
 
     def target(self, *args: Any, **more: Any) -> Target:
-        """A `Target` of these arguments, which speaks for all."""
+        """Return a `Target` of these arguments, which speaks for all."""
         return Target(*args, **more)

@@ -23,13 +23,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_CPU_S = 5  # for a request; templates take milliseconds
-# for what neither computes nor answers, such as a process that was stopped; and for its start
+# Seconds of a processor for one request; templates take milliseconds.
+_CPU_S = 5
+# Wall time for an answer, and for the start: the process may be stopped from outside.
 _WAIT_S = 60.0
-_MOST_CHARS = 1 << 20  # that a template writes beside what it was told
-_TIMES_TOLD = 8  # of the characters of what it was told, which it may repeat and write as JSON
-_ESCAPED = 12  # characters of JSON for one of text, at most
-_MOST_TOLD = 1000  # characters of an error at the start
+# Characters that a template may write beside what it was told.
+_MOST_CHARS = 1 << 20
+# It may repeat what it was told, and write it as JSON, this many times as long.
+_TIMES_TOLD = 8
+# Characters of JSON for one of text, at most.
+_ESCAPED = 12
+# Characters of an error at the start.
+_MOST_TOLD = 1000
 _READY = b"ready\n"
 
 
@@ -51,7 +56,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """What a template makes of a conversation. Raises `TemplateFailed`.
+        """Return what a template makes of a conversation. Raises `TemplateFailed`.
 
         Args:
             variables: further arguments of transformers' `render_jinja_template`, such as
@@ -72,7 +77,7 @@ class TemplateProcess:
         return answer["text"]
 
     def end(self) -> None:
-        """Whatever it does; a later request starts another."""
+        """End the process, whatever it does; a later request starts another."""
         with self._lock:
             self._end()
 
@@ -92,7 +97,7 @@ class TemplateProcess:
         return answer
 
     def _started(self) -> "subprocess.Popen[bytes]":
-        """The process, once it is ready. Raises `TemplateFailed` where it does not start."""
+        """Return the process, once it is ready. Raises `TemplateFailed` where it does not start."""
         if self._process is None:
             worker = Path(__file__).with_name("template_worker.py")
             self._process = subprocess.Popen(
@@ -140,20 +145,18 @@ class _Clock:
 
 
 def template_process() -> TemplateProcess:
-    """The one of this process, which all its models share: what it answers depends on nothing but
-    the request.
-    """
+    """Return the one process that all models share: an answer depends on nothing but the request."""
     return _process_of(os.getpid())
 
 
 @functools.cache
 def _process_of(pid: int) -> TemplateProcess:
-    """Who forks has one of its own: two that read one pipe take each other's answers."""
+    """Return the process of this pid: a fork that read the same pipe would take others' answers."""
     return TemplateProcess()
 
 
 def _exchange(process: "subprocess.Popen[bytes]", line: bytes, most_bytes: int) -> dict[str, str]:
-    """The answer to a request; that of a process which has ended is which limit it has exceeded."""
+    """Return the answer to a request; of a process that has ended it is the limit it has exceeded."""
     assert process.stdin is not None, "a pipe that we asked for"
     with suppress(BrokenPipeError):
         process.stdin.write(line)

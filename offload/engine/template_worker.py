@@ -18,8 +18,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-_MEMORY_BYTES = 512 << 20  # beside what it takes to be there
-_MOST_TOLD = 1000  # characters of an error
+# Memory beside what the process takes before its first request.
+_MEMORY_BYTES = 512 << 20
+# Characters of an error.
+_MOST_TOLD = 1000
 _PAGES = "/proc/self/statm"
 
 
@@ -62,8 +64,8 @@ def _told(error: Exception) -> str:
 
 
 def _sandbox() -> Callable[..., Any]:
-    """transformers' own; without torch and pictures, and without what the package looks for when it
-    is imported.
+    """Return transformers' sandbox, without torch, pictures and what the package looks for on
+    import.
     """
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
     found = find_spec("transformers")
@@ -87,8 +89,9 @@ def _sandbox() -> Callable[..., Any]:
 
 
 def _in_memory_bytes() -> int | None:
-    """Addresses in use, libraries included, which differ by gigabytes between machines; None where
-    the system does not tell.
+    """Return the addresses in use, libraries included; None where the system does not tell.
+
+    They differ by gigabytes between machines.
     """
     if not os.path.exists(_PAGES):
         return None
@@ -97,7 +100,7 @@ def _in_memory_bytes() -> int | None:
 
 
 def _limit(name: str, most: int) -> None:
-    """A soft one, which a later request may move."""
+    """Set a soft limit, which a later request may move."""
     if sys.platform == "win32":  # has none of them
         return
     import resource

@@ -7,19 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from offload.checkpoint.gguf import require_reader
-from offload.checkpoint.hub import check_tokenizer_files
+from offload.checkpoint.hub import are_same, check_tokenizer_files, other_vocabulary
 from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
+from offload.memory.planner import ModelFiles
 
-_REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-_PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
-# decoded before the new ones, because some tokenizers glue or drop a leading space
+# What an incomplete UTF-8 sequence decodes to.
+_REPLACEMENT = "\ufffd"
+# Models that also see have their template here, where tokenizers do not look.
+_PROCESSOR_TEMPLATE = "chat_template.json"
+# Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
-_SPACE = "\u2581"  # SentencePiece's
+# SentencePiece writes a space so.
+_SPACE = "\u2581"
 
 
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
@@ -27,8 +31,9 @@ Tokenizer: TypeAlias = Any
 
 
 def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
-    """The tokenizer in a folder or GGUF file, None where it has none. Raises `UserError` for what
-    cannot be read.
+    """Return the tokenizer in a folder or GGUF file, None where it has none.
+
+    Raises `UserError` for what cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -49,12 +54,45 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     return tokenizer
 
 
-def _config_beside(directory: Path) -> Any:
-    """What the model's config says of its tokenizer, or None where there is none. Raises `OSError`,
-    `ValueError`.
+class Vocabulary(NamedTuple):
+    """The vocabulary of a model, and ids that begin its own text behind what an encoder reads."""
 
-    The library takes a file that the disk does not give for none, and may choose another class of
-    tokenizer: other ids.
+    vocab_size: int
+    start: tuple[int, ...] = ()
+
+
+def check_vocabulary(
+    tokenizer: Tokenizer | None,
+    files: ModelFiles,
+    target: Vocabulary,
+    drafter: Vocabulary,
+) -> None:
+    """Raise `UserError` where an id of the draft means another token than the target's.
+
+    Widths may differ where only padding does, which tokenizers can tell.
+    """
+    draft = files.draft
+    assert draft is not None, "there is one to compare with"
+    draft_tokenizer = load_tokenizer(draft.tokenizer_path)
+    same = target.vocab_size == drafter.vocab_size
+    if tokenizer is not None and draft_tokenizer is not None:
+        is_exact = not any(os.path.isfile(one.tokenizer_path) for one in (files.target, draft))
+        same = are_same(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), is_exact=is_exact)
+    if not same:
+        raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
+    if target.start != drafter.start:
+        raise UserError(
+            f"{draft.directory.name}: decoder_start_token_id must be the target's, "
+            f"{target.start[0]}, got {drafter.start[0]}: take another draft, "
+            "or mend its generation_config.json"
+        )
+
+
+def _config_beside(directory: Path) -> Any:
+    """Return what the model's config says of its tokenizer; None where there is none.
+
+    Raises `OSError`, `ValueError`. The library takes a file that the disk does not give for none,
+    and may choose another class of tokenizer: other ids.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -72,8 +110,8 @@ def _config_beside(directory: Path) -> Any:
 
 
 def _check_names(directory: Path) -> None:
-    """Raises `ValueError` for another folder's file in place of tokenizer.json, which transformers
-    would open.
+    """Raise `ValueError` for a link in place of tokenizer.json to a file that transformers would
+    open.
     """
     told = directory / "tokenizer_config.json"
     names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
@@ -97,7 +135,9 @@ def _load_from_gguf(file: Path) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
-    """Token ids of a prompt, in the model's chat template where it has one, unless `raw`."""
+    """Return the token ids of a prompt, in the model's chat template where it has one, unless
+    `raw`.
+    """
     if not prompt:
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
@@ -109,8 +149,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
 def encode_messages(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a
-    chat template.
+    """Return the token ids of a conversation up to where the model has to answer.
+
+    Raises `UserError` without a chat template.
 
     Args:
         tools: what the template is told of, and the model with it, where the template knows such a
@@ -130,7 +171,7 @@ def encode_messages(
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """A conversation as the model's chat template writes it. Raises `TemplateFailed`.
+    """Return a conversation as the model's chat template writes it. Raises `TemplateFailed`.
 
     Args:
         how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template`
@@ -211,7 +252,9 @@ class TokenPieces:
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        """The byte that a character stands for; empty for vocabularies that write bytes otherwise."""
+        """Return the byte that a character stands for; empty for vocabularies that write bytes
+        otherwise.
+        """
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -230,7 +273,8 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()
     ) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
         self._byte_of = _byte_tokens(tokenizer)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context_text = self._decode([])
@@ -260,17 +304,18 @@ class TextStream:
         ), True
 
     def finish(self) -> str:
-        """The last piece, incomplete characters included."""
+        """Return the last piece, incomplete characters included."""
         return self._hand_out(self.whole())
 
     def whole(self) -> str:
-        """All text so far, what is still held back included."""
+        """Return all text so far, what is still held back included."""
         return self._text_of(self._tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """The pushed ones, no further than the token that completed a stop string: later ones were
-        accepted in vain.
+        """Return the pushed tokens up to the one that completed a stop string.
+
+        Later ones were accepted in vain.
         """
         return list(self._tokens)
 
@@ -322,7 +367,9 @@ class TextStream:
 
 
 def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
-    """The bytes of tokens such as `<0xE6>`; empty for vocabularies that write bytes otherwise."""
+    """Return the bytes of tokens such as `<0xE6>`; empty for vocabularies that write bytes
+    otherwise.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if tokenizer is None or "ByteFallback" not in repr(getattr(backend, "decoder", None)):
         return {}

@@ -171,7 +171,8 @@ class OffloadLM(TemplateLM):
                     [self._window(requests[number]) for number in numbers]
                 )
                 for number, score in zip(numbers, scores, strict=True):
-                    answers[number], name = (score.logprob, score.is_greedy), requests[number][0]
+                    answers[number] = (score.logprob, score.is_greedy)
+                    name = requests[number][0]
                     if name is not None:
                         self.cache_hook.add_partial("loglikelihood", name, answers[number])
                 bar.update(len(numbers))

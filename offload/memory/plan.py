@@ -16,23 +16,27 @@ from offload.units import NOISE_POSITIONS, format_bytes
 
 # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
 PROMPT_ROWS = 512
-# of a feed-forward on a CPU, which takes its rows part by part: also the most of one product
+# Rows that a feed-forward on a CPU takes at a time, and the most of one product.
 INNER_ROWS = 256
 # scores, keys and values in float32 while rows attend in the order of their paths
 PATH_SCRATCH_BYTES = 16 << 20
+# One layer computes while the next is read; a third slot evens out what takes longer.
 MIN_SLOTS = 2
 WANTED_SLOTS = 3
-# slots with which any pass gets through: one is computed with while another is read
+# Expert slots with which any pass gets through: one computes while another is read.
 MIN_EXPERTS = 2
-# of experts that are read meanwhile: a disk is busy with less, and goes on while they compute
+# Experts that are read ahead: a disk is busy with less, and goes on while they compute.
 _AHEAD_BYTES = 32 << 20
-_RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
-# of all rows of a pass: recurrent layers with larger ones take row by row
+# Copies of a pass's scores while a tree grows: perturbed, joined, weighted, as chances.
+_RANKING_COPIES = 4
+# States of all rows of a pass up to which they take steps together; else row by row.
 WIDE_STATES_BYTES = 16 << 20
-# of a text: behind what is committed, behind its last prompt, and what a pass or a commit makes
+# A text keeps a state behind its committed rows, one behind its last prompt, and a new one.
 _KEPT_STATES = 3
-_STATE_COPIES = 6  # while states take a step
-DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
+# Copies of a state while it takes a step.
+_STATE_COPIES = 6
+# Scratch of one draw: a block of float64 numbers, their keys, their order.
+DRAW_BYTES = 16 << 20
 
 
 class LayerTier(StrEnum):
@@ -119,7 +123,10 @@ class MemoryPlan:
     def __repr__(self) -> str:
         used = f"{format_bytes(self.total_bytes)} of {format_bytes(self.ram_bytes)} of memory"
         if self.gpu_bytes is not None:
-            used = f"{format_bytes(self.gpu_total_bytes)} of {format_bytes(self.gpu_bytes)} on the GPU, {used}"
+            used = (
+                f"{format_bytes(self.gpu_total_bytes)} of {format_bytes(self.gpu_bytes)} on the "
+                f"GPU, {used}"
+            )
         tiers = ", ".join(
             f"{self.num_layers_in(tier)} {tier}" for tier in LayerTier if self.num_layers_in(tier)
         )
@@ -322,16 +329,18 @@ def num_slots(context: int, num_nodes: int, parallel: int) -> int:
 
 
 def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
-    """What texts keep of recurrent layers, with so many rows in a tree; see
-    `model.recurrent_cache`.
+    """Return what texts keep of recurrent layers, with so many rows in a tree.
+
+    See `model.recurrent_cache`.
     """
     kept = shape.recurrent
     return parallel * (_KEPT_STATES * kept.state_bytes + num_rows * kept.kept_bytes)
 
 
 def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
-    """States of a recurrent layer while a tree of so many rows passes through, see
-    `model.recurrent_rows`.
+    """Return the states of a recurrent layer while a tree of so many rows passes through.
+
+    See `model.recurrent_rows`.
     """
     largest_bytes = shape.recurrent.largest_bytes
     if num_rows * largest_bytes <= WIDE_STATES_BYTES:

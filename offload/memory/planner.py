@@ -15,9 +15,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.sizes import ExpertShape, ModelShape, config_sizes, model_shape, text_config
+from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
 from offload.checkpoint.t5 import TRAINED_CONTEXT, has_encoder
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
@@ -63,13 +64,14 @@ HOST_RUNTIME_BYTES = 1 << 30
 # larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-# a shorter one is no remedy
+# A context below this is not offered as a remedy.
 _LEAST_CONTEXT = 64
 _ROOMY_BYTES = 1 << 59
-# of free memory, left to other work on the machine
+# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
-_GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
+# Free memory of a GPU that is left to what else it shows.
+_GPU_RESERVE_SHARE = 0.02
 
 
 class ModelFiles(NamedTuple):
@@ -157,7 +159,7 @@ def plan_memory(
 
 
 def require_no_states(files: ModelFiles, dtype: str) -> None:
-    """Raises `UserError` for models that ranks cannot share, since layers keep states or choose."""
+    """Raise `UserError` for models that ranks cannot share, since layers keep states or choose."""
     for checkpoint in files:
         if checkpoint is None:
             continue
@@ -254,7 +256,7 @@ def _plan_experts(
 
     def plan_of(shape: ModelShape) -> MemoryPlan:
         def in_rows(num_rows: int) -> MemoryPlan:
-            return _fill_tiers(shape, draft, budget, num_nodes, num_rows)
+            return _Contents(shape, draft, budget, num_nodes, num_rows).plan()
 
         return with_prompt_rows(in_rows, shape, budget.positions, budget.rates)
 
@@ -269,116 +271,176 @@ def _plan_experts(
     return plan_of(on_demand(target))
 
 
-def _fill_tiers(
-    target: ModelShape,
-    draft: ModelShape | None,
-    budget: MemoryBudget,
-    num_nodes: int,
-    prompt_rows: int,
-) -> MemoryPlan:
-    """Return the plan in which the experts of `target`, if any, are read on demand."""
-    is_gpu = budget.gpu is not None
-    items = _beside_layers(target, draft, budget, num_nodes, prompt_rows)
-    runtime_bytes = _runtime_bytes(target, draft, is_gpu=is_gpu)
-    computing = _computing_tier(target, draft, budget, items, runtime_bytes)
-    tiers = [computing]
-    if is_gpu:
-        tiers.append(_feeding_tier(target, draft, budget, runtime_bytes + target.table_bytes))
-    experts = target.experts
-    pool = ExpertPoolSize(experts.num_records, experts.slot_bytes) if experts else ExpertPoolSize()
-    all_bytes = (*target.layer_bytes, *target.encoder_bytes)
-    num_layers = len(target.layer_bytes)
-    fillings = fill_all(tiers, all_bytes, num_layers, pool)
-    here = fillings[0]
-    host = fillings[1] if is_gpu else Filling(frozenset(), 0)
-    tier_of = {
-        layer: tier
-        for tier, filling in zip(LayerTier, fillings, strict=False)
-        for layer in filling.layers
-    }
-    slot_bytes = max(all_bytes) if here.num_slots else 0
-    hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers)
-    hosted_bytes += host.num_slots * slot_bytes + host.num_expert_slots * pool.slot_bytes
-    return MemoryPlan(
-        device="cuda" if is_gpu else "cpu",
-        ram_bytes=int(budget.ram),
-        gpu_bytes=None if budget.gpu is None else int(budget.gpu),
-        context=budget.positions,
-        num_nodes=num_nodes,
-        parallel=budget.parallel,
-        max_prompt_rows=prompt_rows,
-        num_logits_rows=_num_logits(num_nodes, is_gpu=is_gpu),
-        runtime_bytes=runtime_bytes,
-        gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
-        table_bytes=target.table_bytes if is_gpu else 0,
-        staging_bytes=max(0, tiers[1].passing_bytes - hosted_bytes) if is_gpu else 0,
-        num_slots=here.num_slots,
-        num_host_slots=host.num_slots,
-        slot_bytes=slot_bytes,
-        layer_bytes=target.layer_bytes,
-        tier_L=tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers)),
-        source_tokens=_source_tokens(target, budget),
-        encoder_bytes=0 if here.num_slots else sum(target.encoder_bytes),
-        num_expert_slots=here.num_expert_slots,
-        num_host_expert_slots=host.num_expert_slots,
-        **items,
-        **_expert_counts(experts),
-    )
+class _Contents(NamedTuple):
+    """What memory has to hold: models, trees of so many nodes, passes of so many prompt rows.
 
+    The experts of `target`, if any, are read on demand.
+    """
 
-def _beside_layers(
-    target: ModelShape,
-    draft: ModelShape | None,
-    budget: MemoryBudget,
-    num_nodes: int,
-    prompt_rows: int,
-) -> dict[str, int]:
-    """Return what stands beside layers where they are computed, under the names of the plan."""
-    context = budget.positions
-    parallel = budget.parallel
-    is_gpu = budget.gpu is not None
-    keeps_distributions = drafting_of(budget.rule).keeps_distributions
-    kv_slots = _source_tokens(target, budget) + num_slots(context, num_nodes, parallel)
-    num_rows = prompt_rows + num_nodes
-    num_logits = _num_logits(num_nodes, is_gpu=is_gpu)
-    pass_bytes = activation_bytes(target, num_rows, num_logits, context, is_gpu=is_gpu)
-    items = {
-        "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
-        "draft_bytes": 0,
-        "distribution_bytes": 0,
-        "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots
-        + states_bytes(target, num_nodes, parallel),
-        "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
-        + pass_bytes
-        + target.cast_bytes
-        + target.scratch_bytes
-        + parallel * noise_bytes(target.vocab_size),
-    }
-    if draft is not None:
-        items["draft_bytes"] = draft_bytes(
-            draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel
+    target: ModelShape
+    draft: ModelShape | None
+    budget: MemoryBudget
+    num_nodes: int
+    prompt_rows: int
+
+    def plan(self) -> MemoryPlan:
+        """Return the plan. Raises `TooLittleMemoryError`."""
+        target = self.target
+        items = self._beside_layers()
+        tiers = [self._computing_tier(items)]
+        if self.is_gpu:
+            tiers.append(self._feeding_tier())
+        experts = target.experts
+        pool = ExpertPoolSize()
+        if experts is not None:
+            pool = ExpertPoolSize(experts.num_records, experts.slot_bytes)
+        all_bytes = (*target.layer_bytes, *target.encoder_bytes)
+        num_layers = len(target.layer_bytes)
+        fillings = fill_all(tiers, all_bytes, num_layers, pool)
+        here = fillings[0]
+        host = fillings[1] if self.is_gpu else Filling(frozenset(), 0)
+        tier_of = {
+            layer: tier
+            for tier, filling in zip(LayerTier, fillings, strict=False)
+            for layer in filling.layers
+        }
+        slot_bytes = max(all_bytes) if here.num_slots else 0
+        hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers)
+        hosted_bytes += host.num_slots * slot_bytes + host.num_expert_slots * pool.slot_bytes
+        budget = self.budget
+        return MemoryPlan(
+            device="cuda" if self.is_gpu else "cpu",
+            ram_bytes=int(budget.ram),
+            gpu_bytes=None if budget.gpu is None else int(budget.gpu),
+            context=budget.positions,
+            num_nodes=self.num_nodes,
+            parallel=budget.parallel,
+            max_prompt_rows=self.prompt_rows,
+            num_logits_rows=self.num_logits,
+            runtime_bytes=self.runtime_bytes,
+            gpu_runtime_bytes=GPU_RUNTIME_BYTES if self.is_gpu else 0,
+            table_bytes=target.table_bytes if self.is_gpu else 0,
+            staging_bytes=max(0, tiers[-1].passing_bytes - hosted_bytes) if self.is_gpu else 0,
+            num_slots=here.num_slots,
+            num_host_slots=host.num_slots,
+            slot_bytes=slot_bytes,
+            layer_bytes=target.layer_bytes,
+            tier_L=tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers)),
+            source_tokens=self.source_tokens,
+            encoder_bytes=0 if here.num_slots else sum(target.encoder_bytes),
+            num_expert_slots=here.num_expert_slots,
+            num_host_expert_slots=host.num_expert_slots,
+            **items,
+            **_expert_counts(experts),
         )
-        if keeps_distributions:
+
+    @property
+    def is_gpu(self) -> bool:
+        """Return whether a GPU computes."""
+        return self.budget.gpu is not None
+
+    @property
+    def num_logits(self) -> int:
+        """Return how many rows of a tree are scored at once."""
+        return min(self.num_nodes, MAX_LOGITS_ROWS) if self.is_gpu else self.num_nodes
+
+    @property
+    def source_tokens(self) -> int:
+        """Return the positions of a prompt that an encoder may read; 0 without an encoder."""
+        return self.budget.positions if self.target.encoder_bytes else 0
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Return what the program takes on the host, a driver or a compiler included."""
+        if self.is_gpu:
+            return RUNTIME_BYTES + HOST_RUNTIME_BYTES
+        is_compiled = any(one.is_compiled for one in (self.target, self.draft) if one)
+        return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
+
+    def _beside_layers(self) -> dict[str, int]:
+        """Return what stands beside layers where they are computed, under names of the plan."""
+        target, draft, budget, num_nodes, prompt_rows = self
+        context = budget.positions
+        parallel = budget.parallel
+        is_gpu = self.is_gpu
+        rest_bytes = target.head_bytes if is_gpu else target.rest_bytes
+        kv_slots = self.source_tokens + num_slots(context, num_nodes, parallel)
+        kv_bytes = parallel * target.kv_bytes_per_token * kv_slots
+        num_rows = prompt_rows + num_nodes
+        pass_bytes = activation_bytes(target, num_rows, self.num_logits, context, is_gpu=is_gpu)
+        pass_bytes += 0 if is_gpu else PATH_SCRATCH_BYTES
+        pass_bytes += target.cast_bytes + target.scratch_bytes
+        items = {
+            "rest_bytes": rest_bytes + target.companion_bytes,
+            "draft_bytes": 0,
+            "distribution_bytes": 0,
+            "kv_bytes": kv_bytes + states_bytes(target, num_nodes, parallel),
+            "activation_bytes": pass_bytes + parallel * noise_bytes(target.vocab_size),
+        }
+        keeps_distributions = drafting_of(budget.rule).keeps_distributions
+        if draft is not None:
+            items["draft_bytes"] = draft_bytes(
+                draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel
+            )
+        if draft is not None and keeps_distributions:
             items["distribution_bytes"] = distribution_bytes(target.vocab_size, num_nodes)
-    return items
+        return items
 
+    def _computing_tier(self, items: dict[str, int]) -> MemoryTier:
+        """Return the tier where layers are computed: a GPU's memory, or the host's."""
+        target, draft, budget, *_ = self
+        where = "RAM"
+        argument = "ram"
+        budget_bytes = budget.ram
+        runtime_bytes = self.runtime_bytes
+        passing_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
+        if budget.gpu is not None:
+            where = "device memory"
+            argument = "gpu_memory"
+            budget_bytes = budget.gpu
+            runtime_bytes = GPU_RUNTIME_BYTES
+            passing_bytes = 0
+        fixed_bytes = runtime_bytes + sum(items.values())
+        drafting_bytes = items["draft_bytes"]
 
-def _runtime_bytes(target: ModelShape, draft: ModelShape | None, *, is_gpu: bool) -> int:
-    """Return what the program takes on the host, with what it may compile or load a driver for."""
-    if is_gpu:
-        return RUNTIME_BYTES + HOST_RUNTIME_BYTES
-    is_compiled = target.is_compiled or (draft is not None and draft.is_compiled)
-    return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
+        def refusal(slots_bytes: int) -> UserError:
+            slots = "two layer slots and two experts" if target.experts else "two layer slots"
+            of_draft = smaller = ""
+            if budget.gpu is not None and drafting_bytes:
+                room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
+                of_draft = f", {budget.size(drafting_bytes)} of it for the draft"
+                smaller = f", take a draft of at most {budget.size(room_bytes)}"
+                smaller = smaller if room_bytes > 0 else ""
+            return TooLittleMemoryError(
+                f"needs {budget.size(slots_bytes)} of {where} for {slots} and "
+                f"{budget.size(fixed_bytes)} for the rest{of_draft}, "
+                f"budget is {budget.size(budget_bytes)}: raise `{argument}` to "
+                f"{budget.enough(fixed_bytes + slots_bytes)}{smaller}"
+            )
 
+        return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
-def _num_logits(num_nodes: int, *, is_gpu: bool) -> int:
-    """Return how many rows of a tree are scored at once."""
-    return min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
+    def _feeding_tier(self) -> MemoryTier:
+        """Return the tier of pinned host memory that feeds a GPU.
 
+        What loading passes through it lies where layers will.
+        """
+        target, draft, budget, *_ = self
+        fixed_bytes = self.runtime_bytes + target.table_bytes
+        # a head is expanded from what lies beside
+        passing = [*target.layer_bytes, target.head_bytes + target.beside_bytes]
+        if draft is not None:
+            passing += [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes]
 
-def _source_tokens(target: ModelShape, budget: MemoryBudget) -> int:
-    """Return the positions of a prompt that an encoder may read; 0 without an encoder."""
-    return budget.positions if target.encoder_bytes else 0
+        def refusal(least_bytes: int) -> UserError:
+            return TooLittleMemoryError(
+                f"needs {budget.size(least_bytes)} of RAM to pass layers on to the GPU and "
+                f"{budget.size(fixed_bytes)} for embeddings and program, "
+                f"budget is {budget.size(budget.ram)}: raise `ram` to "
+                f"{budget.enough(least_bytes + fixed_bytes)}"
+            )
+
+        return MemoryTier(budget.ram, fixed_bytes, max(passing), refusal)
 
 
 def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
@@ -390,69 +452,6 @@ def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
         "experts_per_token": experts.num_layers * experts.num_chosen,
         "expert_slot_bytes": experts.slot_bytes,
     }
-
-
-def _computing_tier(
-    target: ModelShape,
-    draft: ModelShape | None,
-    budget: MemoryBudget,
-    items: dict[str, int],
-    runtime_bytes: int,
-) -> MemoryTier:
-    """Return the tier where layers are computed: a GPU's memory, or the host's."""
-    where = "RAM"
-    argument = "ram"
-    budget_bytes = budget.ram
-    passing_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
-    if budget.gpu is not None:
-        where = "device memory"
-        argument = "gpu_memory"
-        budget_bytes = budget.gpu
-        runtime_bytes = GPU_RUNTIME_BYTES
-        passing_bytes = 0
-    fixed_bytes = runtime_bytes + sum(items.values())
-    drafting_bytes = items["draft_bytes"]
-
-    def refusal(slots_bytes: int) -> UserError:
-        slots = "two layer slots and two experts" if target.experts else "two layer slots"
-        draft = smaller = ""
-        if budget.gpu is not None and drafting_bytes:
-            room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
-            draft = f", {budget.size(drafting_bytes)} of it for the draft"
-            smaller = (
-                f", take a draft of at most {budget.size(room_bytes)}" if room_bytes > 0 else ""
-            )
-        return TooLittleMemoryError(
-            f"needs {budget.size(slots_bytes)} of {where} for {slots} and "
-            f"{budget.size(fixed_bytes)} for the rest{draft}, "
-            f"budget is {budget.size(budget_bytes)}: raise `{argument}` to "
-            f"{budget.enough(fixed_bytes + slots_bytes)}{smaller}"
-        )
-
-    return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
-
-
-def _feeding_tier(
-    target: ModelShape, draft: ModelShape | None, budget: MemoryBudget, fixed_bytes: int
-) -> MemoryTier:
-    """Return the tier of pinned host memory that feeds a GPU.
-
-    What loading passes through it lies where layers will.
-    """
-    # a head is expanded from what lies beside
-    passing = [*target.layer_bytes, target.head_bytes + target.beside_bytes]
-    if draft is not None:
-        passing += [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes]
-
-    def refusal(least_bytes: int) -> UserError:
-        return TooLittleMemoryError(
-            f"needs {budget.size(least_bytes)} of RAM to pass layers on to the GPU and "
-            f"{budget.size(fixed_bytes)} for embeddings and program, "
-            f"budget is {budget.size(budget.ram)}: raise `ram` to "
-            f"{budget.enough(least_bytes + fixed_bytes)}"
-        )
-
-    return MemoryTier(budget.ram, fixed_bytes, max(passing), refusal)
 
 
 def default_ram_bytes() -> int:

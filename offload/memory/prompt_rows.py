@@ -14,7 +14,8 @@ from offload.checkpoint.sizes import ModelShape
 from offload.errors import UserError
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 
-_LEAST_ROWS = 128  # where memory has no room for the usual ones
+# Rows of a prompt's pass where memory has no room for the usual ones.
+_LEAST_ROWS = 128
 _STEP_ROWS = 64
 # Bytes of a pass over those with the usual rows, at most. Layers that make way for rows are missing
 # in every later pass too: a prompt of 4,096 positions saves seven passes at most, so the loss per

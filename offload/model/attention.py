@@ -96,7 +96,8 @@ def folded_attention(
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
         raise UserError(
-            f"token trees do not support attention with {' and '.join(wanted)}: choose another model"
+            f"token trees do not support attention with {' and '.join(wanted)}: choose another "
+            f"model"
         )
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.layout import SlabLayout, TensorPart, is_coded, slab_layout
+from offload.checkpoint.layout import SlabLayout, Stack, TensorPart, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
 from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
-from offload.model.experts import Bring, bring_to, find_experts, let_experts_choose_rows
+from offload.model.experts import (
+    Bring,
+    bring_to,
+    find_experts,
+    let_experts_choose_rows,
+    sample_of,
+)
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
 from offload.model.places import below, parameter_places, share, tables_around, view_of
@@ -63,9 +69,9 @@ class BoundModel:
         dtype: str,
         place: torch.device,
         *,
-        has_host_table: bool,
-        section: Section | None,
-        adapt: Callable[[nn.Module], None],
+        has_host_table: bool = False,
+        section: Section | None = None,
+        adapt: Callable[[nn.Module], None] = lambda meta_model: None,
         on_demand: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
@@ -75,6 +81,8 @@ class BoundModel:
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         adapt(self.meta_model)
         let_experts_choose_rows(self.meta_model)
+
+        # what each parameter is called in the model, and which tensors of the files it comes from
         names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
         inside = tuple(names[block] for stack in layer_stacks(self.meta_model) for block in stack)
         places = parameter_places(self.meta_model)
@@ -86,47 +94,47 @@ class BoundModel:
         source_of = {name: name for name in stored if not name.startswith(inside)} | shared
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
-            ids = names[self.meta_model.get_input_embeddings()]
-            held = {
-                name: section.has_table if name.startswith(ids) else section.has_head
-                for name in source_of
-            }
-            source_of = {name: source for name, source in source_of.items() if held[name]}
+            source_of = _kept_by(section, source_of, names[self.meta_model.get_input_embeddings()])
+
+        # the layers that are left, an encoder's last, and the tables that stay on the host
         self._layers, *others = layer_stacks(self.meta_model)
-        blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
-        self._tables = tables_around(self.meta_model, blocks) if has_host_table else []
+        self._blocks = [block for stack in (self._layers, *others) for block in stack]
+        self._tables = tables_around(self.meta_model, self._blocks) if has_host_table else []
         self._move_buffers()
-        self._layer_places = [below(places, names[block]) for block in blocks]
+
+        # slabs: one for each layer, one for what lies around them, and one for what is coded there
+        self._layer_places = [below(places, names[block]) for block in self._blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
-        self._lay_out([below(stored, names[block]) for block in blocks], on_demand=on_demand)
+        self._lay_out([below(stored, names[block]) for block in self._blocks], on_demand=on_demand)
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
-        self.rest_layout = slab_layout(
-            {name: one for name, one in rest.items() if name not in coded}
-        )
-        prefixes = (names[block] for block in blocks)
-        layouts = dict(zip(prefixes, self._layouts, strict=True))
+        plain = {name: one for name, one in rest.items() if name not in coded}
+        self.rest_layout = slab_layout(plain)
+        self._expand_late(names, coded)
+        self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
+        self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def _expand_late(
+        self, names: Mapping[nn.Module, str], coded: Mapping[str, Sequence[TensorPart]]
+    ) -> None:
+        """Let modules expand coded weights just before they run, and those around layers once."""
+        layouts = {
+            names[block]: layout for block, layout in zip(self._blocks, self._layouts, strict=True)
+        }
         records = {
             f"{names[one.module]}{index}.": record
             for one in self.experts
             for index, record in enumerate(one.records)
         }
-        self._beside = CompanionScratch(checkpoint.directory.name, coded, layouts | records)
+        self._beside = CompanionScratch(self.checkpoint.directory.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
-            self._layouts, self._layer_places, place, self.dtype, [*records.values()]
+            self._layouts, self._layer_places, self.place, self.dtype, [*records.values()]
         )
         self._expanded_rest: dict[str, Tensor] = {}
-        self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
-        self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks: list[Any] = self._expanded.hooks
-        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def _lay_out(
-        self,
-        own: Sequence[Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]],
-        *,
-        on_demand: bool,
-    ) -> None:
+    def _lay_out(self, own: Sequence[Mapping[str, Stack]], *, on_demand: bool) -> None:
         """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
         found = [
             find_experts(*one) if on_demand else (None, set())
@@ -149,8 +157,9 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """The first layer that is like most: with routed experts where these come alone, and with
-        keys and values of its own.
+        """Return the first layer that is like most.
+
+        It has routed experts where these come alone, and keys and values of its own.
         """
         return next((layer for layer in self._experts_of if not self._borrows_keys(layer)), 0)
 
@@ -179,7 +188,7 @@ class BoundModel:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes that `read_rest` reads."""
+        """Return the bytes that `read_rest` reads."""
         return self._beside.layout.slab_bytes + (
             0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
         )
@@ -189,6 +198,11 @@ class BoundModel:
         companions_of = self._beside.companions(slab)
         self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
         self._expanded.keep(companions_of)
+
+    def bring_samples(self, fetch: Callable[[SlabLayout], np.ndarray]) -> None:
+        """Let a few experts stand for all that come on demand, to try and to time by."""
+        if self.experts:
+            self.bring_experts(sample_of(self.experts[0].records, fetch, self.place))
 
     def bring_experts(self, bring: Bring) -> None:
         """Let routed experts come by `bring`; it calls layers by their places in `experts`."""
@@ -234,16 +248,30 @@ class BoundModel:
         experts = self._experts_of.get(layer)
         return [self._layouts[layer], *(experts.records[:1] if experts else ())]
 
-    def hold_layer(self, layer: int) -> None:
-        """Quantise the matrices of a layer that is bound for good, where they are to be held so.
+    @property
+    def layers_bytes(self) -> int:
+        """Return the bytes that `hold_layers` reads."""
+        return sum(layout.slab_bytes for layout in self._layouts)
 
-        Its slab can then go.
+    def hold_layers(
+        self,
+        fetch: Callable[[SlabLayout], np.ndarray],
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Read and bind all layers for good, one by one, quantised where they are to be held so.
+
+        `on_bytes` hears of the size of each. Raises what `fetch` raises.
         """
+        for layer, layout in enumerate(self._layouts):
+            self.bind_layer(layer, fetch(layout))
+            if self.held is not None:
+                # its slab can go then
+                places = self._layer_places[layer].values()
+                self.held.take_layer(self._blocks[layer], places, self._expanded)
+                self._expanded.unbind(layer)
+            on_bytes(layout.slab_bytes)
         if self.held is not None:
-            self.held.take_layer(
-                self._blocks[layer], self._layer_places[layer].values(), self._expanded
-            )
-            self._expanded.unbind(layer)
+            self.held.settle()
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good.
@@ -339,3 +367,12 @@ class BoundModel:
         return next(
             (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
         )
+
+
+def _kept_by(section: Section, source_of: Mapping[str, str], table: str) -> dict[str, str]:
+    """Return the sources of parameters around the layers that a section has; `table` is a prefix."""
+    return {
+        name: source
+        for name, source in source_of.items()
+        if (section.has_table if name.startswith(table) else section.has_head)
+    }

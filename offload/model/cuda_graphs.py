@@ -29,10 +29,11 @@ Work = Callable[[], None]
 Record = Callable[[Work], Work]
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-# passes of another text in a row, until it gets the recordings: to make them takes as long as many
+# Passes of another text in a row until it gets the recordings: making them takes as long.
 _PATIENCE = 32
-_INPUTS = 3  # of each row: its token, its position, the slot that it is written to; then its walk
-# of a walk: what a row has behind the prefix that all share, some hundred nodes deep
+# Each row has a token, a position and the slot it is written to; then its walk.
+_INPUTS = 3
+# A walk has what lies behind the prefix that all rows share, some hundred nodes deep.
 _MOST_COLUMNS = 4 * BLOCK
 
 
@@ -51,7 +52,9 @@ class Graphs:
         assert model.attend is not None, (
             "attention along paths has the same shapes for any prefix; masks have not"
         )
-        self._model, self._open_recorder, self._attend = model, open_recorder, model.attend
+        self._model = model
+        self._open_recorder = open_recorder
+        self._attend = model.attend
         self._cache: KVCache | None = None
         # which other one was asked for last, and how often in a row
         self._next: tuple[KVCache, int] | None = None
@@ -93,8 +96,9 @@ class Graphs:
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _turn_to(self, cache: KVCache) -> bool:
-        """Whether this cache has the recordings; of texts side by side one that is alone for a
-        while gets them.
+        """Return whether this cache has the recordings.
+
+        Of texts side by side one that is alone for a while gets them.
         """
         if cache is self._cache:
             self._next = None
@@ -104,12 +108,10 @@ class Graphs:
         if self._cache is not None and self._cache.is_beside(cache) and num_asked < _PATIENCE:
             self._next = cache, num_asked
             return False
-        self._cache, self._next, self._recordings, self._record = (
-            cache,
-            None,
-            {},
-            self._open_recorder(),
-        )
+        self._cache = cache
+        self._next = None
+        self._recordings = {}
+        self._record = self._open_recorder()
         return True
 
     def _run(self, width: int, input_WI: Tensor, cache: KVCache) -> None:
@@ -142,7 +144,8 @@ class CudaRecorder:
     """
 
     def __init__(self, side: Stream) -> None:
-        self._side, self._pool = side, torch.cuda.graph_pool_handle()
+        self._side = side
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         """Warm up, since first runs allocate and choose kernels, then record and replay."""
@@ -158,8 +161,8 @@ class CudaRecorder:
         return graph.replay
 
     def _capture(self, graph: Any, work: Work) -> None:
-        """Without `torch.cuda.graph`, which waits for the whole device, hence for all layers on
-        their way to it.
+        """Capture without `torch.cuda.graph`, which would wait for all layers on their way to the
+        device.
         """
         try:
             # Other threads copy layers meanwhile, and must be let.

@@ -31,6 +31,6 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def _num_zeros(sizes: Any) -> int:
-    """How many numbers `torch.zeros` is asked for."""
+    """Return how many numbers `torch.zeros` is asked for."""
     sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
     return math.prod(size for size in sizes if type(size) is int)

@@ -21,7 +21,6 @@ from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.t5 import has_encoder
 from offload.errors import UserError
-from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
@@ -89,7 +88,10 @@ class EncoderDecoderModel(StreamedModel):
     ) -> None:
         super().__init__(checkpoint, dtype, place, **more)
         self.start = start_tokens(checkpoint)
-        rule = f"{checkpoint.directory.name}: decoder_start_token_id must be less than {self.vocab_size}"
+        rule = (
+            f"{checkpoint.directory.name}: decoder_start_token_id must be less than "
+            f"{self.vocab_size}"
+        )
         require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")
         self._distance_TS = torch.empty(0, 0)
         self._num_scored = 0
@@ -101,9 +103,7 @@ class EncoderDecoderModel(StreamedModel):
             self.meta_model.get_output_embeddings().register_forward_pre_hook(self._keep_scored),
         ]
 
-    def new_cache(
-        self, num_slots: int, gather: Callable[..., None] = kv_commit_reference
-    ) -> SourceCache:
+    def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> SourceCache:
         """Return an empty cache for one text; its slots are of the decoder's positions."""
         width = self.meta_model.config.d_model
         return SourceCache(

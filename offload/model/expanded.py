@@ -26,7 +26,8 @@ from offload.kernels.expansion import REFERENCE, Expansion
 from offload.model.places import ParameterSlot, view_of
 
 _ALIGN_BYTES = 256
-_WOVEN_ROWS = 64  # that are expanded at once before they are laid between others
+# Rows that are expanded at once before they are laid between others.
+_WOVEN_ROWS = 64
 Companions = Mapping[str, Tensor]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.layout import SlabLayout, TensorPart, split_experts
+from offload.checkpoint.layout import SlabLayout, Stack, split_experts
 from offload.errors import UserError
 from offload.sampling.sampler import NOT_NUMBERS
 
@@ -52,7 +52,7 @@ def let_experts_choose_rows(meta_model: nn.Module) -> None:
 
 
 def _note_flags(experts: Any) -> None:
-    """What transformers tells of experts of other families."""
+    """Set what transformers tells of experts of other families."""
     experts.is_transposed = experts.has_gate = experts.scales_rows = True
     experts.has_bias = False
     experts._apply_gate = partial(_gated, experts)
@@ -64,7 +64,7 @@ def _gated(experts: Any, gate_up_RF: Tensor) -> Tensor:
 
 
 def _choose(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """What Llama 4's mixture does to rows, with the scores of its router."""
+    """Do what Llama 4's mixture does to rows, with the scores of its router."""
     hidden_ND = hidden_states.reshape(-1, block.hidden_dim)
     score_NE, logits_NE = block.router(hidden_ND)
     share_NK, expert_NK = score_NE.topk(block.top_k, dim=1)
@@ -75,7 +75,7 @@ def _choose(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 def _own(
     experts: Any, needed: Sequence[int], _: Sequence[int]
 ) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-    """The weights of experts that are there."""
+    """Yield the weights of experts that are there."""
     for expert in needed:
         names = ("gate_up_proj", "down_proj")
         yield expert, {name: getattr(experts, name)[expert] for name in names}
@@ -94,7 +94,7 @@ class RoutedExperts(NamedTuple):
 
 
 def find_experts(
-    block: nn.Module, stored: Mapping[str, tuple[tuple[int, ...], Sequence[TensorPart]]]
+    block: nn.Module, stored: Mapping[str, Stack]
 ) -> tuple[RoutedExperts | None, set[str]]:
     """Return the experts of a layer with these parameters, and the names of their stacks.
 
@@ -188,7 +188,7 @@ def _forward(
 
 
 def _shared_out(module: Any, row_RD: Tensor, own: Weights, share_R1: Tensor) -> Tensor:
-    """What an expert adds to its rows; in Llama 4 a share is taken of what goes in."""
+    """Return what an expert adds to its rows; in Llama 4 a share is taken of what goes in."""
     if getattr(module, "scales_rows", False):
         return _multiply(module, row_RD * share_R1, own)
     return _multiply(module, row_RD, own) * share_R1

@@ -23,8 +23,7 @@ _MOST_NUMBERS = 1 << 28
 
 
 def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """A model as planning sees it: a folder, a GGUF file, a hub id, or a config.json alone or in a
-    folder.
+    """Return a model as planning sees it, from a folder, a GGUF file, a hub id or a config.json.
 
     `source` is what a GGUF file was made from, see `open_headers`. Raises `UserError`.
     """
@@ -40,8 +39,9 @@ def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkp
 
 
 def is_built(model: str) -> bool:
-    """Whether `describe` builds the model, which imports torch. Raises `UserError` for a config it
-    cannot read.
+    """Return whether `describe` builds the model, which imports torch.
+
+    Raises `UserError` for a config it cannot read.
     """
     path = config_alone(model)
     return path is not None and read_config(path).get("model_type") not in LLAMA_LIKE
@@ -57,7 +57,7 @@ def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of all tensors by the names that they have in a file."""
+    """Return type and shape of all tensors by the names that they have in a file."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -3,7 +3,7 @@
 Of a pass over many paths every index key is scored by every row, as scores of other rows' keys cost
 no more; then a row chooses among those on its own path alone, in the order of the path. A key
 stands for one token, or for a pool of some tokens in a row: a pool belongs to the token that
-completes it, and whoever sees that one sees the others.
+completes it, and a row that sees that one sees the others.
 
 Invariant: a row's choice depends on its own path alone. Scores are products of one shape, added up
 over heads one after another, and of equal scores the earliest count.
@@ -40,7 +40,7 @@ class Pool(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of how many keys, the best ones, a row sees the tokens; and those of a pool that is not
+    """How many keys, the best ones, a row sees the tokens of; and those of a pool that is not
     complete.
     """
 
@@ -53,7 +53,7 @@ _MOST_KEYS: ContextVar[float] = ContextVar("most_keys", default=math.inf)
 
 @contextmanager
 def choosing_few(num_keys: int) -> Iterator[None]:
-    """Meanwhile rows of this thread choose no more keys, so that a short trial is one of choices."""
+    """Let rows of this thread choose no more keys meanwhile, so that a short trial has choices."""
     token = _MOST_KEYS.set(num_keys)
     try:
         yield
@@ -126,7 +126,7 @@ def index_scores(query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor) ->
 
 
 def _best(score_TJ: Tensor, seen_TJ: Tensor, num_keys: int) -> Tensor:
-    """Bool (T, J): of the keys that a row sees so many, of equal ones the first."""
+    """Return bool (T, J): the best of the keys that a row sees, of equal ones the first."""
     num_rows, num_all = score_TJ.shape
     if num_all <= num_keys:
         return seen_TJ
@@ -144,7 +144,7 @@ def _best(score_TJ: Tensor, seen_TJ: Tensor, num_keys: int) -> Tensor:
 
 
 def _kept(rows: PathRows, what: Any, make: Callable[[], Any]) -> Any:
-    """The same for all layers of a pass."""
+    """Return what is the same for all layers of a pass."""
     kind = ("index", what)
     if kind not in rows.kept:
         rows.kept[kind] = make()
@@ -152,7 +152,7 @@ def _kept(rows: PathRows, what: Any, make: Callable[[], Any]) -> Any:
 
 
 def _seen(rows: PathRows, num_columns: int) -> Tensor:
-    """Bool (T, S): the columns on each row's path."""
+    """Return bool (T, S): the columns on each row's path."""
     walk_TL, row_E, nth_E = _own(rows)
     base = int(walk_TL[0, 1])
     seen_TS = np.arange(num_columns) < np.minimum(walk_TL[:, 0], base)[:, None]
@@ -161,7 +161,7 @@ def _seen(rows: PathRows, num_columns: int) -> Tensor:
 
 
 def _own(rows: PathRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The walks, and which of their columns hold positions: rows, and places behind `base`."""
+    """Return the walks, and which of their columns hold positions: rows, and places behind `base`."""
     walk_TL = rows.walk_TL.cpu().numpy()
     base = int(walk_TL[0, 1])
     position_M = base + np.arange(walk_TL.shape[1] - HEADER)
@@ -170,7 +170,7 @@ def _own(rows: PathRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _pools(rows: PathRows, seen_TS: Tensor, size: int) -> _Columns:
-    """Pools of so many tokens, those that are complete on the path of any row."""
+    """Return the pools of so many tokens that are complete on the path of any row."""
     walk_TL, row_E, nth_E = _own(rows)
     base = int(walk_TL[0, 1])
     num_columns = seen_TS.shape[1]
@@ -200,14 +200,14 @@ def _pools(rows: PathRows, seen_TS: Tensor, size: int) -> _Columns:
 
 
 def _pooled(pool: Pool, state_SW: Tensor, columns: _Columns) -> Tensor:
-    """Keys (J, K) of all pools."""
+    """Return the keys (J, K) of all pools."""
     step = max(1, _POOLED_TOKENS // pool.size)
     parts = zip(columns.token_JR.split(step), columns.first_J.split(step), strict=True)
     return torch.cat([pool.keys(state_SW[token_JR], first_J) for token_JR, first_J in parts])
 
 
 def _tokens_of(best_TJ: Tensor, columns: _Columns) -> Tensor:
-    """Bool (T, S): the tokens of chosen pools, of which several may share their first ones."""
+    """Return bool (T, S): the tokens of chosen pools, of which several may share their first ones."""
     count_TS = torch.zeros_like(columns.tail_TS, dtype=torch.int8)
     for token_J in columns.token_JR.T:
         count_TS.index_add_(1, token_J, best_TJ.to(torch.int8))

@@ -48,7 +48,7 @@ class ChoosingMask:
         return self
 
     def masked_fill(self, chosen: "ChoosingMask", _: Any) -> "ChoosingMask":
-        """Itself: it holds its choice."""
+        """Return itself: it holds its choice."""
         return chosen
 
 
@@ -123,7 +123,7 @@ class _CacheOf:
         return {self._layer: self}
 
     def get_seq_length(self) -> int:
-        """Of no consequence: what is seen is not asked here."""
+        """Return 0: what is seen is not asked here."""
         return 0
 
     def update_indexer(self, states_1TW: Tensor, layer: int) -> _Keys:
@@ -160,7 +160,7 @@ def _follow_turn(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_class(indexer: Any) -> Any:
-    """The family's, of which that of a follower is made."""
+    """Return the family's class, of which a follower's is made."""
     return type(indexer).__mro__[1]
 
 
@@ -177,9 +177,7 @@ def _by_gated_pool(indexer: Any, _: dict[str, Any], __: int) -> Choice:
 
 
 def _by_mean(indexer: Any, kwargs: dict[str, Any], num_rows: int) -> Choice:
-    """Keys are turned where their block begins; a family's table has all positions before those of
-    the rows.
-    """
+    """Turn keys where their block begins; a family's table has all positions before the rows' ones."""
     turn = inspect.unwrap(_own_class(indexer).forward).__globals__[_TURN]
     cos_PK, sin_PK = (table[0, :-num_rows] for table in kwargs["position_embeddings"])
 
@@ -246,9 +244,7 @@ def _find(own: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _follower_of(own: Any) -> type[nn.Module] | None:
-    """A class like this one that chooses along paths; None for what is no indexer, or of another
-    make.
-    """
+    """Return a class like this one that chooses along paths; None for any other."""
     forward = inspect.unwrap(own.forward)
     if not isinstance(forward, FunctionType) or _UPDATE not in forward.__code__.co_names:
         return None
@@ -299,7 +295,7 @@ def _forward_by(
 
 
 def _alone(asked: _Asked) -> tuple[Tensor, Tensor | None]:
-    """Without the batch of one text."""
+    """Return the tensor without the batch of one text."""
     return asked.queries[0], None if asked.weights is None else asked.weights[0]
 
 

@@ -4,7 +4,7 @@ it.
 Matrix libraries take other ways for a few rows than for many, torch rounds the last numbers of a
 thread's share of an activation function differently, and on a GPU it gives a row's sum fewer
 threads the more rows there are, up to 16. So within `InvariantRows` a product is made in parts
-whose sizes are found by trial (`row_sizes.py`), the last one padded, sums on a GPU are of at least
+whose sizes are found by trial (`find_sizes`), the last one padded, sums on a GPU are of at least
 16 rows, and threads share elementwise work in whole vectors.
 
 With how many rows a product gives a row the same bits: found by trial, since libraries promise
@@ -37,7 +37,7 @@ LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
 # On a GPU there is time enough for the first of them; more take fewer launches, where their bits
 # are the same.
 DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
-# Of stacks, whose factors are small: attention multiplies by one for each key/value head.
+# for stacks, whose factors are small: attention multiplies by one for each key/value head.
 STACKED_LADDER = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_STACKED_ROWS = STACKED_LADDER[-1]
 _CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
@@ -261,7 +261,8 @@ class InvariantRows(TorchFunctionMode):
 
     def __init__(self, thread_counts: Sequence[int]) -> None:
         super().__init__()
-        self.num_refused, self.thread_counts = 0, tuple(thread_counts)
+        self.num_refused = 0
+        self.thread_counts = tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product
         # of a CPU's weights: as many rows need no padding, nor to be cut
         self._plain: dict[Any, RowSizes] = {}
@@ -418,7 +419,7 @@ class InvariantRows(TorchFunctionMode):
 
 @cache
 def _giving(product: Multiply, out_dtype: torch.dtype) -> Multiply:
-    """The same function for the same product and type: what was tried is found by it."""
+    """Return one function for one product and type: what was tried is found by it."""
     return partial(product, out_dtype=out_dtype)
 
 
@@ -473,7 +474,7 @@ def _widened(numbers: Tensor, least: int) -> Tensor:
 
 
 def _lengthened(numbers: Tensor, least: int) -> Tensor:
-    """The same for zeros below."""
+    """Add rows of zeros below; see `_widened`."""
     num_missing = least - numbers.shape[-2]
     return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers
 

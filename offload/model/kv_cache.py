@@ -26,7 +26,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from offload.kernels.kv_commit import kv_commit_reference
 
-KEYS, VALUES, INDEX = "keys", "values", "index"
+KEYS = "keys"
+VALUES = "values"
+INDEX = "index"
 # what one layer holds of some positions, (1, G, P, K) each, by these names
 Held = Mapping[str, Tensor]
 
@@ -43,7 +45,9 @@ class _Window:
         self.slot_T: Tensor | None = None
 
     def all_positions(self) -> Tensor | None:
-        """(3, 1, M): those that rows of a pass may have, by three axes that are one for text."""
+        """Return (3, 1, M): the positions that rows of a pass may have, by three axes, alike for
+        text.
+        """
         return self.send(torch.arange(self.hi)).expand(3, 1, -1) if self.hi else None
 
 
@@ -60,11 +64,11 @@ class _Buffers:
 
     @property
     def stride(self) -> int:
-        """Slots from one text's first to the next one's."""
+        """Return the slots from one text's first to the next one's."""
         return self._num_slots + self.is_fixed
 
     def make(self, layer: int, name: str, states: Tensor) -> Tensor:
-        """The one of a layer with such states, as it is from then on."""
+        """Return the buffer of a layer with such states, as it is from then on."""
         held = self.of_layer.setdefault(layer, {})
         if name not in held:
             new = torch.zeros if self.is_fixed else torch.empty
@@ -87,13 +91,14 @@ class _SlotLayer(DynamicLayer):
         self.held: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self.keys = self._view(KEYS, key_states)
         self.values = self._view(VALUES, value_states)
         self.is_initialized = True
 
     def _view(self, name: str, states: Tensor) -> Tensor:
-        """This text's part of a buffer."""
+        """Return this text's part of a buffer."""
         if name not in self.held:
             stride = self._buffers.stride
             first = self._text * stride
@@ -168,10 +173,10 @@ class KVCache(Cache):
         self,
         num_layers: int,
         num_slots: int,
-        gather: Callable[..., None] = kv_commit_reference,
+        gather: Callable[..., None] | None = None,
         send: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._gather = gather
+        self._gather = gather or kv_commit_reference
         self._send = send
         self._lie_in(_Buffers(1, num_slots), 0, num_layers)
         self.num_slots = num_slots
@@ -208,21 +213,21 @@ class KVCache(Cache):
         self._slot_layers[layer].write_index(position, states_1TW)
 
     def buffers_of(self, layer: int) -> Held:
-        """What a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
+        """Return what a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
         return self._buffers.of_layer[layer]
 
     def is_beside(self, other: "KVCache") -> bool:
-        """Whether one pass can serve both."""
+        """Return whether one pass can serve both."""
         return self._buffers is other._buffers
 
     @property
     def first_slot(self) -> int:
-        """Column of its first position among those of all texts."""
+        """Return the column of its first position among those of all texts."""
         return self._text * self._buffers.stride - self._window.num_elsewhere
 
     @property
     def num_uncommitted(self) -> int:
-        """U, rows behind the committed ones: what the last commit has kept, and the passes since
+        """Return U, the rows behind the committed ones: of the last commit, and of the passes since
         then.
         """
         return self._num_placed
@@ -243,29 +248,29 @@ class KVCache(Cache):
         return self._window.lo
 
     def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
-        """The first rows behind the committed ones are a chain that will be committed.
+        """Note that the first rows behind the committed ones are a chain that will be committed.
 
         Of the others of the next pass nothing is needed later unless `keeps_others`. Caches of keys
         and values alone do not care.
         """
 
     def take_rows(self, sees_TU: Tensor, mode: AbstractContextManager[Any] | None) -> Any:
-        """What a pass that was placed will run: (T, U), which uncommitted rows its rows see.
+        """Note what a pass that was placed will run: (T, U), which uncommitted rows its rows see.
 
         `mode` is what passes are computed in where their bits are the same for any tree. Returns
         what recurrent layers have to know of it.
         """
 
     def keepable(self, num_positions: int) -> int:
-        """How many of so many first positions `clear` can keep."""
+        """Return how many of so many first positions `clear` can keep."""
         return min(num_positions, self.length)
 
     def fix(self) -> None:
-        """From the first pass on keep one slot more, for rows that are padding, and zeros in slots
-        not written yet.
+        """Keep one slot more for rows that are padding, and zeros in slots not written yet.
 
-        A recorded pass looks at those, and so does one behind rows that were placed and never run;
-        its mask gives them no weight, but no weight times NaN is NaN.
+        It holds from the first pass on. A recorded pass looks at those, and so does one behind rows
+        that were placed and never run; its mask gives them no weight, but no weight times NaN is
+        NaN.
         """
         assert not self._buffers.of_layer or self._buffers.is_fixed, (
             "too late: passes have been run"
@@ -274,7 +279,7 @@ class KVCache(Cache):
 
     @contextmanager
     def recorded(self, slot_T: Tensor) -> Iterator[None]:
-        """Meanwhile rows go where `slot_T` says and may look at all slots, whatever `place` was
+        """Let rows go where `slot_T` says meanwhile, and look at all slots, whatever `place` was
         told.
         """
         self._window.slot_T = slot_T
@@ -301,7 +306,9 @@ class KVCache(Cache):
         self._end_at(self.length + len(path), len(kept))
 
     def states(self, most: int) -> dict[int, Held]:
-        """By layer what it holds of at most so many committed positions, (1, G, P, K) each: views."""
+        """Return by layer what it holds of at most so many committed positions, (1, G, P, K) each:
+        views.
+        """
         num_kept = min(most, self.length)
         return {
             index: {name: states[:, :, :num_kept] for name, states in layer.held.items()}

@@ -117,7 +117,7 @@ class _Table(NamedTuple):
 
 
 def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
-    """Tied parameters that the file does not hold, and the one of their group that it does hold.
+    """Return tied parameters that the file does not hold, and the one of their group that it does.
 
     As in transformers, the file decides: what it stores separately is not tied, whatever the config
     says.
@@ -168,7 +168,8 @@ def _parts(
     if parts is None:
         shapes = sorted({str(list(entry.shape)) for entry in entries})
         raise UserError(
-            f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
+            f"{where}: {parameter} must have shape {list(shape)}, the file has "
+            f"{' and '.join(shapes)}: "
             "config.json and weights do not belong together"
         )
     return parts
@@ -235,7 +236,10 @@ def _fused(
     for column in columns:
         shapes = sorted({str(list(entry.shape)) for entry in column})
         if len(shapes) > 1:
-            what = f"all experts of {parameter} must have one shape, the file has {shapes[0]} and {shapes[-1]}"
+            what = (
+                f"all experts of {parameter} must have one shape, the file has {shapes[0]} and "
+                f"{shapes[-1]}"
+            )
             raise UserError(f"{where}: {what}: {_AGAIN}")
     if kinds == [(Concatenate, 1)]:
         columns = [_by_expert(where, parameter, entry) for (entry,) in columns]
@@ -258,7 +262,10 @@ def _check_numbers(where: str, parameter: str, found: _Found) -> None:
     for own in numbers.values():
         lost = min({*range(len(own))} - {*own}, default=None)
         if lost is not None:
-            what = f"{parameter} must be made of experts 0 to {len(own) - 1}, the file has {max(own)} and not {lost}"
+            what = (
+                f"{parameter} must be made of experts 0 to {len(own) - 1}, the file has "
+                f"{max(own)} and not {lost}"
+            )
             raise UserError(f"{where}: {what}: {_AGAIN}")
 
 

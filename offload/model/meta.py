@@ -4,27 +4,9 @@ A tree needs a decoder whose layers stand in `layers[i]`, see positions through 
 or by what comes before in recurrent layers, and keep keys and values, or a state that can be
 computed anew along an accepted path.
 
-A language model with its head, of families that transformers only has inside of a model that also
-sees.
-
-The decoder is transformers' own, and so is the forward pass; the head is one matrix behind it, as
-in those models.
-Invariant: parameters bear the names of a language model on its own, and of the family's rules none
-is lost.
-
-Attention whose temperature goes by position, in the layers of Llama 4 that have no rotary
-positions.
-
-transformers counts a pass's rows for it, one position after the other, which the rows of a tree are
-not. Here queries are scaled by the positions that a pass is given. Invariant: where rows lie in
-order, the numbers are transformers' own.
-
-What a model of any family weighs by its config.json alone: the headers that its checkpoint would
-have.
-
-The Llama-like ones are counted without torch. Of any other, the model that transformers would build
-is built without storage, and its parameters get the names and shapes that saving would give them.
-Invariant: no weights are needed.
+Families that transformers only has inside of a model that also sees get a language model here: the
+decoder and its forward pass are transformers' own, the head is one matrix behind it. Invariant:
+parameters bear the names of a language model on its own, and of the family's rules none is lost.
 """
 
 import copy
@@ -74,7 +56,10 @@ class HeadedModel:
     def from_config(
         config: Any, dtype: torch.dtype, trust_remote_code: bool = False
     ) -> PreTrainedModel:
-        """A new model. Raises `ValueError` for a config that transformers has no decoder for."""
+        """Return a new model.
+
+        Raises `ValueError` for a config that transformers has no decoder for.
+        """
         decoder = _decoder_class(config)
         # In the decoder's own module, whose source transformers reads to learn what its families
         # can be asked for.
@@ -86,8 +71,10 @@ class HeadedModel:
 
 
 def _decoder_class(config: Any) -> Any:
-    """The class of this config's decoder: one that transformers lists, or the text model beside its
-    config, which some families only have inside of others. Raises `ValueError` without any.
+    """Return the class of this config's decoder.
+
+    It is one that transformers lists, or the text model beside its config, which some families only
+    have inside of others. Raises `ValueError` without any.
     """
     if not isinstance(getattr(config, "hidden_size", None), int):
         raise ValueError("it does not write text")
@@ -121,15 +108,16 @@ class _WithHead:
     def forward(
         self, input_ids: Tensor, logits_to_keep: int = 0, **more: Any
     ) -> CausalLMOutputWithPast:
-        """Scores of the last `logits_to_keep` rows; 0 is all of them."""
+        """Return scores of the last `logits_to_keep` rows; 0 is all of them."""
         hidden_1TD = self.model(input_ids=input_ids, **more).last_hidden_state
         logits_1TV = self.lm_head(hidden_1TD[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=_scaled_scores(logits_1TV, self.model.config))
 
 
 def _scaled_scores(logits_1TV: Tensor, config: Any) -> Tensor:
-    """What the whole model, which is not built, does with the scores of its head: Granite divides
-    them, Muse bounds them.
+    """Do to the scores of the head what the whole model does, which is not built.
+
+    Granite divides them, Muse bounds them.
     """
     if divisor := getattr(config, "logits_scaling", None):
         logits_1TV = logits_1TV / divisor
@@ -141,7 +129,11 @@ def _scaled_scores(logits_1TV: Tensor, config: Any) -> Tensor:
 
 
 def scale_by_position(layers: Iterable[nn.Module]) -> None:
-    """Let those that are tuned so scale their queries by `position_ids`, for good."""
+    """Let layers whose attention has a temperature by position scale queries by `position_ids`.
+
+    These are layers of Llama 4 without rotary positions. transformers counts a pass's rows for it,
+    which the rows of a tree are not; where rows lie in order, the numbers are transformers' own.
+    """
     for layer in layers:
         attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", None) and not attention.use_rope:
@@ -152,7 +144,7 @@ def scale_by_position(layers: Iterable[nn.Module]) -> None:
 
 
 class _Tuning:
-    """Of one layer."""
+    """Scales the queries of one layer by the positions that a pass is given."""
 
     def __init__(self, floor_scale: float, attn_scale: float) -> None:
         self._floor_scale = floor_scale
@@ -160,11 +152,11 @@ class _Tuning:
         self._position_1T = torch.empty(1, 0)
 
     def hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        """Of the positions of the rows that follow."""
+        """Note the positions of the rows that follow."""
         self._position_1T = kwargs["position_ids"]
 
     def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
-        """Nothing lies between the projection and the scale in a layer without rotary positions."""
+        """Scale what the projection gives: a layer without rotary positions does nothing between."""
         scale_1T = (
             torch.log1p(torch.floor((self._position_1T.float() + 1.0) / self._floor_scale))
             * self._attn_scale
@@ -173,8 +165,7 @@ class _Tuning:
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's model class with its parameters on the meta device and its computed buffers
-    real.
+    """Return the checkpoint's model: parameters on the meta device, computed buffers real.
 
     Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be
     verified on.
@@ -224,7 +215,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
 
 def _config(settings: dict[str, Any]) -> Any:
-    """What `AutoConfig` makes of a config.json; it reads folders alone, and a GGUF file has none."""
+    """Return what `AutoConfig` makes of a config.json; it reads folders, and a GGUF file has none."""
     kind = settings.get("model_type")
     if kind == "mistral" and "layer_types" in settings:  # as there
         kind = "ministral"
@@ -241,7 +232,7 @@ def _config(settings: dict[str, Any]) -> Any:
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
-    """The layers of the decoder, and of an encoder where there is one."""
+    """Return the layers of the decoder, and of an encoder where there is one."""
     parts = [
         meta_model.get_decoder(),
         *([meta_model.get_encoder()] if meta_model.config.is_encoder_decoder else []),
@@ -251,7 +242,7 @@ def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
 
 @contextmanager
 def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
-    """Meanwhile the decoder has these layers only, and its config tells of their kinds."""
+    """Leave the decoder these layers alone meanwhile; its config tells of their kinds."""
     decoder = meta_model.get_decoder()
     name = _stack_name(meta_model)
     layers = getattr(decoder, name)
@@ -267,7 +258,7 @@ def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
 
 
 def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
-    """Families that compute them from something else ask their layers."""
+    """Set the kinds of layers; families that compute them from something else ask their layers."""
     if kinds:
         with suppress(AttributeError):
             config.layer_types = kinds
@@ -282,7 +273,8 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     for name, what in _INSEPARABLE.items():
         if getattr(config, name, None):
             raise UserError(
-                f"{checkpoint.directory.name}: model type {config.model_type} cannot be divided by layers ({what}): "
+                f"{checkpoint.directory.name}: model type {config.model_type} cannot be divided "
+                f"by layers ({what}): "
                 "let one rank have all of it"
             )
     layers = decoder.layers[section.first : section.last]
@@ -290,7 +282,8 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     for module in layers.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx -= section.first
-    decoder.layers, config.num_hidden_layers = layers, len(layers)
+    decoder.layers = layers
+    config.num_hidden_layers = len(layers)
     if kinds:
         config.layer_types = kinds[section.first : section.last]
 
@@ -300,7 +293,10 @@ def _stack_name(meta_model: PreTrainedModel) -> str:
 
 
 def attention_windows(config: Any, num_layers: int) -> list[Window]:
-    """How far back each layer sees. Raises `UserError` for a window, or a chunk, that is no number."""
+    """Return how far back each layer sees.
+
+    Raises `UserError` for a window, or a chunk, that is no number.
+    """
     window = _num_keys(config, "sliding_window")
     chunk = _num_keys(config, "attention_chunk_size")
     kinds = (
@@ -317,7 +313,7 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
 
 
 def _num_keys(config: Any, name: str) -> int | None:
-    """A window's or a chunk's."""
+    """Return the keys of a window or a chunk."""
     size = getattr(config, name, None) or None
     if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
         raise UserError(
@@ -328,7 +324,7 @@ def _num_keys(config: Any, name: str) -> int | None:
 
 @contextmanager
 def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
-    """transformers says what it dislikes about a config with any exception; `likely` explains one
+    """Refuse what transformers dislikes about a config, by any exception; `likely` explains one
     about something that has no value.
     """
     try:
@@ -341,7 +337,7 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
 
 
 _INSEPARABLE = {
-    "is_encoder_decoder": "its encoder is run by whoever has the prompt",
+    "is_encoder_decoder": "its encoder is run by the rank that has the prompt",
     "num_kv_shared_layers": "layers that share keys and values of others",
     "hidden_size_per_layer_input": "inputs of their own for every layer",
 }
@@ -398,7 +394,7 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
 
 
 def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Mamba has another name for the cache that it is given."""
+    """Hand the cache on to Mamba, which has another name for it."""
     more = dict(kwargs)
     if "past_key_values" in more:
         more["cache_params"] = more.pop("past_key_values")
@@ -408,14 +404,12 @@ def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
 def _ask_for_no_cache(
     _: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """MiniMax refuses any cache but its own where one is asked for; what is given it hands on."""
+    """Ask MiniMax for no cache: it refuses any but its own, and hands on what is given it."""
     return args, {**kwargs, "use_cache": False}
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """A pass without numbers, over as many layers as show every kind of them: a config may ask for
-    what cannot be.
-    """
+    """Run a pass without numbers over layers of every kind: a config may ask for what cannot be."""
     if any(
         isinstance(getattr(module, "scaling", None), complex) for module in meta_model.modules()
     ):
@@ -446,7 +440,7 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _give_paths(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Of the two rows of a trial, to a layer that chooses."""
+    """Give the paths of the two rows of a trial to a layer that chooses."""
     rows = path_rows(0, torch.ones(2, 2, dtype=torch.bool).tril(), _of_that_shape)
     return args, {**kwargs, "attention_mask": ChoosingMask(rows)}
 
@@ -456,16 +450,14 @@ def _of_that_shape(query_HTK: Tensor, _: Tensor, value_GSV: Tensor, *__: Any) ->
 
 
 def _trial_cache(meta_model: PreTrainedModel) -> KVCache:
-    """For two rows."""
+    """Return a cache for two rows."""
     cache = new_cache(layer_stacks(meta_model)[0], 2)
     cache.take_rows(torch.ones(2, 2, dtype=torch.bool).tril(), None)
     return cache
 
 
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
-    """A copy, whose rotary embeddings may note what they like, up to the first layer of the last
-    kind.
-    """
+    """Return a copy up to the first layer of the last kind; its rotary embeddings are its own."""
     kinds = _kinds(meta_model)
     with cut_stack(meta_model, slice(max(map(kinds.index, kinds)) + 1)):
         trial = copy.deepcopy(meta_model)
@@ -477,7 +469,7 @@ def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _kinds(meta_model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """What tells one layer from another."""
+    """Return what tells one layer from another."""
     return [
         tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
         for layer in layer_stacks(meta_model)[0]
@@ -485,9 +477,7 @@ def _kinds(meta_model: PreTrainedModel) -> list[tuple[object, ...]]:
 
 
 def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
-    """What a family never lets be rounded (router biases): `from_pretrained` heeds it,
-    `from_config` does not.
-    """
+    """Keep what a family never lets be rounded (router biases), which `from_config` does not heed."""
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if any(pattern.search(name) for pattern in kept):
@@ -495,7 +485,7 @@ def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> No
 
 
 def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """T5 alone: its decoder knows positions by their distances, which a tree's path has as any text
+    """Build T5 alone: its decoder knows positions by distances, which a tree's path has as any text
     has them.
     """
     if config.model_type not in ENCODER_DECODERS:
@@ -522,7 +512,7 @@ def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
-    """Kinds of layers that transformers would refuse without naming them."""
+    """Refuse kinds of layers that transformers would refuse without naming them."""
     known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_BY_ROW}
     parts = (checkpoint.config, checkpoint.config.get("text_config"))
     lists = (part.get(name) for part in parts if isinstance(part, dict) for name in _KIND_LISTS)
@@ -533,7 +523,7 @@ def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
 
 
 def _missing(config: Any) -> str:
-    """What a family stumbles over where its config has no value for it."""
+    """Return what a family stumbles over where its config has no value for it."""
     settings = config.to_dict()
     missing = [name for name in _NEEDED if name in settings and settings[name] is None]
     return f"config.json has no {' and no '.join(missing)}" if missing else ""
@@ -542,7 +532,7 @@ def _missing(config: Any) -> str:
 def _refuse_states(
     checkpoint: Checkpoint, config: Any, is_following: list[bool], is_choosing: list[bool]
 ) -> None:
-    """Layers that keep a state or an index, and are of no kind that follows trees."""
+    """Refuse layers that keep a state or an index, and are of no kind that follows trees."""
     kinds = _kinds_of(config)
     allowed = {*_ATTENTION, *_BY_ROW}
     if len(kinds) != len(is_following) and {*kinds} - allowed:
@@ -568,7 +558,8 @@ def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
     if kinds:
         raise _unsupported(
             checkpoint,
-            f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a tree's path",
+            f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a "
+            f"tree's path",
         )
 
 

@@ -31,7 +31,6 @@ from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model.invariant import MOST_STACKED_ROWS, InvariantRows, in_whole_vectors
 from offload.model.scratch import Scratch
 
-_STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
 _TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
 _SHARED_COLUMNS = (2 * BLOCK, BLOCK)  # of a run, the most that this machine's products allow
@@ -44,16 +43,26 @@ _LOG2_E = math.log2(math.e)
 _NUM_TRIALS = 16  # places for the columns of a path
 # a product, its rows, its second factor, and as `out` where to put the result
 MultiplyBy = Callable[..., Tensor]
-_PLAINLY: MultiplyBy = lambda product, left, right, out=None: product(left, right, out=out)  # noqa: E731
+
+
+def _stay(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _plainly(
+    product: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor | None = None
+) -> Tensor:
+    return product(left, right, out=out)
 
 
 def path_rows(
     num_prefix: int,
     ancestor_TU: Tensor,
     attend: Callable[..., Tensor],
-    send: Callable[[Tensor], Tensor] = _STAY,
+    send: Callable[[Tensor], Tensor] = _stay,
 ) -> PathRows:
-    """Rows that are the last T of U uncommitted ones behind P committed ones; without a window.
+    """Return rows that are the last T of U uncommitted ones behind P committed ones; without a
+    window.
 
     `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are
     computed.
@@ -69,7 +78,8 @@ def path_rows(
     length_T = np.where(count_T > 0, num_prefix + first + count_T, own_T + num_prefix + 1)
     num_columns = -(-max(0, int(length_T.max()) - base) // BLOCK) * BLOCK
     walk_TL = np.empty((num_rows, HEADER + num_columns), np.int32)
-    walk_TL[:, 0], walk_TL[:, 1] = length_T, base
+    walk_TL[:, 0] = length_T
+    walk_TL[:, 1] = base
     column_TL = walk_TL[:, HEADER:]
     column_TL[:] = (own_T + num_prefix)[:, None]  # any that holds numbers
     column_TL[:, : max(0, num_prefix - base)] = np.arange(base, max(base, num_prefix))
@@ -79,7 +89,7 @@ def path_rows(
 
 
 def _num_linear(sees_TU: np.ndarray) -> int:
-    """How many columns, the first ones, are seen by every row from there on."""
+    """Return how many columns, the first ones, every row from there on sees."""
     num_rows, num_uncommitted = sees_TU.shape
     for lo in range(0, num_uncommitted, BLOCK):
         column_B = np.arange(lo, min(lo + BLOCK, num_uncommitted))
@@ -97,7 +107,7 @@ def path_attention(
     rows: PathRows,
     terms: ScoreTerms,
     *,
-    multiply: MultiplyBy = _PLAINLY,
+    multiply: MultiplyBy = _plainly,
     shared_columns: int = _SHARED_COLUMNS[0],
     scratch: Scratch | None = None,
 ) -> Tensor:
@@ -109,7 +119,8 @@ def path_attention(
     caller must not use it meanwhile.
     """
     scratch = scratch or Scratch(0)
-    (num_heads, num_rows, _), num_groups = query_HTK.shape, len(key_GSK)
+    num_heads, num_rows, _ = query_HTK.shape
+    num_groups = len(key_GSK)
     group = num_heads // num_groups
     kind = (rows.window, num_rows, group)
     pieces = rows.kept.get(kind)
@@ -138,7 +149,8 @@ class InvariantAttention:
     """
 
     def __init__(self, invariant: InvariantRows) -> None:
-        self._invariant, self._shared_columns = invariant, dict[int, int]()
+        self._invariant = invariant
+        self._shared_columns = dict[int, int]()
         self._scratch = Scratch(PATH_SCRATCH_BYTES // 2)  # the other half is left to products
 
     def __call__(
@@ -165,7 +177,7 @@ class InvariantAttention:
         self._columns_to_share(value_GSK.shape[2])
 
     def _columns_to_share(self, value_width: int) -> int:
-        """How many columns rows may look at together; 0 if their sums then have other bits."""
+        """Return how many columns rows may look at together; 0 if their sums then have other bits."""
         if value_width not in self._shared_columns:
             width = _extended_width(value_width)
             found = (
@@ -178,7 +190,7 @@ class InvariantAttention:
 
 
 def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> bool:
-    """Whether columns of weight 0.0 among those of a path change no bit of its sum."""
+    """Return whether columns of weight 0.0 among those of a path change no bit of its sum."""
     chance = torch.Generator().manual_seed(0)
     num_seen = BLOCK * 3 // 4
     num_rows = MOST_STACKED_ROWS // _NUM_TRIALS
@@ -202,18 +214,18 @@ def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> boo
 
 
 def _extended_width(value_width: int) -> int:
-    """Of values with ones behind them; a multiple of what processors handle at once, mostly."""
+    """Return the width of values with ones behind them: a multiple of what processors take at once."""
     return max(_LEAST_WIDTH, value_width) + _ONES
 
 
 def _mask_of(is_seen: Tensor) -> Tensor:
-    """0.0, or -inf for what is not seen."""
+    """Return 0.0, or -inf for what is not seen."""
     mask = torch.zeros(is_seen.shape, device=is_seen.device)
     return mask.masked_fill_(~is_seen, -torch.inf)
 
 
 def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
-    """Those of the heads of some groups."""
+    """Return the terms of the heads of some groups."""
     sink_H = (
         None
         if terms.sink_H is None
@@ -233,7 +245,7 @@ class _Runs(NamedTuple):
 
     @property
     def num_made_up(self) -> int:
-        """Rows of all runs."""
+        """Return the rows of all runs."""
         return len(self.column_RC) * self.num_rows
 
 
@@ -249,13 +261,13 @@ class _Piece(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """Of one head."""
+        """Return the scores of one head."""
         own = sum(runs.num_made_up * runs.column_RC.shape[1] for runs in self.runs)
         return (self.hi - self.lo) * (self.shared[1] - self.shared[0]) + own
 
 
 def _pieces(rows: PathRows, num_rows: int, group: int, shared_columns: int) -> Sequence[_Piece]:
-    """The last rows of a pass, so many at a time that scores of one group fit into a tile."""
+    """Return the last rows of a pass, so many at a time that scores of one group fit into a tile."""
     walk_TL = rows.walk_TL[-num_rows:].cpu().numpy()
     base = int(walk_TL[0, 1])
     # rows whose paths end before `base`: the first ones
@@ -301,7 +313,7 @@ def _is_seen(position_S: np.ndarray, seen_T1: np.ndarray, window: Window) -> np.
 def _runs(
     column_TB: np.ndarray, is_seen_TB: np.ndarray, shared_columns: int, place: torch.device
 ) -> _Runs:
-    """Runs as long as the columns that a run may look at allow."""
+    """Return runs as long as the columns that a run may look at allow."""
     num_rows = len(column_TB)
     num_columns = int(column_TB.max()) + 1
     if not shared_columns:
@@ -323,7 +335,7 @@ def _runs(
 
 
 def _most_seen(sees_TU: np.ndarray, length: int) -> int:
-    """The most columns that a run of this length looks at."""
+    """Return the most columns that a run of this length looks at."""
     return int(sees_TU.reshape(-1, length, sees_TU.shape[1]).any(1).sum(1).max())
 
 
@@ -357,10 +369,11 @@ class _Call:
         self._chosen_TS = None if chosen_TS is None else chosen_TS[piece.lo : piece.hi]
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
-        """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each
-        of G.
+        """Return weighted means (G, T, I, V) of the values, float32; queries are of I heads for
+        each of G.
         """
-        num_rows, (lo, hi) = query_GTIK.shape[1], self._piece.shared
+        num_rows = query_GTIK.shape[1]
+        lo, hi = self._piece.shared
         query_GTIK = self._in_float32(query_GTIK).mul_(
             self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E)
         )
@@ -390,7 +403,7 @@ class _Call:
         return sum_GTIW[..., :width].div_(total_GTI1)
 
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
-        """Of the span that begins there."""
+        """Return the scores of the span that begins there."""
         hi = min(lo + _SPAN, self._piece.shared[1])
         keys_GKS = self._in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
         score_GTIS = self._capped(
@@ -404,8 +417,9 @@ class _Call:
         return score_GTIS
 
     def _hide(self, score_GTIS: Tensor, lo: int, seen_T11: Tensor) -> None:
-        """What lies behind a row, and what its window does not reach; the first column is that of
-        position `lo`.
+        """Hide what lies behind a row, and what its window does not reach.
+
+        The first column is that of position `lo`.
         """
         position_S = torch.arange(lo, lo + score_GTIS.shape[3], device=score_GTIS.device)
         is_hidden_T1S = position_S >= seen_T11
@@ -417,7 +431,7 @@ class _Call:
         score_GTIS.add_(mask_T1S)
 
     def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, runs: _Runs) -> Tensor:
-        """(G, T, I, C), rows that are made up among them."""
+        """Return (G, T, I, C), scores of rows that are made up among them."""
         num_groups, num_rows, group, width = query_GTIK.shape
         num_runs, num_columns = runs.column_RC.shape
         if runs.num_made_up > num_rows:
@@ -442,8 +456,9 @@ class _Call:
         return score_GRTIC.flatten(1, 2)
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
-        """Of each block, in (G, T, I, W); those behind the first lie in one place, and last until
-        the next is made.
+        """Yield the sums of each block, in (G, T, I, W).
+
+        Those behind the first lie in one place, and last until the next is made.
         """
         place_GAW = None
         lo = self._piece.shared[0]
@@ -483,7 +498,7 @@ class _Call:
         return self._multiply(torch.bmm, left, right, out=place)
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor | None:
-        """A column of scores where the family has sinks."""
+        """Return a column of scores where the family has sinks."""
         if self._terms.sink_H is None:
             return None
         num_groups, num_rows, *_ = query_GTIK.shape
@@ -494,7 +509,7 @@ class _Call:
         )
 
     def _in_float32(self, states: Tensor) -> Tensor:
-        """A copy without gaps, with zeros behind narrow ones, which are multiplied in the same way
+        """Return a copy without gaps, with zeros behind narrow ones, which are multiplied alike
         then.
         """
         num_missing = max(0, _LEAST_WIDTH - states.shape[-1])
@@ -508,7 +523,7 @@ class _Call:
         return wide.copy_(states)
 
     def _extended(self, value_GSV: Tensor, num_columns: int) -> Tensor:
-        """Room for so many values, (G, C, W), with ones behind them."""
+        """Return room for so many values, (G, C, W), with ones behind them."""
         num_groups, _, width = value_GSV.shape
         extended_GCW = self._scratch.take(
             (num_groups, num_columns, _extended_width(width)), value_GSV.device

@@ -33,25 +33,25 @@ class QuantisedMatrix(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of what is held."""
+        """Return the bytes of what is held."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), as it was."""
+        """Return (N, K), as it was."""
 
     @property
     def scale(self) -> Tensor:
-        """In the type that is computed in, where that is done."""
+        """Return the scales in the type that is computed in, where that is done."""
 
     @property
     def has_product(self) -> bool:
-        """Whether few rows need no scratch."""
+        """Return whether few rows need no scratch."""
 
     def product(self, row_MK: Tensor) -> Tensor:
-        """Rows times the transposed matrix, (M, N), for few rows."""
+        """Return rows times the transposed matrix, (M, N), for few rows."""
 
     def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
-        """The same for many; `scratch` gives so many numbers of room."""
+        """Return the matrix for products of many rows; `scratch` gives so many numbers of room."""
 
 
 class Int4(NamedTuple):
@@ -135,9 +135,7 @@ class Int8(NamedTuple):
 
 
 def int4(weight_NK: Tensor) -> Int4:
-    """To the nearest of 16 levels between the least and the largest number of each group of
-    columns.
-    """
+    """Round to the nearest of 16 levels between the extremes of each group of columns."""
     num_rows, num_columns = weight_NK.shape
     group = group_of(num_columns)
     layout = layout_for(weight_NK.device)
@@ -147,7 +145,7 @@ def int4(weight_NK: Tensor) -> Int4:
 
 
 def int8(weight_NK: Tensor) -> Int8:
-    """To the nearest of 255 levels on both sides of zero, up to the largest number of each row."""
+    """Round to the nearest of 255 levels on both sides of zero, up to the largest of each row."""
     word_NK = torch.empty_like(weight_NK, dtype=torch.int8)
     scale_N = weight_NK.new_empty(len(weight_NK))
     at_once = max(1, _CHUNK_NUMBERS // weight_NK.shape[1])
@@ -164,7 +162,7 @@ def int8(weight_NK: Tensor) -> Int8:
 
 
 def matrix_of(weight_NK: Tensor, bits: int) -> QuantisedMatrix:
-    """A matrix at so many bits; at 8 where 4 do not divide it."""
+    """Return a matrix at so many bits; at 8 where 4 do not divide it."""
     return (
         int4(weight_NK)
         if bits == 4 and group_of(weight_NK.shape[1]) is not None
@@ -176,19 +174,18 @@ class HeldWeights:
     """The matrices of a model's layers at 4 or 8 bits."""
 
     def __init__(self, bits: int) -> None:
-        self._bits, self._scratch_B = bits, torch.empty(0, dtype=torch.uint8)
+        self._bits = bits
+        self._scratch_B = torch.empty(0, dtype=torch.uint8)
         self._matrices = list[QuantisedMatrix]()
         self._most_rows = {4: FEW_ROWS, 8: FEW_ROWS}  # that are multiplied without a scratch
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them and the scratch."""
+        """Return the bytes of all matrices and the scratch."""
         return sum(one.num_bytes for one in self._matrices) + self._scratch_B.nbytes
 
     def take(self, linear: nn.Linear) -> None:
-        """From now on it multiplies with a matrix that is held here; its own weight is nobody's any
-        more.
-        """
+        """Let a module multiply with a matrix that is held here; its own weight goes."""
         matrix = matrix_of(linear.weight.detach(), self._bits)
         self._matrices.append(matrix)
         empty = torch.empty(matrix.shape, dtype=linear.weight.dtype, device="meta")
@@ -198,8 +195,9 @@ class HeldWeights:
     def take_layer(
         self, layer: nn.Module, places: Iterable[ParameterSlot], expanded: ExpandedWeights
     ) -> None:
-        """All matrices of a layer that is bound; what else it has is copied, so that its slab can
-        go.
+        """Hold all matrices of a layer that is bound.
+
+        What else it has is copied, so that its slab can go.
         """
         for name, module in layer.named_modules():
             expanded.release(module)
@@ -212,7 +210,7 @@ class HeldWeights:
         expanded.settle()
 
     def settle(self) -> None:
-        """All matrices are here: try out how many rows are few."""
+        """Try out how many rows are few, once all matrices are here."""
         for one in self._matrices:  # nothing may be allocated while passes are recorded
             self._room(one.scale, padded_rows(one.shape[0]) * one.shape[1])
         for bits in (4, 8):
@@ -240,7 +238,7 @@ class HeldWeights:
         return self._scratch_B[:num_bytes].view(like.dtype)
 
     def _tried(self, matrix: QuantisedMatrix) -> int:
-        """The most rows that the product without a scratch is faster with."""
+        """Return the most rows that the product without a scratch is faster with."""
         most = 0
         scale = matrix.scale
         for num_rows in _TRIED_ROWS:
@@ -253,5 +251,5 @@ class HeldWeights:
 
 
 def _least_s(work: Callable[[], object]) -> float:
-    """Behind a first one, which is not like the others."""
+    """Return the least seconds behind a first call, which is not like the others."""
     return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])

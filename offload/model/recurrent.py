@@ -45,12 +45,12 @@ def follow_trees(layers: nn.ModuleList) -> list[bool]:
 
 
 def has_states(layers: nn.ModuleList) -> bool:
-    """Whether any of these layers keeps a state, which only a `RecurrentCache` has."""
+    """Return whether any of these layers keeps a state, which only a `RecurrentCache` has."""
     return any(hasattr(module, "_follows_trees") for module in layers.modules())
 
 
 def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
-    """A cache for a model of these layers, see `KVCache`."""
+    """Return a cache for a model of these layers, see `KVCache`."""
     return (RecurrentCache if has_states(layers) else KVCache)(len(layers), num_slots, *more)
 
 
@@ -85,9 +85,7 @@ def _find(own: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _follower_of(own: Any) -> type[nn.Module] | None:
-    """A class like this one whose forward pass follows trees; None for what is not recurrent, or of
-    another make.
-    """
+    """Return a class like this one whose forward pass follows trees; None for any other."""
     forward = inspect.unwrap(own.forward)
     if not isinstance(forward, FunctionType):
         return None
@@ -106,10 +104,8 @@ def _follower_of(own: Any) -> type[nn.Module] | None:
     replaced = {CONVOLUTION: _convolve}
     recurrence = None
     for kind in kinds:
-        replaced[kind.scan], recurrence = (
-            _scan,
-            kind.kind(*(_by_device(known[name]) for name in kind[:2])),
-        )
+        replaced[kind.scan] = _scan
+        recurrence = kind.kind(*(_by_device(known[name]) for name in kind[:2]))
     clone = FunctionType(
         forward.__code__,
         {**known, **replaced},
@@ -127,7 +123,7 @@ def _subclass(own: Any, forward: Callable[..., Any]) -> type[nn.Module]:
 
 
 def _attend_linearly(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-    """What MiniMax's linear attention does to (1, T, D), whose scan is no function of its own."""
+    """Do what MiniMax's linear attention does to (1, T, D), whose scan is no function of its own."""
     num_rows = hidden_states.shape[1]
     heads = self.act_fn(self.qkv_proj(hidden_states))
     heads = heads.reshape(1, num_rows, self.num_attention_heads, 3 * self.head_dim)
@@ -138,7 +134,7 @@ def _attend_linearly(self: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor
 
 
 def _pass_gated(self: Any, hidden_states: Tensor, position_ids: Tensor, **_: Any) -> Any:
-    """What RecurrentGemma's recurrent block does to (1, T, D), whose state it keeps in itself."""
+    """Do what RecurrentGemma's recurrent block does to (1, T, D), whose state it keeps in itself."""
     weight_CR = self.conv_1d.weight[:, 0]
     inner = _convolve(self.linear_x(hidden_states).transpose(1, 2), weight_CR, self.conv_1d.bias)
     inner = self.rg_lru(inner.transpose(1, 2), position_ids)
@@ -146,15 +142,13 @@ def _pass_gated(self: Any, hidden_states: Tensor, position_ids: Tensor, **_: Any
 
 
 def _scan_channels(**inputs: Any) -> tuple[Tensor, None]:
-    """In place of RecurrentGemma's `_rnn_scan`, which would leave its state in the module."""
+    """Stand in for RecurrentGemma's `_rnn_scan`, which would leave its state in the module."""
     inputs.pop("recurrent_states")
     return _scan(**inputs), None
 
 
 def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The library's function, which may be another library's kernel; on a CPU its reference,
-    whatever is installed.
-    """
+    """Return the library's function; on a CPU its reference, whatever is installed."""
     reference = inspect.unwrap(function)
 
     @wraps(reference)
@@ -186,7 +180,7 @@ def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Cal
 
 
 def _parts_of(cache: Cache, num_rows: int) -> Sequence[CacheRows]:
-    """The rows of each text."""
+    """Return the rows of each text."""
     if isinstance(cache, JointCache):
         return cache.parts
     if not isinstance(cache, RecurrentCache):
@@ -204,7 +198,7 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """In place of transformers' `causal_conv1d_fn`: (1, C, T)."""
+    """Stand in for transformers' `causal_conv1d_fn`: (1, C, T)."""
     running = _RUNNING.get()
     own_TC = hidden_states[0].T
     outs = [
@@ -217,7 +211,7 @@ def _convolve(
 
 
 def _scan(*args: Any, **kwargs: Any) -> Any:
-    """In place of transformers' function that reads a prompt."""
+    """Stand in for transformers' function that reads a prompt."""
     running = _RUNNING.get()
     assert running.recurrence is not None, "a layer with a scan"
     inputs = running.recurrence.read(*args, **kwargs)

@@ -6,7 +6,7 @@ positions.
 
 A pass computes the states of its rows and lets them go; of rows whose fate is open only what they
 bring is kept, from which `commit` runs the accepted path again. Rows that are certain, such as a
-prompt's, leave one state behind the last of them. States are never written over, so whoever holds
+prompt's, leave one state behind the last of them. States are never written over, so a holder of
 one has it for good: a pass that is abandoned half-way, or a commit, leaves the committed ones.
 Invariant: a state is that of exactly the positions that its `length` says.
 """
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.kv_commit import kv_commit_reference
 from offload.memory.plan import WIDE_STATES_BYTES
 from offload.model.kv_cache import Held, KVCache
 from offload.model.recurrences import GatedDelta, Inputs, Recurrence, RowInputs
@@ -61,12 +60,12 @@ class PassRows:
 
     @property
     def num_open(self) -> int:
-        """Rows of the tree in this pass."""
+        """Return the rows of the tree in this pass."""
         return self.num_rows - self.num_certain
 
     @property
     def end(self) -> int:
-        """Rows of the tree up to the last of this pass."""
+        """Return the rows of the tree up to the last of this pass."""
         return self.first + self.num_open
 
     def places(self, num_taps: int, where: torch.device) -> Tensor:
@@ -77,8 +76,8 @@ class PassRows:
         return self._places[num_taps, where]
 
     def steps(self, where: torch.device, *, is_wide: bool) -> Steps:
-        """Rows of the tree in the order in which they run, those of earlier passes among them where
-        they are needed.
+        """Return rows of the tree in the order in which they run, with earlier passes' where
+        needed.
         """
         if (is_wide, where) not in self._steps:
             needed = self.tree.with_ancestors(range(self.first, self.end))
@@ -101,11 +100,13 @@ class RecurrentCache(KVCache):
         self,
         num_layers: int,
         num_slots: int,
-        gather: Callable[..., None] = kv_commit_reference,
+        gather: Callable[..., None] | None = None,
         send: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(num_layers, num_slots, gather, send)
-        self._here, self._mark, self._trunk = Point(0), Point(0), Point(0)
+        self._here = Point(0)
+        self._mark = Point(0)
+        self._trunk = Point(0)
         self._num_certain = 0
         self._num_promised = 0
         self._keeps_open = True
@@ -149,8 +150,9 @@ class RecurrentCache(KVCache):
     def convolve(
         self, layer: int, rows: PassRows, own_TC: Tensor, weight_CR: Tensor, bias_C: Tensor | None
     ) -> Tensor:
-        """Each row with the inputs before it on its path, (T, C): added up in float32, the oldest
-        first.
+        """Return each row with the inputs before it on its path, (T, C).
+
+        They are added up in float32, the oldest first.
         """
         num_taps = weight_CR.shape[1]
         num_certain = rows.num_certain
@@ -178,7 +180,7 @@ class RecurrentCache(KVCache):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def scan(self, layer: int, rows: PassRows, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Outputs (T, ...) of all rows, each behind the state of its parent."""
+        """Return outputs (T, ...) of all rows, each behind the state of its parent."""
         num_certain = rows.num_certain
         outs = list[Tensor]()
         state = _state_of(rows.base, layer, recurrence, inputs)
@@ -212,7 +214,7 @@ class RecurrentCache(KVCache):
         return run(recurrence, state, known, steps, rows.tree.parents)
 
     def _earlier(self, layer: int, name: str, rows: PassRows) -> list[Tensor]:
-        """Inputs of the tree's rows that earlier passes have run; what is not kept of them does not
+        """Return inputs of the tree's rows of earlier passes; what is not kept of them does not
         matter.
         """
         if not rows.first:
@@ -262,7 +264,7 @@ class RecurrentCache(KVCache):
         self._keeps_open = True
 
     def _behind(self, base: Point, path: Sequence[int], length: int) -> Point:
-        """The states behind a path of the tree, by its rows' inputs."""
+        """Return the states behind a path of the tree, by its rows' inputs."""
         self._tree.check(path)
         point = Point(length, dict(base.tails), dict(base.states))
         if not path:
@@ -283,7 +285,7 @@ class RecurrentCache(KVCache):
         return point
 
     def _keep_rows(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        """Of the tree's rows only these are left, behind what was committed."""
+        """Leave only these of the tree's rows, behind what was committed."""
         if not kept:
             self._tree = RowTree()
             return
@@ -293,8 +295,10 @@ class RecurrentCache(KVCache):
                 inputs[name] = row_T[torch.tensor(kept).to(row_T.device)]
 
     def _forget_rows(self) -> None:
-        """No row is open, and none certain that is not committed."""
-        self._trunk, self._num_certain, self._tree = Point(0), 0, RowTree()
+        """Forget all rows that are not committed: none is open, and none certain."""
+        self._trunk = Point(0)
+        self._num_certain = 0
+        self._tree = RowTree()
 
     def keepable(self, num_positions: int) -> int:
         """See `KVCache`: states are there behind what is committed, and behind the last prompt."""
@@ -302,7 +306,7 @@ class RecurrentCache(KVCache):
         return next((length for length in lengths if length <= num_positions), 0)
 
     def point_at(self, length: int) -> Point:
-        """What layers hold behind so many positions, which must be `keepable`."""
+        """Return what layers hold behind so many positions, which must be `keepable`."""
         known = next(
             (point for point in (self._here, self._mark) if point.length == length), Point(0)
         )
@@ -320,7 +324,7 @@ class RecurrentCache(KVCache):
         super().clear(length)
 
     def hold(self, point: Point) -> None:
-        """Go on from these states, which belong to the positions that are there or about to be."""
+        """Continue from these states, which belong to the positions that are there or about to be."""
         self._forget_rows()
         self._num_promised = 0
         self._keeps_open = True
@@ -329,7 +333,7 @@ class RecurrentCache(KVCache):
             self._mark = Point(0)
 
     def restore(self, point: Point) -> None:
-        """Go on from states that lie in a file, or anywhere else; see `hold`."""
+        """Continue from states that lie in a file, or anywhere else; see `hold`."""
         send = self._send or (lambda tensor: tensor)
         own = (
             {layer: send(one.clone()) for layer, one in kind.items()}
@@ -346,7 +350,7 @@ class RecurrentCache(KVCache):
 
 
 def _state_of(point: Point, layer: int, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-    """Of one layer, or what it begins with; from a file it comes as a row of numbers."""
+    """Return a layer's state, or what it begins with; from a file it comes as a row of numbers."""
     start = recurrence.start(inputs)
     state = point.states.get(layer)
     return start if state is None else state.reshape(start.shape)
@@ -356,7 +360,7 @@ _STAND_IN = {"query": "key", "C": "B", "z": "x"}  # of the same shape, where an 
 
 
 def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:
-    """What `conv1d` computes, in the type of the weight; each tap is (T, C)."""
+    """Return what `conv1d` computes, in the type of the weight; each tap is (T, C)."""
     sum_TC = taps[0].float() * weight_CR[:, 0].float()
     for tap in range(1, len(taps)):
         sum_TC += taps[tap].float() * weight_CR[:, tap].float()
@@ -368,7 +372,7 @@ def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) 
 def _by_levels(
     recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
 ) -> Tensor:
-    """Outputs of all rows; those of a level take one step together."""
+    """Return the outputs of all rows; those of a level take one step together."""
     outs = _Outputs(len(parents))
     rows_before = [BASE]
     before = base
@@ -387,7 +391,7 @@ def _by_levels(
 def _by_branches(
     recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
 ) -> Tensor:
-    """Outputs of all rows, one by one; a state goes when its last child has begun."""
+    """Return the outputs of all rows, one by one; a state goes when its last child has begun."""
     outs = _Outputs(len(parents))
     states = {BASE: base}
     num_waiting = Counter(parents[row] for rows, _ in steps for row in rows)
@@ -407,7 +411,8 @@ class _Outputs:
     """(T, ...), filled in any order."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows, self._all = num_rows, torch.empty(0)
+        self._num_rows = num_rows
+        self._all = torch.empty(0)
 
     def put(self, row_W: Tensor, out: Tensor) -> None:
         if not len(self._all):

@@ -60,14 +60,14 @@ class RowTree:
         self._depths = [self._depths[row] - len(path) for row in kept]
 
     def check(self, path: Sequence[int]) -> None:
-        """Each row of a path must be a child of the one before."""
+        """Check that each row of a path is a child of the one before."""
         befores = [BASE, *path[:-1]]
         assert [self.parents[row] for row in path] == befores[: len(path)], (
             "a path follows the tree"
         )
 
     def with_ancestors(self, rows: Collection[int]) -> list[int]:
-        """These rows and all above them, parents first."""
+        """Return these rows and all above them, parents first."""
         found = set(rows)
         left = list(rows)
         while left:
@@ -79,7 +79,7 @@ class RowTree:
         return sorted(found, key=lambda row: (self._depths[row], row))
 
     def steps(self, rows: Sequence[int], *, is_wide: bool) -> Iterator[list[int]]:
-        """The rows, each behind its parent: all of one depth together where `is_wide`, else one by
+        """Yield the rows, each behind its parent: one depth together where `is_wide`, else one by
         one.
         """
         if not is_wide:
@@ -120,8 +120,9 @@ class RowTree:
 
 
 def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
-    """Rows in preorder, of several children the one with most rows below it last; `rows` has
-    parents first.
+    """Yield rows in preorder, of several children the one with most rows below it last.
+
+    `rows` has parents first.
     """
     weights = dict.fromkeys(rows, 1)
     children = defaultdict[int, list[int]](list)

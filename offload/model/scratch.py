@@ -24,7 +24,7 @@ class Scratch:
         self._num_taken = 0
 
     def begin(self) -> None:
-        """Everything taken before may be overwritten."""
+        """Let everything taken before be overwritten."""
         wanted = min(self._most, self._num_taken)
         if wanted > len(self._numbers):
             # within and outside of it numbers may be written there
@@ -33,7 +33,7 @@ class Scratch:
         self._num_taken = 0
 
     def take(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Uninitialised, in float32."""
+        """Return uninitialised numbers in float32."""
         lo = self._num_taken
         num = math.prod(shape)
         self._num_taken += num + -num % _ALIGNED

@@ -1,16 +1,6 @@
-"""A Hugging Face causal language model whose weights are streamed: its own forward, over bytes that
-we place.
+"""A Hugging Face causal language model whose weights are streamed: its passes over bytes we place.
 
-How weights come is `bound.py`; here are the passes. What is computed is what transformers does.
-
-A streamed model of some consecutive layers: ids or hidden states go in, hidden states or logits
-come out.
-
-The forward pass is still the whole model's own. Where the first layers are another rank's, the
-embeddings are zeros, so that nothing is scaled or normed that was not here, and the first layer
-gets what was received in their place. Where the last layers are another rank's, the pass ends
-behind the last one here, before any norm. Invariant: sections one after another compute, bit for
-bit, what the whole model computes over the same rows.
+How weights come is `bound.py`. What is computed is what transformers does: its own forward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +8,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError
-from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
@@ -41,9 +29,11 @@ from offload.model.thread_team import TEAM
 from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.sampler import Logits
 
-Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]  # by window; None: nothing is masked
+# by window; None: nothing is masked
+Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]
+# `path_attention_kernel`, or what computes the same
+Attend = Callable[..., Tensor]
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
-Attend = Callable[..., Tensor]  # `path_attention_kernel`, or what computes the same
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
 # Up to so many rows one thread does what lies between products sooner than others would wake up.
@@ -64,21 +54,9 @@ class StreamedModel(BoundModel):
         checkpoint: Checkpoint,
         dtype: str = "auto",
         place: torch.device = _HOST,
-        *,
-        has_host_table: bool = False,
-        section: Section | None = None,
-        on_demand: bool = False,
-        adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+        **bound: Any,
     ) -> None:
-        super().__init__(
-            checkpoint,
-            dtype,
-            place,
-            has_host_table=has_host_table,
-            section=section,
-            adapt=adapt,
-            on_demand=on_demand,
-        )
+        super().__init__(checkpoint, dtype, place, **bound)
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
@@ -100,7 +78,8 @@ class StreamedModel(BoundModel):
             and checkpoint.held is None
             and not any(layout.coded for layout in self._layouts)
         ):
-            take_rows_in_parts(self._layers)  # others would expand their weights for each part
+            # others would expand their weights for each part
+            take_rows_in_parts(self._layers)
         for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             give = partial(self._give_mask, window, index)
             self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
@@ -112,9 +91,7 @@ class StreamedModel(BoundModel):
 
     @contextmanager
     def cut_to(self, kept: slice) -> Iterator[None]:
-        """Meanwhile the decoder has these layers only, so that one of them can be timed without the
-        others.
-        """
+        """Leave the decoder these layers alone meanwhile, so that one can be timed by itself."""
         self._is_cut = True
         try:
             with cut_stack(self.meta_model, kept):
@@ -132,7 +109,7 @@ class StreamedModel(BoundModel):
         *,
         num_logits: int = 0,
     ) -> Tensor:
-        """One pass over all layers: logits (T or num_logits, V).
+        """Run one pass over all layers; return logits (T or num_logits, V).
 
         Args:
             token_T: ids of the rows, the last of U uncommitted ones; earlier passes left the others
@@ -211,12 +188,12 @@ class StreamedModel(BoundModel):
         *,
         num_logits: int = 0,
     ) -> Tensor:
-        """The pass itself, over rows that `cache` has been told where to write; see `forward` for
-        what it returns.
+        """Run a pass over rows whose places `cache` has been told; return what `forward` does.
 
-        `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same as paths.
+        `masks` has an additive mask (1, 1, T, S) for each of `windows`, or rows with their paths.
         """
-        self._masks, first = masks, masks[self._windows[0]]
+        self._masks = masks
+        first = masks[self._windows[0]]
         with self._rules(len(token_T)):
             out = self._call(
                 (token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
@@ -232,7 +209,7 @@ class StreamedModel(BoundModel):
 
     @contextmanager
     def _rules(self, num_rows: int) -> Iterator[None]:
-        """How numbers are computed while the body runs a pass of so many rows."""
+        """Settle how numbers are computed while the body runs a pass of so many rows."""
         is_by_team = self._is_narrow and num_rows <= _TEAM_ROWS
         with (
             self._invariant or self._products,
@@ -241,32 +218,30 @@ class StreamedModel(BoundModel):
             yield
 
     def _call(self, token_1T: Tensor, **more: Any) -> Any:
-        """transformers' own forward pass."""
+        """Run transformers' own forward pass."""
         return self.meta_model(input_ids=token_1T, **more)
 
-    def new_cache(
-        self, num_slots: int, gather: Callable[..., None] = kv_commit_reference
-    ) -> KVCache:
-        """An empty one, for one text, with states where layers keep any."""
+    def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> KVCache:
+        """Return an empty cache for one text, with states where layers keep any; see `KVCache`."""
         cache = new_cache(self._layers, num_slots, gather, self.send)
         if self._replay is not None:
-            cache.fix()  # now: its first pass may be one that is not replayed
+            # now: its first pass may be one that is not replayed
+            cache.fix()
         return cache
 
     def take_in(
         self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Let `cache` have what an encoder makes of the text's prompt; other models have none, and
-        read it in passes.
+        """Let `cache` have what an encoder makes of a prompt, which other models read in passes.
 
         `begin` is called before the encoder's layers run.
         """
 
     def be_invariant(self, rows: InvariantRows | None) -> None:
-        """From now on a row's numbers do not depend on other rows; with None they are computed in
-        the quickest way.
+        """Let a row's numbers not depend on other rows from now on.
 
-        Raises `UserError` where this family's attention cannot be ours.
+        With None they are computed in the quickest way again. Raises `UserError` where this
+        family's attention cannot be ours.
         """
         # one product for each, whose rows can be padded
         experts = "eager" if rows is not None else self._usual_experts
@@ -279,22 +254,19 @@ class StreamedModel(BoundModel):
             self.meta_model.set_attn_implementation(self._usual_attention)
         if experts is not None:
             self.meta_model.set_experts_implementation(experts)
-        self._invariant, self._invariant_attention = (
-            rows,
-            None if rows is None else InvariantAttention(rows),
-        )
+        self._invariant = rows
+        self._invariant_attention = None if rows is None else InvariantAttention(rows)
 
     def share_passes(self) -> None:
-        """From now on several texts may share a pass; families with attention of their own attend
-        by path meanwhile.
+        """Let several texts share a pass from now on.
 
-        Raises `UserError` where neither can be.
+        Families with attention of their own attend along paths then. Raises `UserError` where that
+        cannot be.
         """
         if not attention.is_for_rows(self.meta_model.config):
             if not self._takes_paths():
-                raise UserError(
-                    f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out"
-                )
+                kind = self.meta_model.config.model_type
+                raise UserError(f"`parallel` must be 1 for {kind} models: leave it out")
             # a recording has masks, which lack what such scores need
             self._is_by_path = True
             self._replay = None
@@ -307,29 +279,30 @@ class StreamedModel(BoundModel):
         return can_be
 
     def close(self) -> None:
-        """See `BoundModel`."""
+        """Take the hooks off, see `BoundModel.close`."""
         super().close()
         self._replay = None
 
     @property
     def windows(self) -> set[Window]:
-        """How far back layers see, without repetition; None is without limit."""
+        """Return how far back layers see, each width once; None is without limit."""
         return set(self._windows)
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep a state beside keys and values."""
+        """Return whether layers keep a state beside keys and values."""
         return has_states(self._layers)
 
     @property
     def has_index(self) -> bool:
-        """Whether layers choose what rows attend to."""
+        """Return whether layers choose what rows attend to."""
         return any(self._chooses)
 
     @property
     def layers_to_try(self) -> list[int]:
-        """By which all can be judged: the typical one, and where layers keep states or choose one
-        of every kind.
+        """Return layers by which all can be judged.
+
+        These are the typical one, and one of every kind where layers keep states or choose.
         """
         if not self.has_states and not self.has_index:
             return [self.typical_layer]
@@ -345,29 +318,32 @@ class StreamedModel(BoundModel):
         return sorted({self.typical_layer, *first.values()})
 
     def replay_with(self, replay: Replay) -> None:
-        """From now on ask `replay` for each pass first; what it declines is computed as ever."""
+        """Ask `replay` for each pass first from now on; what it declines is computed as ever."""
         self._replay = replay
 
     def send_with(self, send: Callable[[Tensor], Tensor]) -> None:
-        """From now on `send` brings tensors of the host where this model computes; others it hands
-        back.
+        """Let `send` bring tensors of the host where this model computes from now on.
+
+        It returns others as they are.
         """
         self._send_by = send
 
     def send(self, tensor: Tensor) -> Tensor:
-        """A small tensor where this model computes; itself where it is there already."""
+        """Return a small tensor where this model computes; itself where it is there already."""
         return self._send_by(tensor)
 
     def attend_with(self, kernel: Attend | None) -> None:
-        """From now on rows attend along their paths by this kernel, if the family's attention can
-        be ours; where layers choose, the kernel's reference goes on.
+        """Let rows attend along their paths by this kernel from now on.
+
+        That is so if the family's attention can be ours; where layers choose, the kernel's
+        reference goes on.
         """
         can_be = kernel is not None and not self.has_index and self._takes_paths()
         self._kernel = kernel if can_be else None
 
     @property
     def attend(self) -> Attend | None:
-        """What computes attention along paths; None where rows have masks."""
+        """Return what computes attention along paths; None where rows have masks."""
         return (
             self._kernel
             or self._invariant_attention
@@ -375,7 +351,7 @@ class StreamedModel(BoundModel):
         )
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
-        """What rows of one text see, for each window: by position on their paths, or in masks."""
+        """Return what rows of one text see, by window: positions on their paths, or masks."""
         attend = self.attend
         if attend is None:
             return self._build_masks(self.send(position_U), ancestor_TU, cache)
@@ -383,7 +359,7 @@ class StreamedModel(BoundModel):
         return {window: replace(rows, window=window) for window in self.windows}
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
-        """One mask per attention window of this model; a lone row that sees everything needs none."""
+        """Return a mask for each window; a lone row that sees everything needs none."""
         num_prefix = cache.length
         ancestor_TU = self.send(ancestor_TU)
         is_plain = (
@@ -403,11 +379,13 @@ class StreamedModel(BoundModel):
     def _give_mask(
         self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        if "attention_mask" not in kwargs:  # some families pass all by order
+        # some families pass all by order
+        if "attention_mask" not in kwargs:
             names = [*signature(type(layer).forward).parameters][2:]
             kwargs = dict(zip(names, args[1:], strict=False)) | kwargs
             args = args[:1]
-            if "layer_idx" in kwargs:  # which it has without the layers before it as well
+            # it has its number without the layers before it as well
+            if "layer_idx" in kwargs:
                 kwargs["layer_idx"] = index
         # Zamba has another for its states
         name = "causal_mask" if "causal_mask" in kwargs else "attention_mask"
@@ -422,82 +400,11 @@ class StreamedModel(BoundModel):
         return args, {**kwargs, name: mask}
 
     def _choosing(self, layer: nn.Module, mask: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What a layer that chooses gets. One that shares a choice of a layer which is cut off sees
-        everything.
+        """Return what a layer that chooses gets in place of a mask.
+
+        One that shares the choice of a layer which is cut off sees everything.
         """
         given = {"attention_mask": ChoosingMask(mask)}
         if self._is_cut and shares_index(layer) and kwargs.get("prev_topk_indices") is None:
             given["prev_topk_indices"] = ChoosingMask(mask, mask)
         return given
-
-
-_HOST_SECTION = torch.device("cpu")
-
-
-class _LayersEndError(Exception):
-    """The pass is over: what the last layer gives is all that was wanted."""
-
-    def __init__(self, hidden_1TD: Tensor) -> None:
-        self.hidden_1TD = hidden_1TD
-
-
-class _Hidden(NamedTuple):
-    logits: Tensor  # (1, T, D), in their place
-
-
-class SectionModel(StreamedModel):
-    """A `StreamedModel` over `section` of a checkpoint; layers, layouts and caches are numbered
-    from 0 on.
-
-    Wherever ids of rows are asked for, it takes hidden states (T, D) if it has no table. Its passes
-    give hidden states of all their rows (T, D) if it has no head; `score` is for one that has.
-    Raises `UserError` for a family whose layers hang together.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        section: Section,
-        dtype: str = "auto",
-        place: torch.device = _HOST_SECTION,
-        *,
-        has_host_table: bool = False,
-        **more: Any,
-    ) -> None:
-        has_host_table = has_host_table and section.has_table
-        super().__init__(
-            checkpoint, dtype, place, has_host_table=has_host_table, section=section, **more
-        )
-        self.section = section
-        self._received_1TD: Tensor | None = None
-        if not section.has_table:
-            self._hooks.append(
-                self._layers[0].register_forward_pre_hook(self._give_received, with_kwargs=True)
-            )
-        if not section.has_head:
-            self._hooks.append(self._layers[-1].register_forward_hook(self._leave))
-
-    @property
-    def width(self) -> int:
-        """D, of hidden states."""
-        return int(self.meta_model.config.hidden_size)
-
-    def _call(self, token_1T: Tensor, **more: Any) -> Any:
-        rows: dict[str, Tensor] = {"input_ids": token_1T}
-        if token_1T.is_floating_point():
-            self._received_1TD, rows = token_1T, {"inputs_embeds": torch.zeros_like(token_1T)}
-        try:
-            return self.meta_model(**rows, **more)
-        except _LayersEndError as end:
-            return _Hidden(end.hidden_1TD)
-        finally:
-            self._received_1TD = None
-
-    def _give_received(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        assert self._received_1TD is not None, "without a table it takes hidden states"
-        if args:
-            return (self._received_1TD, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._received_1TD}
-
-    def _leave(self, _: nn.Module, __: Any, out: Any) -> NoReturn:
-        raise _LayersEndError(out[0] if isinstance(out, tuple) else out)

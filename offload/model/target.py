@@ -70,12 +70,13 @@ class Target:
         experts: ExpertPool | None = None,
     ) -> None:
         self.experts = experts
-        self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
-        self._last_position, self._max_logits = (
-            plan.source_tokens + plan.context - 1,
-            plan.num_logits_rows,
-        )
-        self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
+        self._model = model
+        self.stream = stream
+        self._max_rows = plan.max_prompt_rows
+        self._last_position = plan.source_tokens + plan.context - 1
+        self._max_logits = plan.num_logits_rows
+        self._cache_slots = plan.cache_slots
+        self._gather = kernels.kv_commit
         self._device = device
         self._on_layer = on_layer
         # to be entered by every thread that computes with it
@@ -86,7 +87,9 @@ class Target:
 
     @property
     def moved(self) -> Transfers:
-        """What passes so far have moved and waited for, of layers and experts that do not stay."""
+        """Return what passes so far have moved and waited for, of layers and experts that do not
+        stay.
+        """
         moved = Transfers(self.stream.bytes_read, self.stream.stall_s)
         if self.experts is None:
             return moved
@@ -100,7 +103,7 @@ class Target:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """Ids that stand between a prompt and the new text."""
+        """Return the ids that stand between a prompt and the new text."""
         return self._model.start
 
     @property
@@ -108,7 +111,7 @@ class Target:
         return self._model.send
 
     def new_cache(self) -> KVCache:
-        """An empty one, for one sequence."""
+        """Return an empty cache for one sequence."""
         return self._model.new_cache(self._cache_slots, self._gather)
 
     def share_sweeps(self, caches: Sequence[KVCache]) -> None:
@@ -142,7 +145,8 @@ class Target:
         ]
 
     def _taken_in(self, one: BatchEntry) -> BatchEntry:
-        """Let the cache have what an encoder makes of a prompt, and what is more than one sweep takes.
+        """Let the cache have what an encoder makes of a prompt, and what is more than one sweep
+        takes.
 
         Returns the entry with what is still pending.
         """
@@ -160,8 +164,8 @@ class Target:
     def score_rows(
         self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache
     ) -> Logits:
-        """Logits after every row of any shape behind what a cache has committed; nothing is
-        committed.
+        """Return logits after every row of any shape behind what a cache has committed; commit
+        nothing.
 
         `offsets` are positions, counted from the committed length; a row sees those before it that
         `sees_TT` says.
@@ -184,7 +188,10 @@ class Target:
         return BatchPart(token_T, self._positions(offset_T, cache), sees_TT, cache)
 
     def figures(self) -> list[RankFigures]:
-        """Of each rank, where several run it; none of a process by itself. Raises `RankError`."""
+        """Return each rank's figures where several run it; none of a process by itself.
+
+        Raises `RankError`.
+        """
         return []
 
     def wait(self) -> None:
@@ -194,7 +201,7 @@ class Target:
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most memory that this process has taken on the device; 0 on a CPU."""
+        """Return the most memory that this process has taken on the device; 0 on a CPU."""
         return 0 if self._device is None else self._device.peak_bytes()
 
     def commit(self, nodes: Sequence[int], num_tokens: int, cache: KVCache) -> None:

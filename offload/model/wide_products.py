@@ -36,7 +36,7 @@ MULTIPLY = (
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
-# Of the weight in float32, for each thread. All threads together stay within the same room.
+# Bytes of a weight that one thread widens to float32 at once; all threads together take no more.
 _BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // num_cores()))
 _LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _STEP_COLUMNS = 16
@@ -211,7 +211,8 @@ def _product(
 def _attend(
     attention: Callable[..., Tensor], *states: Tensor, attn_mask: Tensor | None = None, **more: Any
 ) -> Tensor:
-    dtype, mask = states[0].dtype, attn_mask
+    dtype = states[0].dtype
+    mask = attn_mask
     if not lacks_products(dtype):
         return attention(*states, attn_mask=mask, **more)
     query, *others = (one.float() for one in states)

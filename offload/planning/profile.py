@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, MsgspecError, convert
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.files import cache_folder, read_object, replacing
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.sizes import ExpertShape
 from offload.errors import UserError, ensure, reason
 from offload.machine import cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield

@@ -53,7 +53,7 @@ from offload.trees.topology import (
     check_acceptance,
     isotonic,
 )
-from offload.units import Sampling, drafting_of
+from offload.units import ChildSampling, Sampling, drafting_of
 
 LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252, section 4)
 LOOKUP_DEPTH = 32  # of such trees; copied passages may be long
@@ -70,6 +70,11 @@ class RunSettings(NamedTuple):
 
     sampling: Sampling
     rule: str
+
+    @property
+    def drafting(self) -> ChildSampling:
+        """Return how a drafter chooses children under the rule."""
+        return drafting_of(self.rule)
 
 
 # takes settings and rule; returns the profile, or None and why there is none

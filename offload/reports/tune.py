@@ -13,7 +13,7 @@ from typing import NamedTuple
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.t5 import has_encoder
 from offload.engine.hooks import Hooks
-from offload.engine.load import open_run
+from offload.engine.opening import open_run
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun, resolve
 from offload.errors import require

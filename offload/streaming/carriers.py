@@ -1,11 +1,11 @@
 """Carriers: how a block gets into the slot where it is computed with, for layers and for experts.
 
-On a CPU (`HostCarrier`) a disk fills the slot itself. To a device a layer goes
-from locked host memory as soon as its slot is released, or from disk through a stage of locked
-buffers, which a thread empties (`DeviceCarrier`). Experts reach a device by way of a second pool in
-locked host memory, so that what is used most there is not read again (`DeviceExpertCarrier`). That
-pool counts what the device lacked: what stays on the device is not used here, and gives way to what
-does not stay, without either pool knowing of the other.
+On a CPU (`HostCarrier`) a disk fills the slot itself. To a device a layer goes from locked host
+memory as soon as its slot is released, or from disk through a stage of locked buffers, which a
+thread empties (`DeviceCarrier`). Experts reach a device by way of a second pool in locked host
+memory, so that what is used most there is not read again (`DeviceExpertCarrier`). That pool counts
+what the device lacked: what stays on the device is not used here, and gives way to what does not
+stay, without either pool knowing of the other.
 
 The copy into a slot waits, on the device, for the event after which nothing reads the slot; kernels
 wait for the event after the copy. The host only enqueues, and waits for a disk alone. Device memory
@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import LayerTier
 from offload.streaming.device import Device, Event, Spans
-from offload.streaming.disk import ByteSource, drop, finish, read_all
+from offload.streaming.disk import ByteSource, drop, finish, read_all, when_all_done
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
 from offload.streaming.sender import HostBlock, Sender
@@ -64,8 +63,13 @@ class HostCarrier:
 
     @property
     def note(self) -> str | None:
-        """A line for the user where blocks come more slowly than they could."""
+        """Return a line for the user where blocks come more slowly than they could."""
         return self.source.note
+
+    @property
+    def loaded(self) -> list[int]:
+        """Return the blocks that `load` reads."""
+        return [*self.resident]
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
         """Read the blocks that stay; `on_bytes` gets the size of every slab that has landed."""
@@ -79,15 +83,13 @@ class HostCarrier:
         """Start moving a block into a slot, see `stage.Carry`."""
         asked = self.spans.mark(self.device.copies)
         reads = self.read(layer, slot, free)
-        # a count is one step, also where several readers meet here
-        num_done = count(1)
 
-        def one_done(read: Future[None]) -> None:
-            if next(num_done) == len(reads) and not read.cancelled():
+        def has_come(last: Future[None]) -> None:
+            if not last.cancelled():
                 self.spans.add("copy", layer, asked, self.spans.mark(self.device.copies))
 
-        for read in reads if asked is not None else ():
-            read.add_done_callback(one_done)
+        if asked is not None:
+            when_all_done(reads, has_come)
         return reads
 
     def read(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
@@ -161,6 +163,10 @@ class DeviceCarrier(HostCarrier):
     def note(self) -> str | None:
         notes = (self.pinned.note, self.source.note if self._disk_layers else None)
         return "; ".join(note for note in notes if note) or None
+
+    @property
+    def loaded(self) -> list[int]:
+        return [*self.resident, *self._host_layers]
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
         """Read what stays on the device, then what stays on the host.
@@ -409,20 +415,16 @@ class DeviceExpertCarrier(HostCarrier):
     def _start_read(self, block: int, slot: int) -> None:
         if (sent := self._sender.last.pop(slot, None)) is not None:
             self.device.synchronize(sent)
-        # a count is one step, also where several readers meet here
         record = self.layouts[block]
-        num_done = count(1)
         reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
         self._reads[block] = reads
 
-        def one_done(_: Future[None]) -> None:
-            if next(num_done) == len(reads):
-                # a closed executor refuses; then the block is not waited for
-                with suppress(RuntimeError):
-                    self._feed.submit(self._arrive, block, slot)
+        def has_come(_: Future[None]) -> None:
+            # a closed executor refuses; then the block is not waited for
+            with suppress(RuntimeError):
+                self._feed.submit(self._arrive, block, slot)
 
-        for read in reads:
-            read.add_done_callback(one_done)
+        when_all_done(reads, has_come)
 
     def _arrive(self, block: int, slot: int) -> None:
         """Send a block whose reads are all over; in the feeding thread."""

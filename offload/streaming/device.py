@@ -224,7 +224,10 @@ class CudaDevice:
                 if buffer.is_pinned
                 else pinned.note
             )
-            return f"what a step sends waits behind layers, it needs memory locked by cupy ({why}): install cupy"
+            return (
+                f"what a step sends waits behind layers, it needs memory locked by cupy ({why}): "
+                f"install cupy"
+            )
         seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.place)
         self._ring = StagingRing(
             buffer.array, seen, lambda: self.record(self.compute), self.synchronize
@@ -335,7 +338,8 @@ def open_device(
         if gpu_memory is not None:
             parse_size(gpu_memory, "`gpu_memory`")
             raise UserError(
-                "`gpu_memory` limits a CUDA device, and this run uses the CPU: leave it out and use `ram`"
+                "`gpu_memory` limits a CUDA device, and this run uses the CPU: leave it out and "
+                "use `ram`"
             )
         return None
     if not torch.cuda.is_available():
@@ -460,7 +464,9 @@ class Spans:
 
     @property
     def listener(self) -> Record | None:
-        """Hears of spans that are over when it is set again; setting waits for queued work."""
+        """Return what hears of spans; setting another waits for queued work, which the old one
+        hears of.
+        """
         return self._listener
 
     @listener.setter
@@ -507,7 +513,7 @@ class Stall:
 
     @property
     def known_s(self) -> float:
-        """Seconds of the waits that are over."""
+        """Return the seconds of the waits that are over."""
         while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
             self._known_s += waited_s
             self._waits.popleft()

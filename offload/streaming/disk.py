@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class ByteSource(Protocol):
 
     @property
     def note(self) -> str | None:
-        """A line for the user when the fast way to read is not open."""
+        """Return a line for the user when the fast way to read is not open."""
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start filling page-aligned uint8.
@@ -65,6 +66,19 @@ def finish(reads: Iterable[Future[None]]) -> None:
     """Return once all of these reads have arrived. Raises `ReadError`."""
     for read in reads:
         read.result()
+
+
+def when_all_done(parts: Sequence[Future[Any]], call: Callable[[Future[Any]], object]) -> None:
+    """Call with the last of these futures once all are done, in the thread that has done it."""
+    # a count is one step, also where several readers meet here
+    num_done = count(1)
+
+    def one_done(part: Future[Any]) -> None:
+        if next(num_done) == len(parts):
+            call(part)
+
+    for part in parts:
+        part.add_done_callback(one_done)
 
 
 def drop(reads: Iterable[Future[None]]) -> None:
@@ -115,7 +129,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 class DiskReader(ByteSource):
     """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    `sight` looks at what is read. Raises `ReadError` where files no longer have the `stamps` that
+    `watcher` looks at what is read. Raises `ReadError` where files no longer have the `stamps` that
     are given.
     """
 
@@ -125,12 +139,12 @@ class DiskReader(ByteSource):
         *,
         stamps: Sequence[Stamp] = (),
         rate_limit_bytes_per_s: float | None = None,
-        sight: Watcher | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self._files, self.is_direct = _open_all(shards)
         self.paths = tuple(shards)
         self.rate_limit_bytes_per_s = rate_limit_bytes_per_s
-        self._sight = sight
+        self._watcher = watcher
         self._stamps = [Stamp.of(fd) for fd in self._files]
         self._require_unchanged(stamps)
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
@@ -236,12 +250,13 @@ class DiskReader(ByteSource):
             done += count
         if Stamp.of(fd) != stamp:
             raise ReadError(
-                f"{self.paths[request.shard].name} was written to while in use: load the model again"
+                f"{self.paths[request.shard].name} was written to while in use: load the model "
+                f"again"
             )
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
-        if self._sight is not None:
-            self._sight.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
+        if self._watcher is not None:
+            self._watcher.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
         with self._count:
             self.bytes_read += done
 

@@ -22,7 +22,7 @@ HALF_LIVES_TOKENS = (4.0, 32.0)
 _LEARNING = 0.98
 # squared uses that speak for both averages alike: less than one pass of any mixture has
 _PRIOR = 1.0
-# as many as are read at once
+# Slots for blocks that do not stay: as many as are read at once.
 NUM_PASSING = 8
 # Of two popular blocks, one that the pass has still to come to is needed sooner.
 _AHEAD = 1.15

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +28,9 @@ from offload.memory.plan import num_passing
 from offload.planning.cost_model import NEVER
 from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
 from offload.streaming.device import Device, Event, HostDevice, Stall
-from offload.streaming.disk import ByteSource, drop
-from offload.streaming.expert_cache import ExpertCache
+from offload.streaming.disk import ByteSource, drop, when_all_done
+from offload.streaming.expert_cache import ExpertCache, warm_order
+from offload.streaming.stage import carried
 
 # NaN in every float format we stream
 _POISON = 0xFF
@@ -52,16 +52,8 @@ class _Transfer(NamedTuple):
     @classmethod
     def of(cls, parts: Sequence[Future[Any]]) -> "_Transfer":
         """Return a transfer that notes when it is over."""
-        # a count is one step, also where several readers meet here
         found = cls(parts, [])
-        num_done = count(1)
-
-        def note(_: Future[Any]) -> None:
-            if next(num_done) == len(parts):
-                found.landed.append(True)
-
-        for part in parts:
-            part.add_done_callback(note)
+        when_all_done(parts, lambda _: found.landed.append(True))
         return found
 
 
@@ -117,7 +109,7 @@ class ExpertPool:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that passes have waited for experts."""
+        """Return the seconds that passes have waited for experts."""
         return self._stall.known_s
 
     def begin_pass(self, num_rows: int) -> None:
@@ -168,8 +160,16 @@ class ExpertPool:
         assert not wanted, "a slot is free where nothing is held"
         self._is_whole = layer + 1 == len(self.uses_LE)
 
-    def warm(self, blocks: Sequence[int], on_bytes: Callable[[int], None]) -> None:
-        """Read these blocks, as far as there is room, before the first pass. Raises `ReadError`."""
+    def warm(
+        self, uses_B: Sequence[float], num_kept: int, on_bytes: Callable[[int, int], None]
+    ) -> None:
+        """Read the most used blocks before the first pass, as far as there is room.
+
+        `on_bytes` is called with the bytes that have come, and all of them. Raises `ReadError`.
+        """
+        blocks = warm_order(uses_B)[:num_kept].tolist()
+        total_bytes = sum(self.records[block].slab_bytes for block in blocks)
+        num_bytes = 0
         asked = list[int]()
         self._is_whole = False
         for block in blocks[: len(self._slots)]:
@@ -181,7 +181,8 @@ class ExpertPool:
             slot = self._cache.hold(block)
             assert slot is not None, "it is held since"
             self._arrived(block, slot)
-            on_bytes(self.records[block].slab_bytes)
+            num_bytes += self.records[block].slab_bytes
+            on_bytes(num_bytes, total_bytes)
             self._cache.release(block)
             self._cache.release(block)
         self.bytes_read = 0
@@ -257,17 +258,10 @@ class ExpertPool:
             self._device.fill(self._slots[slot], _POISON, self._device.copies)
         # a transfer that is not noted would write over what comes into the slot later
         with held_back():
-            self._arriving[slot] = _Transfer.of(self._carried(block, slot))
+            free = self._free.get(slot, self._opened)
+            parts = carried(self._carry, block, self._slots[slot], free)
+            self._arriving[slot] = _Transfer.of(parts)
         self.bytes_read += self.records[block].slab_bytes
-
-    def _carried(self, block: int, slot: int) -> Sequence[Future[Any]]:
-        try:
-            return self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
-        # raised where the block is waited for
-        except Exception as error:
-            failed = Future[None]()
-            failed.set_exception(error)
-            return [failed]
 
     def _drop(self, slot: int) -> None:
         """Return once nothing is on its way to a slot."""

@@ -10,6 +10,7 @@ the event after which it is there; and the host waits nowhere but where a disk h
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import le
 
 import torch
 from torch import Tensor
@@ -48,6 +49,11 @@ class Layers:
         self._arrived: Event = None
 
     @property
+    def staying_bytes(self) -> int:
+        """Return the bytes that `load_resident` reads."""
+        return sum(self.carrier.layouts[layer].slab_bytes for layer in self.carrier.loaded)
+
+    @property
     def source(self) -> ByteSource:
         return self.carrier.source
 
@@ -57,7 +63,7 @@ class Layers:
 
     @property
     def record(self) -> Record | None:
-        """The listener that hears of copies, waits and uses of layers; see `Spans.listener`."""
+        """Return the listener that hears of copies, waits and uses of layers; see `Spans.listener`."""
         return self._spans.listener
 
     @record.setter
@@ -66,7 +72,7 @@ class Layers:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that compute has waited for layers."""
+        """Return the seconds that compute has waited for layers."""
         return self._stall.known_s
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -147,6 +153,8 @@ def open_layers(
 
     `resources` closes them.
     """
+    sizes = [layout.slab_bytes for layout in layouts]
+    assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     if device is None:
         encoder = range(len(plan.tier_L), len(layouts))
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]

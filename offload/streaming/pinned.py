@@ -54,7 +54,7 @@ def _parse_list(text: str) -> frozenset[int]:
 
 _PAGE_BYTES = 4096
 _NO_LIMIT = 1 << 62
-# touched by one thread at a time
+# Bytes that one thread touches at a time.
 _TOUCH_BYTES = 64 << 20
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _HOST_POINTER = 91
@@ -226,7 +226,7 @@ class PinnedAllocator:
 
     @property
     def ways(self) -> str:
-        """How memory in use was locked, in words."""
+        """Return in words how memory in use was locked."""
         return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
 
     @property
@@ -235,13 +235,19 @@ class PinnedAllocator:
 
     @property
     def note(self) -> str | None:
-        """A line for the user when memory could not be locked, with every way's reason."""
+        """Return a line for the user when memory could not be locked, with every way's reason."""
         if not self.pageable_bytes:
             return None
-        sizes = f"{format_bytes(self.pageable_bytes)} of {format_bytes(self.pinned_bytes + self.pageable_bytes)}"
+        sizes = (
+            f"{format_bytes(self.pageable_bytes)} of "
+            f"{format_bytes(self.pinned_bytes + self.pageable_bytes)}"
+        )
         why = "; ".join(self._refusals) or "no way to lock pages"
         remedy = "let more be locked, or lower `ram`"
-        return f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): {remedy}"
+        return (
+            f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): "
+            f"{remedy}"
+        )
 
     def release(self, buffer: HostBuffer) -> None:
         """Take a buffer back before the others; no copy from it may be under way."""

@@ -32,14 +32,18 @@ from offload.checkpoint.numbers import (
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
 from offload.memory.plan import LayerTier
 
-TURNS = 16  # sweeps until all of what passes has been looked at
-# of a read, which has its turn in every second sweep: asking alone takes time as well
+# Sweeps until all of what passes has been looked at.
+TURNS = 16
+# Parts of one read; it has a turn in every second sweep, since asking alone takes time.
 _NUM_STRIPES = TURNS // 2
-_STRIPE_BYTES = 16 << 10  # so damage of 3 MiB in a row shows in the first sweep
-_LEAST_BYTES = 128 << 10  # of a tensor in one read; less is looked at whole, which costs nothing
+# Runs are this short so that damage of 3 MiB in a row shows in the first sweep.
+_STRIPE_BYTES = 16 << 10
+# A smaller part of a tensor is looked at whole, which costs nothing.
+_LEAST_BYTES = 128 << 10
 _ASK = "offload verify says how much is damaged"
 _Range = tuple[int, int]
-_MOST_TOLD = 5  # of tensors that are not finite; where all are, nobody reads hundreds of lines
+# Tensors that are named as not finite: where all are, hundreds of lines would not be read.
+_MOST_TOLD = 5
 
 
 class _Watched(NamedTuple):
@@ -61,11 +65,10 @@ class WeightScan:
     """
 
     def __init__(self, checkpoint: Checkpoint, found: Callable[[str], None]) -> None:
-        self._found, self._damaged = found, set[tuple[int, int]]()
-        self._files, self._has_zeros = (
-            [path.name for path in checkpoint.shards],
-            has_zeros(checkpoint.directory),
-        )
+        self._found = found
+        self._damaged = set[tuple[int, int]]()
+        self._files = [path.name for path in checkpoint.shards]
+        self._has_zeros = has_zeros(checkpoint.directory)
         watched: dict[int, list[_Watched]] = defaultdict(list)
         for name, entry in checkpoint.tensors.items():
             form = form_of(entry.dtype, name)
@@ -76,13 +79,14 @@ class WeightScan:
             shard: sorted(own, key=lambda one: one.lo) for shard, own in watched.items()
         }
         self._starts = {shard: [one.lo for one in own] for shard, own in self._watched.items()}
-        self._tops, self._lock = dict[tuple[int, int], tuple[int, list[_Range]]](), Lock()
+        self._tops = dict[tuple[int, int], tuple[int, list[_Range]]]()
+        self._lock = Lock()
         self._turns = dict[int, int]()  # of every part that was read
         self._told = set[tuple[int, int]]()
         self._passing = dict[int, list[_Range]]()
 
     def expect(self, layouts: Sequence[SlabLayout], tier_L: Sequence[LayerTier]) -> None:
-        """Layers that stay on the disk are read in every sweep; what else there is, is looked at
+        """Note which layers stay on the disk and are read in every sweep; all else is looked at
         whole.
         """
         passing: dict[int, list[_Range]] = defaultdict(list)
@@ -131,7 +135,7 @@ class WeightScan:
         return [f"{line}: {_ASK}" for line in remarks(tops, has_zeros=self._has_zeros)]
 
     def _passes(self, shard: int, at: int) -> bool:
-        """Whether this byte of a file is read in every sweep."""
+        """Return whether this byte of a file is read in every sweep."""
         ranges = self._passing.get(shard, [])
         index = bisect_right(ranges, (at, 1 << 62)) - 1
         return index >= 0 and at < ranges[index][1]
@@ -139,8 +143,10 @@ class WeightScan:
     def _look_at(
         self, shard: int, index: int, lo: int, stored: np.ndarray, turn: int | None
     ) -> None:
-        """At what there is of one tensor; where it is not its only turn at a stripe, or first of
-        all if it is small.
+        """Look at what there is of one tensor.
+
+        Where it passes again, only its stripe of this turn is looked at; a small tensor is looked
+        at first of all.
         """
         one = self._watched[shard][index]
         item_bytes = self._watched[shard][index].form.item_bytes
@@ -175,17 +181,17 @@ class WeightScan:
 
 
 def _stripe_at(lo: int, turn: int) -> int | None:
-    """Which stripe of a read from byte `lo` on has this turn; None where the reads before and
-    behind it have one.
+    """Return which stripe of a read from byte `lo` on has this turn.
+
+    It is None where the reads before and behind it have one.
     """
     return turn // 2 if turn % 2 == (lo >> 21) % 2 else None
 
 
 def _stripes(stored: np.ndarray, item_bytes: int, stripe: int) -> list[np.ndarray]:
-    """Bytes (uint8) of every `_NUM_STRIPES`-th run of whole items from that on, with the last also
-    what is left.
+    """Return every `_NUM_STRIPES`-th run of whole items from that on, bytes (uint8).
 
-    Views: a copy of a stripe takes as long as a look at it.
+    The last stripe has what is left, too. Views: a copy of a stripe takes as long as a look at it.
     """
     step = max(1, _STRIPE_BYTES // item_bytes) * item_bytes
     end = len(stored) // (step * _NUM_STRIPES) * (step * _NUM_STRIPES)

@@ -25,6 +25,16 @@ from offload.streaming.disk import drop
 Carry = Callable[[int, Tensor, Event], Sequence[Future[Any]]]
 
 
+def carried(carry: Carry, block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
+    """Start moving a block; what cannot be started raises where the block is waited for."""
+    try:
+        return carry(block, slot, free)
+    except Exception as error:
+        failed = Future[None]()
+        failed.set_exception(error)
+        return [failed]
+
+
 class AcquiredBlock(NamedTuple):
     """A block that was acquired."""
 
@@ -68,7 +78,9 @@ class Stage:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the first block arrives next, all slots are on their way, and none has failed."""
+        """Return whether the first block arrives next, all slots are on their way, and none has
+        failed.
+        """
         is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
         is_first = (
             not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
@@ -122,13 +134,7 @@ class Stage:
         block = next(self._order, None)
         if block is None:
             return
-        try:
-            parts = self._carry(block, slot, free)
-        # raised where the block is acquired
-        except Exception as error:
-            failed = Future[None]()
-            failed.set_exception(error)
-            parts = [failed]
+        parts = carried(self._carry, block, slot, free)
         self._transfers.append(_Transfer(block, slot, parts))
 
 

@@ -65,7 +65,7 @@ def with_sum(
         how = {
             "stamps": checkpoint.stamps,
             "rate_limit_bytes_per_s": limit_bytes_per_s,
-            "sight": total,
+            "watcher": total,
         }
         with closing(open_source(checkpoint.shards, **how)) as source:
             result = read_left(total, source, on_bytes)

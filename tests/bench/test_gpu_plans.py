@@ -17,7 +17,7 @@ from offload.bench.gpu import promised
 from offload.bench.gpu.steps import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
-from offload.engine import load
+from offload.engine import opening
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
 
@@ -44,7 +44,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(models, "open_device", lambda *_: card)
     monkeypatch.setattr(exact, "reference_ids", reference_ids)
-    monkeypatch.setattr(load, "open_pair", open_pair)
+    monkeypatch.setattr(opening, "open_pair", open_pair)
     return found
 
 

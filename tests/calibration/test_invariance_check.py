@@ -117,12 +117,12 @@ def test_nothing_is_tried_while_a_text_grows(target: Path, monkeypatch: pytest.M
         run = decoder.run(prompt[:4], Sampling(), max_new_tokens=2)
         decoder.invariance.rows.num_refused += 1
         list(run)
-        assert not run.result().is_invariant and not decoder._arithmetic
+        assert not run.result().is_invariant and not decoder.arithmetic
 
 
 def test_threads_that_are_named_may_hold_alone(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, threads_differ)
-    monkeypatch.setattr("offload.engine.load.num_cores", lambda: 2)
+    monkeypatch.setattr("offload.calibration.invariance.num_cores", lambda: 2)
     with offload.load(target, context=64, threads=1, invariant=True) as decoder:
         if not found(target).holds:
             pytest.skip(f"this processor: {decoder.invariance.reason}")

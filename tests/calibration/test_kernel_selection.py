@@ -24,7 +24,6 @@ from offload.calibration.trial import ComparisonOutcome, KernelComparison, compa
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import kernel_line
 from offload.drafting.model import ModelDrafter
-from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.kernels.jit import HAS_TRITON, is_for_kernels
 from offload.kernels.kv_commit import kv_commit_reference
@@ -189,7 +188,7 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
     """The kernels themselves decode, in the interpreter; nobody could tell from the text."""
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
-    monkeypatch.setattr(loading, "is_for_kernels", lambda place: True)
+    monkeypatch.setattr(startup, "is_for_kernels", lambda place: True)
     with offload.load(target, draft, context=128, tree="6x2", threads=1, **BUDGETS) as decoder:
         result = decoder.generate(prompts()[1], max_new_tokens=6)
         assert result.token_ids == wanted[:6]
@@ -227,8 +226,8 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
         order.append("drafts with these" if is_chosen else "drafts with others")
         return Curve((1, 64), (1e-4, 2e-4))
 
-    monkeypatch.setattr(loading, "is_for_kernels", lambda place: True)
-    monkeypatch.setattr(loading, "choose_kernels", choose)
+    monkeypatch.setattr(startup, "is_for_kernels", lambda place: True)
+    monkeypatch.setattr(startup, "choose_kernels", choose)
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     for one in (sweep_curve, draft_curve):
         monkeypatch.setattr(startup, one.__name__, one)

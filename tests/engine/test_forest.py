@@ -102,7 +102,7 @@ def test_a_pass_is_made_once_for_all(pair: tuple[Path, Path]) -> None:
 def test_a_long_prompt_leaves_room_for_others(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = alone(pair, GREEDY, tree="none")
     with opened(pair, tree="dynamic:12x5", parallel=3) as decoder:
-        monkeypatch.setattr(decoder._forest, "_max_prompt_rows", 16)
+        monkeypatch.setattr(decoder._speculation, "_max_prompt_rows", 16)
         short, long = decoder.start(requests(GREEDY)[0]), decoder.start(requests(GREEDY)[4])
         advance(decoder, [short])
         for _ in range(4):  # 140 tokens take nine passes

@@ -43,7 +43,7 @@ def test_what_a_cancelled_text_had_not_taken_in_yet_is_copied(
         first = decoder.start(Request(LONG, GREEDY, 20))
         advance(decoder, [first])
         with monkeypatch.context() as patch:
-            patch.setattr(decoder._forest, "_max_prompt_rows", 16)
+            patch.setattr(decoder._speculation, "_max_prompt_rows", 16)
             goner = decoder.start(Request(LONG, GREEDY, 20))
             advance(decoder, [goner])
             decoder.release(goner)

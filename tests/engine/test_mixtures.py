@@ -11,7 +11,7 @@ from test_profile import profile
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine import load as loading
+from offload.engine import opening as loading
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions

@@ -18,7 +18,8 @@ from test_wrappers import saved
 from tiny import save
 from transformers import AutoModelForCausalLM
 
-from offload.checkpoint.layout import ON_DEMAND, SlabLayout
+from offload.checkpoint.families import ON_DEMAND
+from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to

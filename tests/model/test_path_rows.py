@@ -21,7 +21,7 @@ from torch import Tensor
 import offload
 from offload.calibration.kernels import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine import load as loading
+from offload.engine import opening as loading
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import HEADER, PathRows, ScoreTerms, Window
 from offload.kernels.registry import REFERENCES
@@ -152,13 +152,13 @@ def test_decoding_along_paths_writes_the_same_tokens(
     target, draft = save_pair(FAMILIES[family](), tmp_path)
     spy, results = Spy(), []
 
-    def pick(attend: Attend | None, pair: Any, *_: Any) -> KernelChoice:
-        for model in (pair.target, pair.draft):
+    def pick(attend: Attend | None, target: Any, draft: Any, *_: Any) -> KernelChoice:
+        for model in (target, draft):
             model.attend_with(attend)
         return KernelChoice(REFERENCES._replace(path_attention=attend), ())
 
     for attend in (None, spy):
-        monkeypatch.setattr(loading, "_pick_kernels", partial(pick, attend))
+        monkeypatch.setattr(loading, "pick_kernels", partial(pick, attend))
         with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
             for sampling in ({}, {"temperature": 0.8, "seed": 2}):
                 results.append(decoder.generate(prompts()[1], max_new_tokens=30, **sampling).token_ids)

@@ -24,7 +24,8 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.streamed import SectionModel, StreamedModel
+from offload.model.section import SectionModel
+from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers, open_layers
 

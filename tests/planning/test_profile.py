@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tiny import FAMILIES, save_pair
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.checkpoint.sizes import ExpertShape
 from offload.errors import UserError
 from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve

@@ -19,7 +19,7 @@ import offload
 from offload.calibration.kernels import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.engine import load as loading
+from offload.engine import opening as loading
 from offload.engine.build import resident_model
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
@@ -151,7 +151,7 @@ def test_chunks_do_not_change_what_is_written(rule: str, tmp_path: Path, monkeyp
     for num_rows, kernels in ((None, REFERENCES), (5, REFERENCES), (5, at_once)):
         with monkeypatch.context() as patch:
             rows_at_a_time(patch, num_rows)
-            patch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
+            patch.setattr(loading, "pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
             with offload.load(target, draft, **how) as decoder:
                 scored = count_scored_rows(decoder.target._model)
                 runs = [decoder.generate(prompts()[1], max_new_tokens=16, **sampling) for sampling in SAMPLINGS]

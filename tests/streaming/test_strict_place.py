@@ -21,9 +21,9 @@ from torch import Tensor
 
 import offload
 from offload.calibration import link as card_link
+from offload.calibration import startup
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
@@ -215,7 +215,7 @@ def test_what_is_left_on_the_wrong_side_is_refused(
     place_layers(monkeypatch, *TIERS["host"])
     if mistake == "noise":
         monkeypatch.setattr(sampling, "REFERENCES", sampling.REFERENCES._replace(keyed_gumbel=noise_of_the_host))
-        monkeypatch.setattr(loading, "NO_KERNELS", loading.NO_KERNELS._replace(kernels=sampling.REFERENCES))
+        monkeypatch.setattr(startup, "NO_KERNELS", startup.NO_KERNELS._replace(kernels=sampling.REFERENCES))
     elif mistake == "masks":
         build_masks = StreamedModel._build_masks
 

@@ -255,7 +255,7 @@ def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path, monkeypatch: pyt
     how = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
     with offload.load(*pair, "1GiB", "12x3", dtype="float32", context=128, threads=1) as decoder:
         wanted = decoder.generate([5, 6, 7], **how)
-        monkeypatch.setattr(decoder._forest, "_threads", policy)
+        monkeypatch.setattr(decoder._speculation, "_threads", policy)
         got = decoder.generate([5, 6, 7], **how)
     assert got.token_ids == wanted.token_ids
     assert len(policy.told) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"

@@ -1,0 +1,33 @@
+"""What loading has found out and decided for all runs of a decoder."""
+
+from typing import NamedTuple
+
+from offload.calibration.invariance import Invariance
+from offload.calibration.kernels import NO_KERNELS, KernelChoice
+from offload.drafting.lookup import NO_SOURCES, GuessSources
+from offload.engine.session import Models
+from offload.engine.text import Tokenizer
+from offload.memory.plan import MemoryPlan
+from offload.planning.selector import TreeSelector
+from offload.sampling.grammar_mask import Grammars
+from offload.threads import ThreadPolicy
+
+
+class DecoderConfig(NamedTuple):
+    """What holds for all runs; a rank's decoder has no more than what it names."""
+
+    plan: MemoryPlan
+    models: Models
+    trees: TreeSelector
+    # where a run names none
+    rule: str
+    threads: ThreadPolicy
+    # that texts may be asked to keep
+    grammars: Grammars
+    lenience: float = 1.0
+    choice: KernelChoice = NO_KERNELS
+    tokenizer: Tokenizer | None = None
+    # tokens that end a text
+    end_ids: frozenset[int] = frozenset()
+    invariance: Invariance = Invariance()
+    sources: GuessSources = NO_SOURCES

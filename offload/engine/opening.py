@@ -1,0 +1,178 @@
+"""From a resolved run to a decoder, step by step: build, check, read, try out, plan, start.
+
+What can be refused is refused before the first weight is read; what was open when a later step
+fails is closed again.
+"""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from offload.calibration.invariance import settle_invariance
+from offload.calibration.startup import calibrate, pick_kernels
+from offload.calibration.threads import thread_policy
+from offload.drafting.hybrid import DrafterInputs, drafter_of
+from offload.engine.build import (
+    ModelPair,
+    counter,
+    open_pair,
+    read_pair,
+    send_beside_layers,
+    telling,
+)
+from offload.engine.decoder import Decoder
+from offload.engine.decoder_config import DecoderConfig
+from offload.engine.lookup_sources import open_sources
+from offload.engine.ranks import LOADERS
+from offload.engine.request import Request
+from offload.engine.resolve import ResolvedRun
+from offload.engine.team import Team
+from offload.planning.selector import RunSettings, TreeSelector
+from offload.streaming.experts import ExpertPool, open_pool
+from offload.streaming.layers import open_layers
+
+
+def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = None) -> Decoder:
+    """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
+    roles = run.options.roles()
+    with run.computing(), ExitStack() as resources:
+        if roles is None:
+            return _open(run, request or Request(), Team(), resources)
+        if roles.is_sharded:
+            team = LOADERS["shards"](run, resources, transport)
+            return _open(team.own(run), request or Request(), team, resources)
+        pipeline: Decoder = LOADERS["stages"](run, resources, transport, request)
+        return pipeline
+
+
+def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) -> Decoder:
+    """Open a decoder, which takes over `resources`."""
+    settings = run.settings(request.sampling)
+    trees = run.trees(settings.sampling)
+    trees.exchange_s = team.exchange_s
+    trees.check(*settings)
+    run.hooks.on_phase("building the models")
+    # a sum of all weights is taken on the way where all of them are read
+    is_summed = request.is_for_file and team.is_alone and not run.plan_for(1).has_experts
+    pair = open_pair(run, request, resources, team.adapt, is_summed=is_summed)
+    config = _settle(pair, trees, team, settings, resources)
+    plan = config.plan
+    run.hooks.on_phase("reading layers that stay")
+    # samples, to try and to time by; the plan has no room for them beside its own
+    pair.target.drop_experts()
+    pair.scans[0].expect(pair.target.layer_layouts, plan.tier_L)
+    layouts = [*pair.target.layer_layouts, *pair.target.encoder_layouts]
+    layers = open_layers(pair.store, layouts, plan, run.device, resources)
+    layers.load_resident(counter(layers.staying_bytes, run.hooks.on_bytes))
+    target = team.target(
+        pair.target,
+        layers,
+        plan,
+        kernels=config.choice.kernels,
+        on_layer=telling(pair),
+        experts=_open_experts(pair, config, settings, resources),
+        device=run.device,
+    )
+    pair.notes.extend([*run.notes, *team.notes])
+    drafter = drafter_of(
+        DrafterInputs(
+            pair.draft,
+            pair.target.vocab_size,
+            plan.draft_slots,
+            config.choice.kernels,
+            config.sources,
+            trees.step_s,
+        )
+    )
+    return Decoder(target, drafter, config, resources=resources.pop_all(), notes=pair.notes)
+
+
+def _settle(
+    pair: ModelPair, trees: TreeSelector, team: Team, settings: RunSettings, resources: ExitStack
+) -> DecoderConfig:
+    """Read what lies around the layers, try out how to compute, settle the tree and its memory."""
+    run = pair.run
+    options = run.options
+    hooks = run.hooks
+    target = pair.target
+    draft = pair.draft
+    least = run.plan_for(1)
+    has_draft = draft is not None
+    sources = open_sources(options, pair.tokenizer, target.vocab_size, has_draft=has_draft)
+    if least.is_streamed:
+        pair.notes.extend(send_beside_layers(run.device, resources, target, draft))
+
+    # the first weights: what can be refused has been
+    hooks.on_phase("reading draft and embeddings" if has_draft else "reading embeddings")
+    trials = [trial for expansion in read_pair(pair) for trial in expansion.comparisons]
+    hooks.on_phase("choosing kernels and threads")
+    most = run.plan_for(trees.most_nodes)
+    choice = pick_kernels(target, draft, run.device, most, settings)
+    pair.notes.extend(choice.notes)
+    threads = thread_policy(target, draft, run.tree.num_nodes, options.threads, run.device)
+
+    same_bits = partial(
+        settle_invariance,
+        target,
+        pair.store.fetch,
+        options,
+        threads,
+        device=run.device,
+        is_alone=team.is_alone,
+    )
+    invariance = same_bits(least, hooks.on_phase)
+    is_chosen = trees.spec.is_chosen
+    measuring = "measuring how fast layers come, choosing a tree"
+    hooks.on_phase(measuring if is_chosen else "planning memory")
+    if is_chosen:
+        fetch = pair.store.fetch
+        calibrate(trees, target, draft, fetch, settings, threads, choice, run.measure_link)
+    plan = run.plan_for(trees.nodes_to_plan(*settings))
+    trees.settle(plan)
+    if plan.is_streamed and not least.is_streamed:
+        invariance = same_bits(plan, hooks.on_phase)
+    pair.notes.extend(invariance.notes)
+    team.settle(plan)
+    return DecoderConfig(
+        plan=plan,
+        models=pair.models,
+        trees=trees,
+        rule=options.rule,
+        lenience=options.lenience,
+        threads=threads,
+        choice=choice._replace(comparisons=(*choice.comparisons, *trials)),
+        tokenizer=pair.tokenizer,
+        end_ids=pair.end_ids,
+        invariance=invariance,
+        sources=sources,
+        grammars=pair.grammars,
+    )
+
+
+def _open_experts(
+    pair: ModelPair, config: DecoderConfig, settings: RunSettings, resources: ExitStack
+) -> ExpertPool | None:
+    """Open the pool of routed experts, where they come on demand, with those that are used most."""
+    if not pair.target.experts:
+        return None
+    records = [experts.records for experts in pair.target.experts]
+    largest = max(record.slab_bytes for own in records for record in own)
+    assert largest <= config.plan.expert_slot_bytes, "an expert is larger than planned"
+    trees = config.trees
+    profile, _ = trees.find(*settings)
+    uses = None if profile is None else profile.expert_uses
+    pool = open_pool(
+        pair.store,
+        records,
+        config.plan.num_expert_slots,
+        pair.run.device,
+        resources,
+        uses_B=None if uses is None else np.array(uses.uses_B),
+        num_host_slots=config.plan.num_host_expert_slots,
+        ahead_rows=trees.ahead_rows(),
+    )
+    if uses is not None:
+        pool.warm(uses.uses_B, config.plan.num_kept_experts, pair.run.hooks.on_bytes)
+    return pool

@@ -1,0 +1,198 @@
+"""Sequences of tokens, written by a streamed target and a resident drafter.
+
+Invariant: the distribution of what is emitted depends on the target and the sampling settings
+alone. Tree, drafter, memory and threads change only how long it takes; with the rules `match` and
+`topk` one seed gives one text, too. A `lenience` below 1 gives that up, and every result says so.
+"""
+
+import sys
+import threading
+import weakref
+from collections import abc
+from contextlib import ExitStack
+from typing import Self
+
+from offload.drafting.base import Drafter
+from offload.drafting.lookup import NO_SOURCES
+from offload.engine.decoder_config import DecoderConfig
+from offload.engine.request import whole_numbers, with_start
+from offload.engine.sequence import CachePool, Caches, DecoderLock, Limits, Sequence
+from offload.engine.step import SpeculationStep
+from offload.machine import giving_back_memory
+from offload.model.target import Target
+from offload.sampling.grammar import Grammar
+from offload.sampling.sampler import Sampler
+from offload.thread_waiting import ThreadWaiting
+from offload.trees.topology import Shape, chain
+from offload.trees.verification import Rule, find_rule, not_exact_line
+from offload.units import Sampling
+
+_ROOT = chain(0)
+_UNLIMITED = Limits()
+
+
+class TokenDecoder:
+    """Both models of a decoder, and the sequences that they write.
+
+    It writes as many at a time as it was loaded for, each in a place of its own; where that is one,
+    a sequence that is begun overtakes the one before. Any thread may use it, one at a time: while a
+    step or a run is under way others get a `UserError`, but for `close`, which ends it.
+
+    One that is dropped closes itself.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        config: DecoderConfig,
+        *,
+        resources: ExitStack,
+        notes: list[str],
+    ) -> None:
+        self.plan = config.plan
+        self._models = config.models
+        self._trees = config.trees
+        self.rule = find_rule(config.rule, config.lenience)
+        self.threads = config.threads
+        self._kernels = config.choice.kernels
+        self.comparisons = config.choice.comparisons
+        self.tokenizer = config.tokenizer
+        self.end_ids = config.end_ids
+        self.invariance = config.invariance
+        self.sources = config.sources
+        self.identities = self._models.identities
+        self.target = target
+        self.drafter = drafter
+        self._resources = resources
+        self._vocab_size = target.vocab_size
+        self._start = target.start
+        self._grammars = config.grammars
+        self._turn = DecoderLock(target.computing)
+        # not every tokenizer may be used by two threads
+        self._encoding = threading.Lock()
+        self._waiting = ThreadWaiting()
+        resources.callback(self._waiting.close)
+        weakref.finalize(self, _close_dropped, resources).atexit = False
+        sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]
+        if self.num_parallel > 1:
+            target.share_sweeps([one.target for one in sets])
+            drafter.share_states([one.draft for one in sets])
+        self._pool = CachePool(sets, self._start)
+        self.num_score_passes = 0
+        # methods of this decoder would make a cycle
+        compute_in = self._waiting.compute_in
+        self._speculation = SpeculationStep(
+            target, drafter, self.threads, compute_in, self._prompt_rows, self._trees.took
+        )
+        found = [
+            self.plan.num_slots and target.stream.note,
+            target.experts and target.experts.carrier.note,
+        ]
+        # the first sweep may add to them
+        self.notes = notes
+        self.notes += [] if self.rule.is_exact else [not_exact_line(self.rule)]
+        self.notes += dict.fromkeys(note for note in found if note)
+
+    def __repr__(self) -> str:
+        is_open = hasattr(self, "_pool")
+        state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"
+        return f"Decoder({state if is_open else 'closed'})\n{self.plan}"
+
+    def begin(
+        self,
+        tokens: abc.Sequence[int],
+        sampling: Sampling,
+        *,
+        rule: Rule | None = None,
+        shape: Shape = _ROOT,
+        limits: Limits = _UNLIMITED,
+        keeps: bool = False,
+        grammar: Grammar | None = None,
+    ) -> Sequence:
+        """Begin a sequence with the prompt's tokens and the start that some models want.
+
+        Where one text is written at a time it overtakes the one before.
+
+        Args:
+            rule, shape: those of the decoder, and no tree, where they are left out.
+            keeps: the keys and values of all tokens that it shares with the sequence before, but
+                for its last.
+            grammar: that the new text must keep.
+        """
+        with self._turn.held():
+            rule = rule or self.rule
+            masks = [] if grammar is None else [self._grammars.mask(grammar)]
+            how = (rule.drafting, self._kernels, self.target.send)
+            sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
+            begun = with_start(whole_numbers(tokens), self._start)
+            has_draft = self._trees.has_draft
+            # what an encoder reads is no text
+            sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)
+            sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
+            self._pool.lend(sequence, keeps=keeps)
+            return sequence
+
+    def step(self, sequence: Sequence) -> list[int]:
+        """Run one round of speculation: the target's weights cross the link exactly once.
+
+        Returns the newly accepted tokens as far as they count, at least one, which the sequence has
+        as well. Raises `UserError` where the sequence was overtaken, the decoder closed, or another
+        thread is using it.
+        """
+        with self._turn.stepping():
+            while not (counted := self._pass([sequence])[0]) and not sequence.is_taken_in:
+                pass  # a long prompt beside others comes in parts
+            return counted
+
+    def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
+        """Run one step of all of them, see `SpeculationStep`."""
+        return self._speculation.step(sequences)
+
+    @property
+    def num_parallel(self) -> int:
+        """Return how many texts may be written at a time."""
+        return self.plan.parallel
+
+    @property
+    def _prompt_rows(self) -> int:
+        """Return how many prompt tokens one pass takes in.
+
+        A decoder of one text takes in all of a prompt, by as many sweeps as that needs.
+        """
+        return self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
+
+    @property
+    def num_threads(self) -> int:
+        """Return the most threads that compute at once."""
+        return self.threads.most
+
+    def close(self) -> None:
+        """Stop the readers, close the files, drop weights and buffers, once a step of another
+        thread is over.
+        """
+        with self._turn.last(), giving_back_memory():
+            self._resources.close()
+            if hasattr(self, "_pool"):
+                self._pool.take_back()
+                del self.target, self.drafter, self._pool, self._speculation
+                self.sources = NO_SOURCES
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close_dropped(resources: ExitStack) -> None:
+    """Close what a dropped decoder held.
+
+    Hooks of the models make a cycle with them, which would hold weights, threads and files until it
+    is collected.
+    """
+    # a reader that collects garbage cannot wait for itself
+    if threading.current_thread().name.startswith("offload-"):
+        threading.Thread(target=resources.close, daemon=True).start()
+    else:
+        resources.close()
