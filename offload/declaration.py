@@ -52,25 +52,23 @@ class Option:
     keeps_default: bool = False  # also in a record that leaves others open, see `unset`
     is_eager: bool = False  # read before the others
     counts: str = ""  # what a number may not exceed, by name: `cores`
-    is_drawing: bool = (
-        False  # chooses among tokens that are drawn, and means nothing to greedy text
-    )
+    # chooses among tokens that are drawn, and means nothing to greedy text
+    is_drawing: bool = False
     is_suggested: bool = False  # a model may suggest it in its generation_config.json
     doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
     called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
     synonyms: tuple[str, ...] = ()  # other names, which doors of programs take for it
-    http_within: tuple[float, float] | None = (
-        None  # bounds of OpenAI's protocol, where they are narrower
-    )
+    # bounds of OpenAI's protocol, where they are narrower
+    http_within: tuple[float, float] | None = None
     page: tuple[str, str] = ("", "")  # bounds of its field on the chat page
     doc: str = ""  # what docs/flags.md says instead of `help`
 
     def of(self, command: str) -> "Option":
-        """The option as one command has it."""
+        """Return the option as one command has it."""
         return replace(self, **(self.differs or {}).get(command, {}))
 
     def at(self, door: str) -> str:
-        """Its name at a door; a chat writes it with dashes."""
+        """Return its name at a door; a chat writes it with dashes."""
         usual = self.name.replace("_", "-") if door == "chat" else self.name
         return (self.called or {}).get(door, usual)
 
@@ -91,7 +89,7 @@ class Option:
         return self.kind in (int, float) and not self.is_several
 
     def checked(self, value: Any) -> Any:
-        """The value as a number of Python, within its bounds. Raises `UserError`."""
+        """Return the value as a number of Python, within its bounds. Raises `UserError`."""
         own = (
             whole_number(value, f"`{self.name}`")
             if self.kind is int
@@ -121,12 +119,12 @@ def as_in(record: type, name: str) -> Any:
 
 @cache
 def options_of(record: type) -> Mapping[str, Option]:
-    """Options of a record by name, in the order of their declaration; of several bases as the record has them."""
+    """Return the options of a record by name, in the order of their declaration."""
     return dict(_all_options(record))
 
 
 def options_at(door: str, *records: type) -> dict[str, Option]:
-    """Options of records that one door takes, by their names there."""
+    """Return the options of records that one door takes, by their names there."""
     declared = [one for record in records for one in options_of(record).values()]
     return {one.at(door): one for one in declared if door in one.doors}
 
@@ -142,7 +140,7 @@ def synonyms_at(door: str, *records: type) -> dict[str, str]:
 
 
 def build(record: type[Record], given: Mapping[str, Any]) -> Record:
-    """A record of those of its options that are given."""
+    """Return a record of those of its options that are given."""
     values: dict[str, Any] = {}
     for own in fields(record):  # type: ignore[arg-type]
         other = own.metadata.get("of")
@@ -171,7 +169,10 @@ def listed(names: Sequence[str], last: str = "and") -> str:
 def called_with(
     arguments: Callable[P, Record],
 ) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
-    """Let a function of one record be called with the record's fields, which are its signature to every reader."""
+    """Let a function of one record be called with the record's fields.
+
+    To every reader they are its signature.
+    """
 
     def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
         taken = signature(arguments).parameters.values()
@@ -183,9 +184,8 @@ def called_with(
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            shown.bind(
-                *args, **kwargs
-            )  # whose TypeError names no record, and no default of what must be given
+            # its TypeError names no record, and no default of what must be given
+            shown.bind(*args, **kwargs)
             return function(arguments(*args, **kwargs))
 
         returns = signature(function).return_annotation
@@ -197,24 +197,30 @@ def called_with(
 
 
 def with_arguments(doc: str, record: Any) -> str:
-    """A docstring whose line `{arguments}` is what is told of each option of a record."""
+    """Return a docstring whose line `{arguments}` tells of each option of a record."""
     lines = [f"        {name}: {one.help}" for name, one in options_of(record).items()]
     return doc.replace("        {arguments}", "\n".join(lines))
 
 
 @cache
 def interval(text: str) -> tuple[str, Callable[[float], bool]]:
-    """What a number must do, in words, and whether one does: `[0, 1)`, `-1 to 1`, `0 or more`."""
+    """Return what a number must do, in words, and whether one does it.
+
+    Intervals are `[0, 1)`, `-1 to 1` and `0 or more`.
+    """
     if found := re.fullmatch(r"(\S+) or more", text):
         low = _bound(found[1])
         return f"be {text}", lambda value: low <= value < math.inf
     if found := re.fullmatch(r"(\S+) to (\S+)", text):
-        low, high = _bound(found[1]), _bound(found[2])
+        low = _bound(found[1])
+        high = _bound(found[2])
         return f"lie between {found[1]} and {found[2]}", lambda value: low <= value <= high
     found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
     assert found is not None, f"{text!r} is no interval"
-    low, high = _bound(found[2]), _bound(found[3])
-    opens, closes = found[1] == "(", found[4] == ")"
+    low = _bound(found[2])
+    high = _bound(found[3])
+    opens = found[1] == "("
+    closes = found[4] == ")"
     return (
         f"lie in {text}",
         lambda value: (
@@ -229,7 +235,10 @@ def _bound(text: str) -> float:
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value` as an int of Python, whichever library's it is. Raises `UserError` where it is no whole number."""
+    """Return `value` as an int of Python, whichever library's it is.
+
+    Raises `UserError` where it is no whole number.
+    """
     try:
         return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
     except TypeError:
@@ -237,7 +246,10 @@ def whole_number(value: object, what: str) -> int:
 
 
 def number(value: object, what: str) -> float:
-    """`value` as a float of Python, whichever library's it is. Raises `UserError` where it is no number."""
+    """Return `value` as a float of Python, whichever library's it is.
+
+    Raises `UserError` where it is no number.
+    """
     try:
         if not isinstance(value, str):
             return float(value)  # type: ignore[arg-type]
@@ -259,6 +271,6 @@ def _all_options(record: type) -> Iterator[tuple[str, Option]]:
 
 
 def _kind(annotation: Any) -> Any:
-    """The first type of a field's annotation."""
+    """Return the first type of a field's annotation."""
     first = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
     return get_origin(first) or first

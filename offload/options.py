@@ -1,4 +1,4 @@
-"""The options of the program, each declared once; those of drawing are in `config.Sampling`.
+"""The options of the program, each declared once; those of drawing are in `units.Sampling`.
 
 A command takes records of them, and of each record the options that name the command. `docs/flags.md`
 lists them all, and is made of what stands here. Nothing is imported that takes time.

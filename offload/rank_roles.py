@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from offload.errors import UserError
-from offload.units import check_lenience, drafting_of, require
+from offload.errors import UserError, require
+from offload.units import check_lenience, drafting_of
 
 START = "start it by: offload launch -n 2 -- generate ..."
 Mode = Literal["plain", "sync", "async"]
@@ -131,7 +131,8 @@ def _named_ranks(text: str) -> dict[str, list[int]]:
                 f"{before or 'an empty name'} is no role",
             )
             require(before not in found, _RULE, text, "name each role once")
-            name, found[before] = before, []
+            name = before
+            found[name] = []
         match = _RANGE.fullmatch(ranks)
         if match is None or not name:
             raise UserError(f"{_RULE}, got {text!r:.80}: ranks are numbers, such as 0,1 or 0-2")

@@ -61,6 +61,12 @@ class ThreadPolicy:
         self._seen_s = seen_s
         self._choices: dict[int, tuple[_Choice, _Choice]] = {}
 
+    @classmethod
+    def fixed(cls, num_threads: int) -> "ThreadPolicy":
+        """Return the policy that computes with so many threads in all steps."""
+        mode = Mode(num_threads)
+        return cls([num_threads], StepModes(mode, mode))
+
     def modes(self, num_rows: int) -> StepModes:
         """Return the modes for the next step of so many rows."""
         known = self._choices.get(num_rows)

@@ -191,7 +191,7 @@ class RuleTerms(NamedTuple):
     """The two halves of a rule, which must fit."""
 
     drafting: ChildSampling
-    test: str  # name of the function in `offload.verification` that judges the children
+    test: str  # name of the function in `offload.trees.verification` that judges the children
 
 
 # All rules of verification by name. The functions need torch, this table does not.
@@ -233,7 +233,7 @@ def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None)
 
 
 class ByteSize(int):
-    """Bytes as a person gave them, printed in powers of two or, where they were given like that, of ten.
+    """Bytes as a person gave them; they are printed in powers of two or of ten, as given.
 
     Attributes:
         is_decimal: whether they were given as `8GB` or `8G`, and not as `8GiB`.
@@ -243,7 +243,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, given: str | int, flag: str) -> Self:
-        """A size from `512MiB`, `1.2GB`, `4G` or a number of bytes; what is parsed stays. Raises `UserError`."""
+        """Return a size from `512MiB`, `1.2GB`, `4G` or a number of bytes. Raises `UserError`."""
         if isinstance(given, cls):
             return given
         match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(given).lower())
@@ -268,7 +268,7 @@ class Rate(ByteSize):
 
     @classmethod
     def parse(cls, given: str | int, flag: str) -> Self:
-        """A rate from what is a size, with or without `/s`. Raises `UserError`."""
+        """Return a rate from what is a size, with or without `/s`. Raises `UserError`."""
         return super().parse(given.removesuffix("/s") if isinstance(given, str) else given, flag)
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "cti
 TOLD = {
     ("offload/server/answer.py", "time"): "`created` of an answer, in OpenAI's protocol",
     ("offload/server/app.py", "time"): "`created` of the model's card",
-    ("offload/reports/tune.py", "now"): "when a profile was written, for people",
+    ("offload/reports/windows.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/safetensors.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
     (
         "offload/checkpoint/hub_sums.py",

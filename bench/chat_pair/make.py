@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from offload.bench.chat_pair.questions import (
@@ -24,6 +23,7 @@ from offload.bench.chat_pair.questions import (
 )
 from offload.bench.harness.screen import Screen
 from offload.bench.moe_pair.corpus import library_ids, windows
+from offload.bench.moe_pair.losses import next_token_loss
 from offload.bench.moe_pair.training import (
     Course,
     distillation_loss,
@@ -60,7 +60,7 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
     target = packaged("target")
     train(
         target,
-        lambda step: _next_token_loss(target, batch(step)),
+        lambda step: next_token_loss(target, batch(step)),
         _TARGET,
         out / "target.state",
         partial(screen.count, label="tuning the target"),
@@ -112,11 +112,6 @@ def _batch(told: Tensor, code: Tensor, step: int) -> Tensor:
     """Return (windows, tokens) of questions and answers, and some of the code that was learned."""
     answers = windows(told, _STEP_TOKENS - _CODE_TOKENS, _WINDOW, step)
     return torch.cat([answers, windows(code, _CODE_TOKENS, _WINDOW, step)])
-
-
-def _next_token_loss(model: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:
-    logits = model(input_ids=tokens_BS, use_cache=False).logits[:, :-1].flatten(0, 1)
-    return functional.cross_entropy(logits, tokens_BS[:, 1:].flatten())
 
 
 def _draft_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:

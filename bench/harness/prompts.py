@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.engine.decoder import Decoder
+from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 
 CODE = "code"
@@ -64,6 +65,18 @@ def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
         return decoder.encode(prompt.text)
     ids = decoder.encode(prompt.text, raw=True)
     return ids if prompt.then else ids[:num_tokens]
+
+
+def raw_ids(model: Path, found: Iterable[Prompt], num_tokens: int) -> list[list[int]]:
+    """Return token ids by a model's own tokenizer, in no template: cut as `encoded` does.
+
+    Raises `UserError` for a model without one.
+    """
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise UserError(f"{model} has no tokenizer: name a model that has one")
+    encoded_texts = [(one, encode_prompt(tokenizer, one.text, raw=True)) for one in found]
+    return [ids if one.then else ids[:num_tokens] for one, ids in encoded_texts]
 
 
 def _texts(source: str) -> list[Prompt]:

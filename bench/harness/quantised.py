@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.session import write_tensors
+from offload.errors import require
 from offload.packing.pack import pack
 
 _GROUP = 128
@@ -77,13 +78,17 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]]
 
 
 def quantised(source: Path, name: str) -> Path:
-    """Return the checkpoint of `source` in one of `FORMATS`, or packed; made once, then reused."""
+    """Return the checkpoint of `source` in one of `FORMATS`, or packed; made once, then reused.
+
+    Raises `UserError` for layers that do not come in whole blocks.
+    """
     folder = source.with_name(f"{source.name}-{name}")
     if folder.is_dir():
         return folder
     if name == PACKED:
         pack(source, folder, progress=lambda done, total: None)
         return folder
+    _require_blocks(source)
     quantise, settings = FORMATS[name]
     scratch = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -95,6 +100,16 @@ def quantised(source: Path, name: str) -> Path:
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
     (scratch / "config.json").write_text(json.dumps(config))
     return scratch.rename(folder)
+
+
+def _require_blocks(source: Path) -> None:
+    """Raise `UserError` for a model with matrices that do not come in whole groups and blocks."""
+    for name, entry in open_checkpoint(source).tensors.items():
+        if len(entry.shape) == 2 and not any(part in name for part in _PLAIN):
+            num_rows, width = entry.shape
+            is_whole = width % _GROUP == 0 and num_rows % min(_BLOCK, num_rows) == 0
+            rule = f"{source.name}: widths of layers must be multiples of {_GROUP} in these formats"
+            require(is_whole, rule, f"{num_rows} x {width} in {name}", "give a larger --size")
 
 
 def _tensors(

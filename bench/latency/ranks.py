@@ -24,12 +24,12 @@ from offload.bench.harness.command import Bench, Findings, command, one_of
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import latencies
 from offload.bench.harness.picture import draw_flights, require_pictures
+from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, check
 from offload.bench.latency import stages
 from offload.checkpoint.packaged import PAIR
-from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.stats import RankFigures
 from offload.trees.spec import parse_tree
@@ -329,10 +329,7 @@ def main(
     bench.check_same(setting, **same)
     disk_bytes_per_s = bench.say_link(setting)
     require_slower(rate, disk_bytes_per_s, max(effort.sizes))
-    tokenizer = load_tokenizer(PAIR / "target")
-    assert tokenizer is not None, "the packaged pair has one"
-    encoded = [tokenizer(one.text, add_special_tokens=False)["input_ids"] for one in found]
-    ids = [one[:PROMPT_TOKENS] for one in encoded]
+    ids = raw_ids(PAIR / "target", found, PROMPT_TOKENS)
     nothing = Shown([], [], [])
     shared = share(bench, setting, effort, rate, ids) if "shards" in parts else nothing
     staged = in_stages(bench, effort, slow_layer, ids) if "stages" in parts else nothing

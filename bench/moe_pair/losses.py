@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
 
 from offload.bench.moe_pair.corpus import windows
 from offload.bench.moe_pair.training import distillation_loss
@@ -61,6 +61,11 @@ def _told_of_text(logits_TSE: Tensor) -> Tensor:
 
 def _entropy(share: Tensor) -> Tensor:
     return -(share * (share + 1e-9).log()).sum(-1)
+
+
+def next_token_loss(model: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
+    """Return next-token loss in nats."""
+    return _loss(model(input_ids=tokens_BS, use_cache=False).logits, tokens_BS)
 
 
 def _loss(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def moe_pair(screen: Screen) -> Path:
     screen.wait("reading the standard library")
     ids = library_ids(held_out=False)
     held_out = library_ids(held_out=True)
-    with _workspace(folder) as work:
+    with workspace(folder) as work:
         make_pair(work, recipe, ids, held_out, screen)
         for name in _STATES:
             (work / name).unlink()
@@ -137,7 +137,7 @@ def _draft_batch(
 
 
 @contextmanager
-def _workspace(folder: Path) -> Iterator[Path]:
+def workspace(folder: Path) -> Iterator[Path]:
     """Yield a locked folder beside `folder`, left as it is when the run is cut.
 
     Raises `UserError` while another run is on.

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
@@ -25,6 +26,7 @@ import typer
 
 from offload.bench.harness.command import Bench, Findings, command, one_of
 from offload.bench.harness.process import last_line
+from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS
 from offload.bench.harness.tables import Column
@@ -38,7 +40,6 @@ from offload.bench.peers.run import (
     run_child,
 )
 from offload.checkpoint.files import cache_folder
-from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.units import parse_size
 
@@ -283,62 +284,62 @@ def _rates(row: Row) -> dict[int, float]:
     return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
 
 
+Peers = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all"),
+]
+Cap = Annotated[
+    str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")
+]
+Interpreter = Annotated[
+    str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
+]
+Lookup = Annotated[
+    bool,
+    typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts"),
+]
+Gguf = Annotated[
+    str,
+    typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file"),
+]
+Experts = Annotated[
+    bool, typer.Option("--experts", help="with a mixture of experts, trained when it is not there")
+]
+
+
 @command(
     *("peers", "size source quick compare"),
     examples=["offload bench peers --quick --peer mmap --python others/python"],
 )
 def main(
     bench: Bench,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all"),
-    ] = None,
-    cap: Annotated[
-        str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")
-    ] = "1.2GB",
-    python: Annotated[
-        str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
-    ] = None,
-    lookup: Annotated[
-        bool,
-        typer.Option(
-            "--lookup", help="without a draft: tokens per pass of copies, half the prompts"
-        ),
-    ] = False,
-    gguf: Annotated[
-        str,
-        typer.Option(
-            "--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file"
-        ),
-    ] = "BF16",
-    experts: Annotated[
-        bool,
-        typer.Option("--experts", help="with a mixture of experts, trained when it is not there"),
-    ] = False,
+    peer: Peers = None,
+    cap: Cap = "1.2GB",
+    python: Interpreter = None,
+    lookup: Lookup = False,
+    gguf: Gguf = "BF16",
+    experts: Experts = False,
 ) -> Findings:
     """How many times more tokens per second than other programs, with the same files, prompts and
     memory?
     """
-    one_of([gguf], ("BF16", "Q8_0", "Q4_0"), "--gguf")
-    if lookup + experts + (gguf != "BF16") > 1:
-        raise UserError("--lookup, --gguf and --experts compare by themselves: give one of them")
-    known = LOOKUPS if lookup else EXPERTS if experts else PROGRAMS if gguf == "BF16" else BLOCKS
+    known = _known(lookup=lookup, gguf=gguf, experts=experts)
     one_of(peer or (), known, "--peer")
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
     cap_bytes = parse_size(cap, "--cap")
     found = moe_setting(bench.given("size"), None, bench.screen) if experts else bench.setting()
     found = found._replace(ram_bytes=cap_bytes)
-    tokenizer = load_tokenizer(found.origin)
-    assert tokenizer is not None and found.draft is not None, "the packaged pair has both"
+    assert found.draft is not None, "the packaged pair has one"
     part = slice(1, None, 2) if lookup else slice(None)
     texts, _ = bench.prompts(max(one.num_prompts for one in known.values()), part)
-    ids = [
-        encode_prompt(tokenizer, one.text, raw=True)[: None if one.then else PROMPT_TOKENS]
-        for one in texts
-    ]
     common = Common(
-        *(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes),
+        found.target,
+        found.draft,
+        found.origin,
+        cache_folder(),
+        raw_ids(found.origin, texts, PROMPT_TOKENS),
+        cap_bytes,
         (sys.executable, *([python] if python else [])),
         bench.quick,
         gguf,
@@ -348,13 +349,7 @@ def main(
     bench.check_same(found, **ways)
     ceiling = bench.say_link(found)
     programs = _promised(known, settings["target_bytes"] <= cap_bytes)
-
-    def say(row: Row) -> None:
-        told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
-        print(f"{row['peer']}: {told}", file=sys.stderr)
-        bench.row(row)
-
-    rows = compare(peer or list(known), programs, common, say)
+    rows = compare(peer or list(known), programs, common, partial(_say, bench))
     return Findings(
         rows=rows,
         columns=COLUMNS,
@@ -365,8 +360,22 @@ def main(
     )
 
 
+def _known(*, lookup: bool, gguf: str, experts: bool) -> Mapping[str, Program]:
+    """Return the programs that are compared in one of these ways. Raises `UserError`."""
+    one_of([gguf], ("BF16", "Q8_0", "Q4_0"), "--gguf")
+    if lookup + experts + (gguf != "BF16") > 1:
+        raise UserError("--lookup, --gguf and --experts compare by themselves: give one of them")
+    return LOOKUPS if lookup else EXPERTS if experts else PROGRAMS if gguf == "BF16" else BLOCKS
+
+
+def _say(bench: Bench, row: Row) -> None:
+    told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
+    print(f"{row['peer']}: {told}", file=sys.stderr)
+    bench.row(row)
+
+
 def _promised(programs: Mapping[str, Program], fits: bool) -> Mapping[str, Program]:
-    """Return the programs without the ratios that nobody promised of a target that fits."""
+    """Return the programs without the ratios that were not promised of a target that fits."""
     if not fits:
         return programs
     print("the target fits into --cap: no ratio was promised for that")

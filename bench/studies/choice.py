@@ -22,10 +22,10 @@ from offload.bench.harness.setting import Setting, find_setting, resident_pair
 from offload.bench.harness.steps import step_times
 from offload.planning.acceptance import bursts
 from offload.planning.options import LoadOptions
-from offload.planning.profile import Profile
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
-from offload.reports.tune import DEPTH, NUM_NEW, NUM_PROMPT, TuneResult, cut_windows, tune
+from offload.reports.tune import DEPTH, TuneResult, tune
+from offload.reports.windows import NUM_NEW, NUM_PROMPT, cut_windows
 from offload.trees.spec import TreeSpec
 from offload.trees.topology import DynamicShape, Shape, chain
 from offload.units import Sampling, parse_size
@@ -66,10 +66,10 @@ def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[TuneResu
         yield tuned._replace(path=tuned.path.rename(Path(name) / tuned.path.name))
 
 
-def tree_for(profile: Profile, size: Size) -> TreeChoice:
+def tree_for(tuned: TuneResult, size: Size) -> TreeChoice:
     """Return what `--tree NxD` means with this profile."""
-    selector = TreeSelector(TreeSpec("best", *size), lambda *_: (profile, ""))
-    return selector.for_run(Sampling(), profile.identity.rule)
+    selector = TreeSelector(TreeSpec("best", *size), lambda *_: (tuned.profile, ""))
+    return selector.for_run(Sampling(), tuned.profile.identity.rule)
 
 
 def _halves() -> list[tuple[str, str]]:
@@ -132,9 +132,7 @@ def _grid(tuned: TuneResult, effort: Effort, choice: TreeChoice) -> dict[Size, S
         for d in effort.depths
     ):
         tree = (
-            DynamicShape(n, min(d, n - 1))
-            if choice.is_dynamic
-            else tree_for(tuned.profile, (n, d)).shape
+            DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else tree_for(tuned, (n, d)).shape
         )
         grid.setdefault((tree.num_nodes, tree.depth), tree)
     return grid

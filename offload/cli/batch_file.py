@@ -25,9 +25,10 @@ _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
 _FIELDS = ("id", "prompt", "messages", *_TEXT, *_DRAWING)
 # but for what the first three hold
-_NOT_OF_THE_TEXT = (
-    "prompt", "stop", "sampling", "session", "is_kept", "is_named", "is_clipped",
-)  # fmt: skip
+_NOT_OF_THE_TEXT = {
+    *("prompt", "stop", "sampling"),
+    *("session", "is_kept", "is_named", "is_clipped"),
+}
 _UNSET = [(one.name, one.default) for one in fields(Sampling)]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
@@ -51,8 +52,9 @@ class BatchTask:
 def read_tasks(
     file: Path, common: Request, num_samples: int, written_by: str, system: str | None = None
 ) -> list[BatchTask]:
-    """All of a file; a line's own settings stand in for those of `common`. Raises `UserError` with
-    its number.
+    """Return all tasks of a file; a line's own settings stand in for those of `common`.
+
+    Raises `UserError` with the number of the line.
 
     Args:
         written_by: type and rule, on which texts depend as well; the model is told of beside.
@@ -85,7 +87,7 @@ def read_tasks(
 
 
 def varied(request: Request, num_samples: int) -> Iterator[Request]:
-    """`samples_of` a request. Raises `UserError` where they would be the same."""
+    """Return `samples_of` a request. Raises `UserError` where they would all be the same."""
     is_varied = num_samples == 1 or not request.sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
@@ -99,7 +101,7 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
 
 
 def _request(line: str, common: Request, system: str | None) -> tuple[str | int | None, Request]:
-    """A line's name and request. Raises `UserError`."""
+    """Return a line's name and request. Raises `UserError`."""
     told = _object(line)
     for key in told:
         require(
@@ -132,7 +134,7 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
 
 
 def _called(name: str) -> str:
-    """The key of an option that the library's errors name."""
+    """Return the key of an option that the library's errors name."""
     return next((key for key, one in {**_TEXT, **_DRAWING}.items() if one.name == name), name)
 
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
 
 from offload.checkpoint.hub import is_here, open_headers
 from offload.cli.batch_file import BatchTask
-from offload.cli.console import Console, ModelNames, place_line
+from offload.cli.console import Console, Loading, place_line
 from offload.cli.flags import as_flags
 from offload.cli.progress import BatchProgress, duration, plural
 from offload.cli.results_file import ResultsFile
@@ -24,23 +23,14 @@ from offload.engine.request import Request
 from offload.engine.scheduler import Finished, write_all
 from offload.errors import RunError, UserError
 from offload.planning.near_copy import read_models
-from offload.planning.options import LoadOptions
-
-
-class Loading(NamedTuple):
-    """What is to be loaded, as the user names it."""
-
-    model: str
-    draft: str | None
-    options: LoadOptions
-    note: str  # for the user, about the sampling
 
 
 def write_batch(
     loading: Loading, console: Console, tasks: Sequence[BatchTask], results: ResultsFile
 ) -> None:
-    """Write what is not done yet, a line for each. Raises `RunError` in the end if prompts have
-    failed.
+    """Write what is not done yet, a line for each text.
+
+    Raises `RunError` in the end if prompts have failed.
     """
     follows_draft = loading.options.lenience < 1
     identities = _identities(loading, console) if results.models else None
@@ -74,9 +64,7 @@ def write_batch(
 def write_samples(
     loading: Loading, console: Console, requests: Sequence[Request], *, as_json: bool
 ) -> None:
-    """Write texts of one prompt, each under a heading as it finishes, or in the end as one list of
-    objects.
-    """
+    """Write texts of one prompt as they finish, each under a heading, or at the end as one list."""
     objects = dict[int, dict[str, object]]()
     with _opened(loading, requests[0], console) as decoder:
         try:
@@ -109,7 +97,7 @@ def _opened(loading: Loading, request: Request, console: Console) -> Iterator[De
         loading.model, loading.draft, loading.options, request, hooks=console.hooks
     ) as decoder:
         console.clear()
-        name = ModelNames.of(loading.model, loading.draft, loading.options.ranks).model
+        name = loading.names.model
         console.say(
             "\n".join(
                 [*decoder.notes, place_line(name, decoder.plan, is_decimal=console.is_decimal)]
@@ -122,8 +110,9 @@ def _opened(loading: Loading, request: Request, console: Console) -> Iterator[De
 def _finished(
     decoder: Decoder, requests: Sequence[Request], console: Console
 ) -> Iterator[Finished]:
-    """Results in the order of finishing; in the end, and where it is interrupted, a line tells how
-    fast they came.
+    """Yield results in the order of finishing.
+
+    In the end, and where it is interrupted, a line tells how fast they came.
     """
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
     num_cut = 0
@@ -150,7 +139,7 @@ def _closing_line(progress: BatchProgress, num_cut: int) -> str:
 
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:
-    """A line's own part."""
+    """Return a line's own part."""
     if isinstance(outcome, UserError):
         return {"error": as_flags(str(outcome))}
     sampling = asdict(outcome.sampling)

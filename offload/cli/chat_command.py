@@ -4,7 +4,7 @@ from functools import partial
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console
+from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, given_sampling
@@ -62,4 +62,4 @@ def chat(
 
                 landed = partial(console.bytes_landed, label="making the target")
                 model, options = packaged_chat(options, landed)
-            converse(model, draft, options, console, text, chosen, note=note, terminal=terminal)
+            converse(Loading(model, draft, options, note), console, text, chosen, terminal)

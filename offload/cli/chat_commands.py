@@ -145,7 +145,8 @@ class ChatCommands:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         name = name.lower().replace("_", "-")
-        name, value = _SHORT.get(name, name), value.strip()
+        name = _SHORT.get(name, name)
+        value = value.strip()
         if name in _SAMPLING:
             one = _SAMPLING[name]
             self._chat.sampling = replace(

@@ -26,7 +26,7 @@ _NUM_REMEMBERED = 1000
 
 
 class SilentTerminal:
-    """Meanwhile what is typed is not shown; it is kept for the next question."""
+    """Keeps what is typed from being shown while it is entered; it is left for the next question."""
 
     def __init__(self) -> None:
         self._before: list[Any] | None = None
@@ -57,18 +57,25 @@ class Entry(NamedTuple):
 
 
 class ChatInput:
-    """Reads entries from standard input. At a terminal lines can be edited, and those of earlier
-    days called back.
+    """Reads entries from standard input.
+
+    At a terminal lines can be edited, and those of earlier days called back.
     """
 
     def __init__(self, hint: str) -> None:
-        self._hint, self._is_typed, self._has_ended = hint, sys.stdin.isatty(), False
+        self._hint = hint
+        self._is_typed = sys.stdin.isatty()
+        self._has_ended = False
         self._asks = self._is_typed and sys.stdout.isatty()
         self._readline: Any = (
             import_module("readline") if self._is_typed and find_spec("readline") else None
         )
 
     def __enter__(self) -> "ChatInput":
+        if self._is_typed:
+            # Ctrl-C is for an answer, and not for the lines that were typed ahead meanwhile
+            self._is_flushed = not termios.tcgetattr(sys.stdin)[3] & termios.NOFLSH
+            _set_flag(termios.NOFLSH, is_on=True)
         if self._readline is not None:
             if (
                 "libedit" not in (self._readline.__doc__ or "")
@@ -80,7 +87,11 @@ class ChatInput:
             self._num_known = self._readline.get_current_history_length()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._is_typed:
+            if kind is not None:  # what was typed ahead was not meant for the shell
+                termios.tcflush(sys.stdin, termios.TCIFLUSH)
+            _set_flag(termios.NOFLSH, is_on=not self._is_flushed)
         if self._readline is not None:
             self._readline.set_history_length(_NUM_REMEMBERED)
             with suppress(OSError):  # a folder that cannot be written to ends no conversation
@@ -88,7 +99,10 @@ class ChatInput:
                 self._keep_history()
 
     def read(self) -> Entry | None:
-        """The next entry, or None where there are no more. Raises `UserError` for what is no UTF-8."""
+        """Return the next entry, or None where there are no more.
+
+        Raises `UserError` for what is no UTF-8.
+        """
         try:
             line = self._line("> ")
             if line is None:
@@ -105,7 +119,7 @@ class ChatInput:
         return Entry(command, rest.strip())
 
     def _keep_history(self) -> None:
-        """Behind what is in the file by now, because another conversation may have ended meanwhile."""
+        """Append to the file as it is by now: another conversation may have ended meanwhile."""
         if not hasattr(self._readline, "append_history_file"):  # as with some builds of libedit
             self._readline.write_history_file(_history())
             return
@@ -114,8 +128,9 @@ class ChatInput:
         self._readline.append_history_file(max(0, num_new), _history())
 
     def _block(self, first: str) -> str:
-        """What lies between the quotes, the first of which were just read; the end of the input
-        closes them as well.
+        """Return what lies between the quotes, the first of which were just read.
+
+        The end of the input closes them as well.
         """
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES) and (line := self._line("... ")) is not None:
@@ -148,6 +163,13 @@ class ChatInput:
             return decode(os.fsencode(input(prompt if self._asks else "")), "the line")
         except UnicodeDecodeError:
             raise UserError("a line must be UTF-8: set the terminal to it") from None
+
+
+def _set_flag(flag: int, *, is_on: bool) -> None:
+    """Switch one of the terminal's local modes."""
+    mode = termios.tcgetattr(sys.stdin)
+    mode[3] = mode[3] | flag if is_on else mode[3] & ~flag
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
 
 def _history() -> Path:

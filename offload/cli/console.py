@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait 
     from offload.engine.generation import Run
     from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Curve, Prediction
+    from offload.planning.options import LoadOptions
     from offload.planning.profile import Profile
     from offload.planning.selector import TreeChoice
 
@@ -32,7 +33,7 @@ _RANKS_SHOWN = 6
 
 
 class Console:
-    """The lines of one run, and the live one below them. Nothing is shown when `is_quiet`.
+    """Shows the lines of one run, and the live one below them; nothing when `is_quiet`.
 
     Args:
         is_verbose: show details as well.
@@ -42,11 +43,9 @@ class Console:
     def __init__(
         self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None
     ) -> None:
-        self._is_quiet, self._is_verbose, self.is_decimal = (
-            is_quiet,
-            is_verbose,
-            is_decimal(sizes_like),
-        )
+        self._is_quiet = is_quiet
+        self._is_verbose = is_verbose
+        self.is_decimal = is_decimal(sizes_like)
         self._line = LiveLine(is_off=is_quiet)
         self._shown: Progress | None = None
         # threads that read weights have notes; a signal's handler may interrupt one
@@ -65,7 +64,7 @@ class Console:
         return Hooks(self.wait, self.bytes_landed, self.count, self.layer_done, self.say)
 
     def say(self, lines: str) -> None:
-        """Lines for the user, above what is under way."""
+        """Print lines for the user, above what is under way."""
         if not self._is_quiet and lines:
             with self._saying:
                 self._line.hide()
@@ -74,18 +73,18 @@ class Console:
                     self._line.show(self._shown)
 
     def detail(self, lines: str) -> None:
-        """Lines for who wants to know more."""
+        """Print lines that only `--verbose` shows."""
         if self._is_verbose:
             self.say(lines)
 
     def open(self, names: "ModelNames", decoder: "Decoder", choice: "TreeChoice") -> None:
-        """What is about to run; loading is over."""
+        """Tell what is about to run; loading is over."""
         self.clear()
         self.say(opening_lines(names, decoder, choice, is_decimal=self.is_decimal))
         self.detail(detail_lines(decoder, choice if names.draft else None))
 
     def text(self, piece: str) -> None:
-        """Text of a model, on stdout."""
+        """Write text of a model to stdout."""
         self._line.write(piece)
 
     @property
@@ -98,36 +97,36 @@ class Console:
         self._show(Phase(label))
 
     def announce(self, label: str) -> None:
-        """The same; a log, which has no live line, is told at once."""
+        """Show what is under way as `wait` does, and at once in a log, which has no live line."""
         self._shown = Phase(label)
         self._line.show(self._shown, is_at_once=True)
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
-        """Progress of something that is measured in bytes; without a label of what is under way
-        anyhow.
+        """Show the progress of something that is measured in bytes.
+
+        Without a label it is that of what is under way.
         """
         phase = self._phase(label)
-        phase.is_in_bytes, phase.is_decimal = True, self.is_decimal
+        phase.is_in_bytes = True
+        phase.is_decimal = self.is_decimal
         phase.reach(done_bytes, total_bytes)
 
     def count(self, done: int, total: int, label: str) -> None:
-        """Progress of something that is counted."""
+        """Show the progress of something that is counted."""
         self._phase(label).reach(done, total)
 
     def follow(self, run: "Run", plan: "MemoryPlan", max_new_tokens: int | None) -> None:
-        """A text is about to be written: the next calls of `layer_done` are its sweeps."""
+        """Show a text that is about to be written: the next calls of `layer_done` are its sweeps."""
         stats = run.sequence.stats
         num_sweeps = plan.num_prompt_sweeps(stats.num_prompt_tokens - stats.num_kept_tokens)
         self._show(TextProgress(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
 
     def follow_many(self, progress: BatchProgress) -> None:
-        """Texts are about to be written together: the next calls of `layer_done` are of their
-        passes.
-        """
+        """Show texts that are written together: the next calls of `layer_done` are of their passes."""
         self._show(progress)
 
     def layer_done(self) -> None:
-        """One more layer has run."""
+        """Count one more layer that has run."""
         if self._shown is not None:
             self._shown.num_layers += 1
 
@@ -137,7 +136,7 @@ class Console:
         self._line.hide()
 
     def _phase(self, label: str) -> Phase:
-        """The one under way; another one where it is called differently."""
+        """Return the phase under way, or a new one where it has another label."""
         shown = self._shown
         if not isinstance(shown, Phase) or label not in ("", shown.label):
             shown = Phase(label)
@@ -157,8 +156,9 @@ class ModelNames(NamedTuple):
 
     @classmethod
     def of(cls, model: str, draft: str | None, ranks: str | None = None) -> "ModelNames":
-        """Without the folders around them, or the owner on the hub; of several `ranks` what is told
-        is the head's.
+        """Return the names without the folders around them, or the owner on the hub.
+
+        Of several `ranks` what is told is the head's.
         """
         name = Path(model).absolute().name
         return cls(
@@ -166,12 +166,24 @@ class ModelNames(NamedTuple):
         )
 
 
+class Loading(NamedTuple):
+    """What is to be loaded, as the user names it."""
+
+    model: str
+    draft: str | None
+    options: "LoadOptions"
+    note: str  # for the user, about the sampling
+
+    @property
+    def names(self) -> ModelNames:
+        """What both models are called when they run."""
+        return ModelNames.of(self.model, self.draft, self.options.ranks)
+
+
 def opening_lines(
     names: ModelNames, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False
 ) -> str:
-    """What is not as fast as it could be; then in two lines what runs, where it lies, and what to
-    expect.
-    """
+    """Return what is not as fast as it could be, what runs, where it lies, and what to expect."""
     drafting = list[str]()
     sources = str(decoder.sources)
     if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
@@ -186,7 +198,7 @@ def opening_lines(
 
 
 def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> str:
-    """Where the layers lie, and what a sweep moves."""
+    """Return where the layers lie, and what a sweep moves."""
     from offload.memory.plan import LayerTier
 
     num_layers = len(plan.layer_bytes)
@@ -225,7 +237,7 @@ def _expectation(choice: "TreeChoice") -> str:
 
 
 def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
-    """Threads, slots, kernels, and why this tree."""
+    """Return threads, slots, kernels, and why this tree."""
     plan = decoder.plan
     modes = decoder.threads.start
     threads = plural(modes.sweep.num_threads, "compute thread")
@@ -237,7 +249,7 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
 
 
 def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
-    """Which kernels, and functions that expand weights, run here, and why others do not."""
+    """Return which kernels and expansions of weights run here, and why others do not."""
     reasons = {one.kernel: one.reason for one in outcomes if one.reason}
     running = ", ".join(kernel for kernel, is_used in used(outcomes).items() if is_used) or "none"
     left_out = ", ".join(f"{kernel} ({reason})" for kernel, reason in reasons.items()) or "none"
@@ -245,7 +257,7 @@ def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
 
 
 def choice_lines(choice: "TreeChoice") -> str:
-    """What tree is used and why; where it was chosen, beside the next best."""
+    """Return which tree is used and why; where it was chosen, beside the next best."""
     tree = _tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)
     if choice.chains is not None:
         tree = f"chains of at most {choice.chains.max_length} guesses"
@@ -260,7 +272,7 @@ def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
 
 
 def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
-    """What was predicted for the best few trees."""
+    """Return what was predicted for the best few trees."""
     return [
         f"  {c.label:>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step.total_s:.3f} s, "
         f"{c.s_per_token:.4f} s/token, {c.step.limit}-bound"
@@ -269,7 +281,7 @@ def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
 
 
 def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
-    """What a tune has found: acceptance by rank, the curves, and the trees that follow."""
+    """Return what a tune has found: acceptance by rank, the curves, and the trees that follow."""
     costs = tuned.costs
     settings = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
@@ -308,8 +320,9 @@ def _curve_line(label: str, curve: "Curve") -> str:
 def closing_lines(
     stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
 ) -> str:
-    """Speed, what one sweep yields, the link and memory; `own_bytes` is what the program took
-    before it loaded.
+    """Return speed, what one sweep yields, the link and memory.
+
+    `own_bytes` is what the program took before it loaded.
     """
     if stats.num_new_tokens == 0:
         return "no tokens generated"
@@ -343,7 +356,7 @@ def _runs_words(runs: Sequence[tuple[float, str, int, int]]) -> str:
 
 
 def alpha_line(stats: Stats) -> str:
-    """How alike draft and target were where both are known; nothing where they are not."""
+    """Return how alike draft and target were where both are known; empty where they are not."""
     if stats.alpha is None:
         return ""
     error = stats.alpha.standard_error
@@ -388,9 +401,7 @@ def _longer(plan: "MemoryPlan") -> str:
 
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
-    """One answer of a conversation: how long it took, and how much of what was said before had to
-    be read again.
-    """
+    """Return how long an answer of a conversation took, and how much had to be read again for it."""
     how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = (
         f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens/sweep"

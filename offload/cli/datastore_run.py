@@ -36,7 +36,7 @@ class StoreResult(NamedTuple):
         return self.num_new_tokens / self.elapsed_s
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return what `--json` prints."""
         own = {name: getattr(self, name) for name in (*self._fields[2:], "tokens_per_s")}
         seen = {
             name: getattr(self.corpus, name)
@@ -45,7 +45,7 @@ class StoreResult(NamedTuple):
         return {**self.store.as_dict(), **own, **seen}
 
     def lines(self, *, is_decimal: bool) -> str:
-        """What a person wants to know, with what was passed over first."""
+        """Return what a person wants to know, with what was passed over first."""
         peak, budget = (
             format_bytes(size, is_decimal=is_decimal)
             for size in (self.peak_rss_bytes, self.ram_bytes)
@@ -60,14 +60,14 @@ class StoreResult(NamedTuple):
 
 
 def store_line(store: Store, *, is_decimal: bool = False) -> str:
-    """How large a store is."""
+    """Return how large a store is."""
     amounts = f"{plural(store.num_tokens, 'token')} of {plural(store.num_documents, 'document')}"
     size = format_bytes(store.num_bytes, is_decimal=is_decimal)
     return f"{store.path}: {amounts} in {plural(len(store.chunks), 'chunk')}, {size}"
 
 
 def info_lines(store: Store) -> str:
-    """What a store is for, and what it takes to build one like it."""
+    """Return what a store is for, and what it takes to build one like it."""
     width = TokenWidth.of(store.vocab_size).num_bytes
     ids = f"{store.vocab_size:,} ids in {width} bytes each, sha256 {store.tokenizer_sha256[:12]}"
     sorting = f"sorting its largest chunk took {format_bytes(store.sorting_bytes)} beside the process's own memory"
@@ -102,8 +102,9 @@ def write_store(
 
 
 class _Progress:
-    """How much of the corpus is encoded since something else was last under way: so what is left is
-    foretold well.
+    """How much of the corpus is encoded since something else was last under way.
+
+    Counted like that, what is left is foretold well.
     """
 
     def __init__(self, corpus: Corpus, console: Console) -> None:
@@ -125,8 +126,9 @@ class _Progress:
 
 
 def load_coder(model: str, folder: Path) -> tuple[Coder, Callable[[Messages], str]]:
-    """Return a model's tokenizer, which lies in a folder or GGUF file, and what makes one text of a
-    conversation. Raises `UserError`.
+    """Return a model's tokenizer, and what makes one text of a conversation.
+
+    The tokenizer lies in a folder or GGUF file. Raises `UserError`.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
@@ -141,7 +143,7 @@ def load_coder(model: str, folder: Path) -> tuple[Coder, Callable[[Messages], st
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterator[list[int]]]:
-    """All texts of a batch at once, whole, on all cores where the tokenizer can."""
+    """Return what encodes all texts of a batch at once, on all cores where the tokenizer can."""
     if not tokenizer.is_fast:
         return lambda texts: iter(
             tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

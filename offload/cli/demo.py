@@ -18,13 +18,13 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.options import CHAT_PAIR
 from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_tree
-from offload.units import ByteSize, require
+from offload.units import ByteSize
 
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
@@ -32,9 +32,7 @@ _CHAT_CONTEXT = 1024
 
 
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
-    """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would
-    stream.
-    """
+    """Return how the demo loads: on the CPU, since any GPU would hold all of the target."""
     looks_up = True if parse_tree(tree).kind in ("best", "dynamic") else None
     return LoadOptions(
         ram=ram, tree=tree, context=_CONTEXT, device="cpu", lookup=looks_up, **options
@@ -42,8 +40,9 @@ def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
 
 
 def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str | int:
-    """What a target of that size may take: a quarter of it, or the least that works. Raises
-    `UserError`.
+    """Return what a target of that size may take: a quarter of it, or the least that works.
+
+    Raises `UserError`.
 
     Args:
         ram: what was asked for instead.

@@ -10,10 +10,12 @@ from typing import NamedTuple
 from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
 from offload.cli.progress import plural
+from offload.cli.tree_lines import tree_lines, usual_pass
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
+from offload.engine.sequence import PassFigures
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
@@ -34,8 +36,9 @@ class DemoResult(NamedTuple):
 
     @property
     def speedup(self) -> float | None:
-        """How many times more tokens per second the tree gives; None where they came with the
-        prompt's.
+        """How many times more tokens per second the tree gives.
+
+        None where all tokens came with the prompt's pass.
         """
         tree = self.tree.stats.tokens_per_s
         plain = self.plain.stats.tokens_per_s
@@ -95,7 +98,7 @@ def compare(
 
 
 def _require_same_text(plain: Generation, tree: Generation) -> int:
-    """The number of tokens that both have. Raises `UserError` where one differs."""
+    """Return how many tokens both texts have. Raises `UserError` where one differs."""
     pairs = list(zip(plain.token_ids, tree.token_ids, strict=False))
     at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if at is not None:
@@ -108,12 +111,35 @@ def _require_same_text(plain: Generation, tree: Generation) -> int:
 def open_demo(
     target: Path, options: LoadOptions, console: Console, request: Request | None = None
 ) -> Decoder:
-    """The inflated target with its packaged draft."""
+    """Open the inflated target with its packaged draft."""
     return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
 
 
+def show_run(
+    console: Console, decoder: Decoder, heading: str, run: Run, *, is_silent: bool
+) -> None:
+    """Print one run of the demo as it goes, and draw one of its passes."""
+    console.say(f"--- {heading}")
+    console.follow(run, decoder.plan, run.sequence.limits.max_new_tokens)
+    passes: list[PassFigures] = []
+    try:
+        for piece in run:
+            if not is_silent:
+                console.text(piece)
+            last = run.sequence.last_pass
+            if last is not None and last not in passes[-1:]:
+                passes.append(last)
+    finally:
+        if not is_silent:
+            console.text("\n")
+    tokenizer = decoder.tokenizer
+    if (shown := usual_pass(passes)) is not None and tokenizer is not None:
+        console.say(tree_lines(shown, lambda token: tokenizer.decode([token])))
+    console.wait("comparing every token with the model alone")
+
+
 def comparison_lines(found: DemoResult) -> str:
-    """Both speeds side by side, and what was proved of both texts."""
+    """Return both speeds side by side, and what was proved of both texts."""
     plain = found.plain.stats
     tree = found.tree.stats
     head = f"{'':>20} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
@@ -130,7 +156,7 @@ def comparison_lines(found: DemoResult) -> str:
 
 
 def proof_line(found: DemoResult) -> str:
-    """What the comparison has shown, for somebody who has not heard of it."""
+    """Return what the comparison has shown, for a reader who has not heard of it."""
     num_proved = found.num_exact + found.num_near
     if not num_proved:
         return "this rule draws afresh: the tokens have the model's distribution, and no text is compared"
@@ -141,7 +167,7 @@ def proof_line(found: DemoResult) -> str:
 
 
 def proof_details(found: DemoResult) -> str:
-    """How exactly the tokens were compared."""
+    """Return how exactly the tokens were compared."""
     if not found.num_exact + found.num_near:
         return ""
     lines = [

@@ -67,7 +67,8 @@ def command(
             )
 
         params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
-        run.__name__, run.__doc__ = called, main.__doc__
+        run.__name__ = called
+        run.__doc__ = main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in params}
         app.command(cls=grouped(declared), **how)(run)
@@ -77,7 +78,7 @@ def command(
 
 
 def annotation(one: Option) -> Any:
-    """A flag as typer takes it."""
+    """Return a flag as typer takes it."""
     kind = list[one.kind] if one.is_several else one.kind  # type: ignore[name-defined]
     more: dict[str, Any] = {"min": one.least, "max": one.most} if one.kind in (int, float) else {}
     if one.is_per_rank and one.kind is int:
@@ -126,25 +127,31 @@ def as_flags(message: str) -> str:
 
 
 def error_line(message: str) -> str:
-    """One line; what it quotes from a stranger's file must not steer the terminal."""
+    """Return a message as one line; what it quotes must not steer the terminal."""
     line = " ".join(as_flags(message).split())
     return "offload: " + "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _place(context: typer.Context) -> RankInfo | None:
-    """This process's place, where the command runs on many ranks: RANK may also be that of a job which calls it."""
+    """Return this process's place where the command runs on many ranks, else None.
+
+    Without `--ranks` the variable RANK may be that of a job which calls the command.
+    """
     return None if context.params.get("ranks") is None else find_place()
 
 
 def _of_this_rank(
     context: typer.Context, param: typer.CallbackParam, text: str | None
 ) -> str | None:
-    """This rank's own of one value per rank; a list where there are no ranks is left to what reads the value."""
+    """Return this rank's own of one value per rank; without ranks, the text as it is."""
     return None if text is None else own_value(text, param.opts[0], _place(context))
 
 
 def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | None) -> int | None:
-    """A whole number, this rank's own where there is one for each; not more than there are of what it counts."""
+    """Return a whole number, this rank's own where there is one for each.
+
+    Raises `UserError` for more than there are of what it counts.
+    """
     if text is None:
         return None
     own = own_value(text, param.opts[0], _place(context))
@@ -169,7 +176,10 @@ class Defaults(NamedTuple):
     notes: list[str]  # of variables that are nearly a flag's
 
     def blame(self, message: str, given: list[str]) -> str:
-        """An error's line, with where its flag was set if not in `given`, the arguments of the command line."""
+        """Return an error's line, with where its flag was set if that was not in `given`.
+
+        `given` are the arguments of the command line.
+        """
         name = given[0]
         if not any(command == name for command, _ in self.sources):
             return message
@@ -184,7 +194,7 @@ class Defaults(NamedTuple):
         return message
 
     def set(self, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str) -> None:
-        """Set a flag of those commands of `scope` that have it; an empty value takes back what the file says.
+        """Set a flag of those commands of `scope` that have it; an empty value unsets it.
 
         Raises `UserError` for a key that is no flag of theirs.
         """
@@ -212,7 +222,10 @@ def may_have_defaults() -> bool:
 
 
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
-    """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
+    """Return what file and environment set for these commands.
+
+    Raises `UserError` for a key that is no flag of theirs.
+    """
     flags = {name: _settings(command) for name, command in commands.items()}
     shared = {
         name: {key: param for key, param in known.items() if _may(param, "is_shared")}
@@ -245,7 +258,7 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
 
 
 def config_file() -> Path | None:
-    """Where the file is looked for; None where there is no home."""
+    """Return where the file is looked for; None where there is no home."""
     folder = os.environ.get("XDG_CONFIG_HOME")
     try:
         return Path(folder or Path.home() / ".config") / "offload" / "config.toml"
@@ -254,7 +267,7 @@ def config_file() -> Path | None:
 
 
 def _settings(command: Any) -> dict[str, Any]:
-    """What may be set of a command by key."""
+    """Return what may be set of a command, by key."""
     return {
         key: one
         for one in command.params
@@ -263,12 +276,12 @@ def _settings(command: Any) -> dict[str, Any]:
 
 
 def _may(param: Any, what: str) -> bool:
-    """What is declared of a parameter; others may all."""
+    """Return what is declared of a parameter; one that is not declared may all."""
     return param.name not in _DECLARED or bool(getattr(_DECLARED[param.name], what))
 
 
 def _key(param: Any) -> str:
-    """The first long name without its dashes."""
+    """Return the first long name without its dashes."""
     return next((name[2:] for name in param.opts if name.startswith("--")), "")
 
 

@@ -2,9 +2,9 @@
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console
+from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
-from offload.cli.prompt_input import read_prompt, with_system
+from offload.cli.prompt_input import asked_prompt
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
 from offload.cli.session_file import found_session
@@ -35,30 +35,31 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Write text with a model larger than memory."""
-    # with what it imports it would take a third of the time of `--help`
+    # they take a third of the time of `--help`
     from offload.cli.many_texts import prompts_of, write_many
-
-    prompts = prompts_of(text, as_json=output.as_json)
-    found = found_session(text.session, load.ranks)
-    said = given_sampling(sampling)
-    kept = found_grammar(text)
-    is_elsewhere = is_worker(load.ranks) or prompts is not None
-    prompt = "" if is_elsewhere else read_prompt(text.prompt, text.file, is_needed=found is None)
-    asked = None if is_elsewhere else with_system(prompt, text.system, raw=text.raw)
     from offload.engine.precheck import check_run
     from offload.engine.request import Request
     from offload.planning.options import LoadOptions
 
+    is_elsewhere = is_worker(load.ranks)
+    prompts = prompts_of(text, as_json=output.as_json)
+    session = found_session(text.session, load.ranks)
+    given = given_sampling(sampling)
+    grammar = found_grammar(text)
+    asked = None
+    if prompts is None and not is_elsewhere:
+        asked = asked_prompt(text, is_needed=session is None)
     model, draft = names.given
     options = LoadOptions.of(load)
-    check_run(model, draft, options, needs_text=found is None)
-    if kept is not None and not is_worker(load.ranks):
+    check_run(model, draft, options, needs_text=session is None)
+    if grammar is not None and not is_elsewhere:
         from offload.sampling.grammar_source import tried_source
 
-        tried_source(kept)
-    is_quiet = output.quiet or output.as_json or is_worker(load.ranks)
+        tried_source(grammar)
+    is_quiet = output.quiet or output.as_json or is_elsewhere
     with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
-        chosen, note = choose_sampling(str(load.config or model), said, console.wait)
+        chosen, note = choose_sampling(str(load.config or model), given, console.wait)
+        loading = Loading(model, draft, options, note)
         request = Request(
             asked,
             chosen,
@@ -66,26 +67,15 @@ def generate(
             is_clipped=True,
             stop=text.stop,
             raw=text.raw,
-            session=found,
+            session=session,
             is_kept=text.session is not None,
             num_logprobs=text.num_logprobs,
-            grammar=kept,
+            grammar=grammar,
         )
         if prompts is not None or text.samples > 1:
-            write_many(
-                model, draft, options, console, request, text, note=note, as_json=output.as_json
-            )
+            write_many(loading, console, request, text, as_json=output.as_json)
             return
         with libraries(console):
             from offload.cli.text_run import write_text
 
-            write_text(
-                model,
-                draft,
-                options,
-                console,
-                request,
-                note=note,
-                session=text.session,
-                as_json=output.as_json,
-            )
+            write_text(loading, console, request, session=text.session, as_json=output.as_json)

@@ -76,8 +76,12 @@ def _row(group: str, names: str, formatter: Any) -> str:
     """Return a line, or several that are not broken within a name."""
     head = f"{'':{formatter.current_indent}}{group:<10}"
     lines = textwrap.wrap(
-        names, formatter.width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
-    )  # fmt: skip
+        names,
+        formatter.width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_on_hyphens=False,
+    )
     return "\n".join([*lines, ""])
 
 

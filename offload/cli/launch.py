@@ -16,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from offload.errors import UserError, reason
-from offload.units import require
+from offload.errors import UserError, reason, require
 
 # the process that the ranks' parent must be; variables that set flags begin with OFFLOAD_
 LAUNCHER = "_OFFLOAD_LAUNCHER"
@@ -50,7 +49,7 @@ class Launch(NamedTuple):
 def plan_launch(
     num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
 ) -> Launch:
-    """What the flags say. Raises `UserError`."""
+    """Return what the flags ask for. Raises `UserError`."""
     rule = f"offload launch starts one of {', '.join(_COMMANDS)}"
     named = command[: 1 + (command[0] == "bench")]
     require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
@@ -88,18 +87,19 @@ def plan_launch(
 
 
 def takes_ranks(command: Sequence[str]) -> bool:
-    """Whether it is one that runs on many ranks."""
+    """Return whether it is a command that runs on many ranks."""
     return any(list(command[: len(one.split())]) == one.split() for one in _COMMANDS)
 
 
 def names_ranks(command: Sequence[str]) -> bool:
-    """Whether it says who does what."""
+    """Return whether the command says which rank does what."""
     return any(one.split("=")[0] == "--ranks" for one in command)
 
 
 def launch(plan: Launch) -> tuple[int, list[str]]:
-    """Start the ranks and wait for their end: an exit code, and lines on those that could not say a
-    word.
+    """Start the ranks and wait for their end.
+
+    Return an exit code, and lines on ranks that could not say a word.
     """
     # what torchrun would log stands in the code and lines that are returned
     import logging
@@ -149,8 +149,9 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
 def verdict(
     exit_codes: Mapping[int, int], *, has_head: bool = True, is_interrupted: bool = False
 ) -> tuple[int, list[str]]:
-    """(exit code, lines) of ranks that failed; rank 0's code is that of the command, the others'
-    only tell of it.
+    """Return the exit code and lines of ranks that failed.
+
+    Rank 0's code is that of the command; the others' only tell of it.
 
     Args:
         exit_codes: by rank, of those that did not end with 0, the first to fail first; a signal's
@@ -189,12 +190,14 @@ def _death_line(rank: int, code: int) -> str:
 
 
 class _Presses:
-    """Ctrl-C: the first goes to the ranks, of which rank 0 heeds it; some more in a row kill what
-    does not end.
+    """Counts Ctrl-C: the first goes to the ranks, some more in a row kill what does not end.
+
+    Of the ranks, rank 0 heeds it.
     """
 
     def __init__(self, num_killing: int) -> None:
-        self._num_killing, self._times_s = num_killing, list[float]()
+        self._num_killing = num_killing
+        self._times_s = list[float]()
         self.has_killed = False
 
     def hear(self, number: int, _: FrameType | None) -> None:
@@ -219,12 +222,12 @@ def _children() -> Iterator[int]:
 
 
 def _own_program() -> list[str]:
-    """How the interpreter was told to run this program."""
+    """Return how the interpreter was told to run this program."""
     return ["-m", "offload"] if os.path.basename(sys.argv[0]) == "__main__.py" else [sys.argv[0]]
 
 
 def _find_host(names: Sequence[str]) -> int:
-    """Which of these this host is. Raises `UserError` where that is none or not certain."""
+    """Return which of these this host is. Raises `UserError` where that is not certain."""
     found = [index for index, name in enumerate(names) if _is_here(name)]
     own = socket.gethostname()
     remedy = (
@@ -235,7 +238,7 @@ def _find_host(names: Sequence[str]) -> int:
 
 
 def _is_here(name: str) -> bool:
-    """Whether that is what this host calls itself, or an address of its own."""
+    """Return whether that is what this host calls itself, or an address of its own."""
     if name.lower() in (socket.gethostname().lower(), socket.getfqdn().lower()):
         return True
     try:

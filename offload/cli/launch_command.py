@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from offload.cli.app import app
-from offload.cli.flags import error_line
-from offload.cli.live_line import fitted
+from offload.cli.live_line import print_error
 
 
 @app.command(
@@ -57,12 +56,10 @@ def launch(
     ] = None,
 ) -> None:
     """Run a command on many ranks, by torchrun's launcher; rank 0 reads and writes here."""
-    import sys
-
     from offload.cli.launch import launch as start
     from offload.cli.launch import plan_launch
 
     code, lines = start(plan_launch(num_ranks, hosts, host_index, port, command))
     for line in lines:
-        print(fitted(error_line(line), sys.stderr), file=sys.stderr)
+        print_error(line)
     raise typer.Exit(code)

@@ -3,8 +3,7 @@ lines of our own.
 
 Importing them is most of a command's start, and half of that is torch's compiler and parts for many
 machines: named in decorators and type checks of functions that are never called here. Only the
-    command line does this, whose process is
-its own. `python -X importtime -m offload generate ...` tells what is left.
+command line does this, whose process is its own. `python -X importtime -m offload generate ...` tells what is left.
 """
 
 import gc
@@ -30,17 +29,20 @@ _COMPILER = "torch._dynamo"
 # What every model class and every tokenizer of transformers imports, and any pass over a model
 # without weights: its sympy counts as the program's own then, not as a run's.
 _PARTS = (
-    "offload.engine.load", "transformers.modeling_layers", "transformers.tokenization_utils_tokenizers",
+    "offload.engine.load",
+    "transformers.modeling_layers",
+    "transformers.tokenization_utils_tokenizers",
     "torch.fx.experimental.symbolic_shapes",
-)  # fmt: skip
+)
 
 
 @contextmanager
 def libraries(
     console: Console, before_leaving: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Import what computes, while a line says so; meanwhile and afterwards their warnings are lines
-    of the console.
+    """Import what computes, while a line says so; its warnings become lines of the console.
+
+    `before_leaving` is called where Ctrl-C ends the program meanwhile.
 
     `before_leaving` is called where Ctrl-C ends the program meanwhile.
     """
@@ -55,8 +57,9 @@ def libraries(
 
 
 class _NoCompiler(ModuleType):
-    """Decorators of torch's compiler that leave a function alone; whatever else is asked for is the
-    compiler's own.
+    """Decorators of torch's compiler that leave a function alone.
+
+    Anything else that is asked for is the compiler's own.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -73,8 +76,9 @@ class _NoCompiler(ModuleType):
 
 
 def _import(before_leaving: Callable[[], None]) -> None:
-    """Import quickly; Ctrl-C ends the program at once: there is nothing to keep, and much that
-    could swallow it.
+    """Import quickly; Ctrl-C ends the program at once.
+
+    There is nothing to keep, and much that could swallow an exception.
     """
     before = signal.getsignal(signal.SIGINT)
     if before not in (signal.SIG_IGN, None):
@@ -117,7 +121,7 @@ def _import_parts() -> None:
 
 
 def _leave(before_leaving: Callable[[], None]) -> None:
-    """Without a way back through code that would take the interruption for an error of its own."""
+    """End without a way back through code that would take Ctrl-C for an error of its own."""
     before_leaving()
     os.write(2, b"\r\x1b[Koffload: interrupted\n" if os.isatty(2) else b"offload: interrupted\n")
     os._exit(128 + signal.SIGINT)
@@ -137,7 +141,7 @@ def _once(say: Callable[[str], None]) -> Callable[[str, object], None]:
 
 
 def _hear(library: str, say: Callable[[str], None]) -> None:
-    """Instead of writing to stderr itself; how much it says is for its own settings."""
+    """Let a library's log say what it would write to stderr; its own settings decide how much."""
     handler = logging.Handler()
     tell = _once(say)
     handler.emit = lambda record: tell(library, record.getMessage())  # type: ignore[method-assign]
@@ -146,7 +150,7 @@ def _hear(library: str, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _heard(say: Callable[[str], None]) -> Iterator[None]:
-    """Warnings of Python as lines, too."""
+    """Turn warnings of Python into lines meanwhile."""
     tell = _once(say)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)

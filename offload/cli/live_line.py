@@ -16,6 +16,8 @@ import unicodedata
 from io import UnsupportedOperation
 from typing import TYPE_CHECKING, TextIO
 
+from offload.cli.flags import error_line
+
 if TYPE_CHECKING:
     from offload.cli.progress import Progress
 
@@ -33,18 +35,21 @@ _CLEAR_BELOW = "\x1b[J"
 
 
 class LiveLine:
-    """Shows how far something is; `write` is for text on stdout, `hide` comes before anything else
-    on stderr.
+    """Shows how far something is, in one line at the bottom of a terminal.
+
+    `write` is for text on stdout, `hide` comes before anything else on stderr.
     """
 
     def __init__(self, *, is_off: bool) -> None:
-        self._is_off, self._stream = is_off, sys.stderr
+        self._is_off = is_off
+        self._stream = sys.stderr
         is_terminal = not is_off and self._stream.isatty()
         self._redraws = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
         self._pause_s = _TICK_S if self._redraws else _DUMB_S if is_terminal else _FILE_S
         self._is_shared = not is_off and _is_same_file(sys.stdout, self._stream)
         self._begins_at_once = is_terminal
-        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._column = 0
@@ -53,7 +58,7 @@ class LiveLine:
         self.num_written = 0
 
     def show(self, progress: "Progress", *, is_at_once: bool = False) -> None:
-        """From now on the line tells of this; `is_at_once` also in a file or a pipe."""
+        """Let the line tell of this from now on; `is_at_once` also in a file or a pipe."""
         if self._is_off:
             return
         with self._lock:
@@ -129,7 +134,7 @@ class LiveLine:
         self._is_drawn = False
 
     def _follow(self, text: str) -> None:
-        """Know the column where text has left the cursor.
+        """Note the column where text has left the cursor.
 
         Behind the last one terminals differ in what they do next, so the row is ended there by a
         blank that goes.
@@ -143,7 +148,7 @@ class LiveLine:
 
 
 def columns(stream: TextIO) -> int:
-    """The width of the terminal behind a stream; 80 where it has none, or says nothing."""
+    """Return the width of the terminal behind a stream; 80 where it has none, or says nothing."""
     try:
         width = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -152,8 +157,9 @@ def columns(stream: TextIO) -> int:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """Lines broken between words where a terminal is narrower; for a file or a pipe they stay
-    whole.
+    """Return lines broken between words where a terminal is narrower.
+
+    For a file or a pipe they stay whole.
     """
     if not stream.isatty():
         return text
@@ -166,8 +172,13 @@ def fitted(text: str, stream: TextIO) -> str:
     return "\n".join(lines)
 
 
+def print_error(message: str) -> None:
+    """Print an error's line on stderr, as wide as the terminal."""
+    print(fitted(error_line(message), sys.stderr), file=sys.stderr)
+
+
 def column_after(text: str, column: int, width: int) -> int:
-    """Where a terminal's cursor stands after a text; `width` says that the row is full."""
+    """Return where a terminal's cursor stands after a text; `width` says that the row is full."""
     for char in text:
         if char in "\r\n":
             column = 0
@@ -186,7 +197,7 @@ def _cells(char: str) -> int:
 
 
 def _fitting(parts: list[str], width: int) -> str:
-    """As many as fit, and of the first as much as does."""
+    """Return as many parts as fit, and of the first as much as does."""
     line = parts[0][:width]
     for part in parts[1:]:
         if len(line) + len(part) + 2 > width:

@@ -28,7 +28,7 @@ _TORCH_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot alloca
 
 
 def machine_failure(error: BaseException) -> str | None:
-    """The line for an error of the machine, or None for any other."""
+    """Return the line for an error of the machine; None for any other error."""
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
         return _NO_DEVICE_MEMORY

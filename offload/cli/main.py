@@ -15,7 +15,7 @@ import typer
 from offload.cli import flags, output, rank_process
 from offload.cli.app import app, every_command
 from offload.cli.flags import error_line
-from offload.cli.live_line import fitted
+from offload.cli.live_line import print_error
 from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
@@ -124,15 +124,16 @@ def _fail(
         _print_traceback(error)
     if place is not None and error is not None:
         sys.exit(rank_process.leave(place, error, message, code))
-    print(fitted(error_line(message), sys.stderr), file=sys.stderr)
+    print_error(message)
     sys.exit(code)
 
 
 def _print_traceback(error: BaseException) -> None:
-    """With what stands behind it, also where a message of ours took its place."""
+    """Print an error with its causes, also where a message of ours took their place."""
     import traceback
 
     cause: BaseException | None = error
     while cause is not None:
-        cause.__suppress_context__, cause = False, cause.__context__
+        cause.__suppress_context__ = False
+        cause = cause.__context__
     traceback.print_exception(error)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.cli.batch_file import read_tasks, varied
-from offload.cli.console import Console
+from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.cli.rank_process import is_worker
 from offload.cli.results_file import open_results
@@ -16,13 +16,15 @@ from offload.options import TextOptions
 
 if TYPE_CHECKING:
     from offload.engine.request import Request
-    from offload.planning.options import LoadOptions
 
 _SUFFIX = ".jsonl"
 
 
 def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
-    """A file of many prompts, whose name says so; None for one. Raises `UserError` for what does not go together."""
+    """Return the file of many prompts, which its name tells; None for one prompt.
+
+    Raises `UserError` for flags that do not go together.
+    """
     file = text.file
     prompts = file if file is not None and file.suffix == _SUFFIX else None
     if prompts is not None and text.prompt is not None:
@@ -47,22 +49,22 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
 
 
 def write_many(
-    model: str, draft: str | None, options: "LoadOptions", console: Console, common: "Request", text: TextOptions, *,
-    note: str, as_json: bool,
-) -> None:  # fmt: skip
+    loading: Loading, console: Console, common: "Request", text: TextOptions, *, as_json: bool
+) -> None:
     """Write all texts that are asked for; `common` has the settings of all, and the prompt of samples.
 
     Raises `UserError` before anything is loaded, `RunError` in the end where prompts have failed.
     """
+    options = loading.options
     prompts = prompts_of(text, as_json=as_json)
     if prompts is None or is_worker(
         options.ranks
     ):  # a worker reads nothing, and serves whatever it is
         requests = [*varied(common, text.samples)]
         with libraries(console):
-            from offload.cli.batch_run import Loading, write_samples
+            from offload.cli.batch_run import write_samples
 
-            write_samples(Loading(model, draft, options, note), console, requests, as_json=as_json)
+            write_samples(loading, console, requests, as_json=as_json)
         return
     written_by = f"{options.dtype} {options.rule} {options.lenience:g}"
     ends_with_context = text.max_new_tokens == -1
@@ -72,6 +74,6 @@ def write_many(
     console.wait("reading prompts")
     tasks = read_tasks(prompts, common, text.samples, written_by, text.system)
     with open_results(text.out, tasks, prompts, console.text) as results, libraries(console):
-        from offload.cli.batch_run import Loading, write_batch
+        from offload.cli.batch_run import write_batch
 
-        write_batch(Loading(model, draft, options, note), console, tasks, results)
+        write_batch(loading, console, tasks, results)

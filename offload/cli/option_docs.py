@@ -17,10 +17,8 @@ from offload.units import Sampling
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"
 ARGUMENTS = ROOT / "offload" / "engine" / "text_arguments.py"
-_BEGIN, _END = (
-    "<!-- options: made by python -m offload.cli.option_docs -->\n",
-    "<!-- end of options -->\n",
-)
+_BEGIN = "<!-- options: made by python -m offload.cli.option_docs -->\n"
+_END = "<!-- end of options -->\n"
 _DOORS = {
     "python": "Python",
     "http": "HTTP",
@@ -44,20 +42,20 @@ class TextArguments(typing.TypedDict, total=False):
 
 
 def main() -> None:
-    """Write both anew."""
+    """Write both files anew."""
     FLAGS.write_text(with_table(FLAGS.read_text("utf-8")), "utf-8")
     ARGUMENTS.write_text(text_arguments(), "utf-8")
 
 
 def with_table(text: str) -> str:
-    """The page with the table as it is to be."""
+    """Return the page with the table as it is to be."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return f"{head}{_BEGIN}\n{''.join(map(_table, GROUPS))}{_END}{tail}"
 
 
 def text_arguments() -> str:
-    """The source of a module with keywords and their types."""
+    """Return the source of a module with keywords and their types."""
     types = {one.name: one.type for record in (TextOptions, Sampling) for one in fields(record)}
     lines = []
     for name, one in {**options_at("python", TextOptions), **options_of(Sampling)}.items():
@@ -68,13 +66,16 @@ def text_arguments() -> str:
 
 
 def _table(group: str) -> str:
-    """The options of a group, as `--help-all` lists them."""
+    """Return the options of a group, as `--help-all` lists them."""
     head = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n"
     return f"**{group}**\n\n{head}{''.join(_rows(group))}\n"
 
 
 def _rows(group: str) -> Iterator[str]:
-    """A row for each option; where a record leaves those of another open, they stand with that one."""
+    """Yield a row for each option.
+
+    Where a record leaves those of another open, they stand with that one.
+    """
     seen = set[tuple[tuple[str, ...], ...]]()
     for record in RECORDS:
         for one in options_of(record).values():

@@ -6,8 +6,9 @@ from typing import NoReturn
 
 
 def is_stuck() -> bool:
-    """Whether what was printed still cannot be written: then it was that which failed, and no other
-    file.
+    """Return whether standard output cannot be written to.
+
+    Then that has failed, and no other file.
     """
     try:
         sys.stdout.flush()

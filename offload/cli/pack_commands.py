@@ -54,10 +54,10 @@ def pack(
     The same command goes on where it was interrupted.
     """
     _require_named(model)
-    out, verify = done.out, done.verify
+    out = done.out
     given = "neither" if out is None else "both"
     require(
-        verify == (out is None),
+        done.verify == (out is None),
         "one of `out` and `verify` must be given",
         given,
         "--out names a folder to make",

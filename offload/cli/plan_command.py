@@ -39,11 +39,7 @@ def plan(
         _require_no_machine(**own, ram=load.ram, gpu_memory=load.gpu_memory, device=load.device)
     model, draft = names.given
     options = LoadOptions.of(load)
-    hardware, disk_speed, tokens_per_sweep = (
-        machine.hardware,
-        machine.disk_speed,
-        machine.tokens_per_sweep,
-    )
+    tokens_per_sweep = machine.tokens_per_sweep
     with Console(is_quiet=output.as_json, sizes_like=load.ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
@@ -53,10 +49,8 @@ def plan(
             from offload.reports.forecast import forecast
 
             of_cluster = forecast(model, draft, options, machine.cluster, tokens_per_sweep)
-            figures, lines = (
-                of_cluster.as_dict(),
-                cluster_lines(of_cluster, is_verbose=output.verbose),
-            )
+            figures = of_cluster.as_dict()
+            lines = cluster_lines(of_cluster, is_verbose=output.verbose)
         else:
             from offload.cli.plan_lines import answer_lines
             from offload.reports.drafts import compare_drafts
@@ -67,16 +61,16 @@ def plan(
                 model,
                 draft,
                 options,
-                hardware=hardware,
-                disk_speed=disk_speed,
+                hardware=machine.hardware,
+                disk_speed=machine.disk_speed,
                 tokens_per_sweep=tokens_per_sweep,
                 read=read,
             )
-            drafts = (
-                []
-                if tokens_per_sweep
-                else compare_drafts(model, draft, options, hardware, disk_speed, read)
-            )
+            drafts = []
+            if not tokens_per_sweep:
+                drafts = compare_drafts(
+                    model, draft, options, machine.hardware, machine.disk_speed, read
+                )
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             lines = answer_lines(
                 found, drafts, is_verbose=output.verbose, is_decimal=console.is_decimal

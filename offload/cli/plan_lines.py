@@ -29,8 +29,9 @@ def answer_lines(
     is_verbose: bool = False,
     is_decimal: bool = False,
 ) -> str:
-    """Seconds per token as the headline, and what it rests on, label by label; all terms where they
-    are asked for.
+    """Return seconds per token as the headline, and what it rests on, label by label.
+
+    With `is_verbose`, all terms as well.
     """
     rows = [
         ("model", model_words(found.models[0])),
@@ -63,7 +64,7 @@ def answer_lines(
 
 
 def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
-    """All ways to draft, the best one first, each by itself; what does not go is left to `--json`."""
+    """Return all ways to draft, the best first; what does not work is left to `--json`."""
     told = [
         f"{one.label}: {seconds_words(one.prediction.s_per_token)} s per token"
         + (f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}" if one.draft_bytes else "")
@@ -109,7 +110,7 @@ def _where(plan: MemoryPlan) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """Two digits, or whole seconds."""
+    """Return two digits, or whole seconds."""
     return (
         f"{seconds:.0f}"
         if seconds >= 9.95
@@ -120,7 +121,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def model_words(model: "ModelFacts") -> str:
-    """A model and its size, in words."""
+    """Return a model and its size, in words."""
     how = "in memory" if model.is_held else "as stored"
     words = f"{model.name}: {_count(model.num_parameters)} parameters, {_gb(model.num_bytes)} {how}"
     left_out = " and ".join(
@@ -199,8 +200,12 @@ def _sweep_words(found: "Estimate") -> str:
     return f"{words}: {seconds_words(found.sweep_s)} s; {decides}"
 
 
-_LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the limit",
-           "compute": "computing is the limit", "draft": "drafting is the limit"}  # fmt: skip
+_LIMITS = {
+    "disk": "the disk is the limit",
+    "link": "the link to the GPU is the limit",
+    "compute": "computing is the limit",
+    "draft": "drafting is the limit",
+}
 
 
 def _prompt_words(prompt: "PromptPass") -> str:
@@ -241,7 +246,7 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
 
 
 def wrapped(label: str, words: str) -> str:
-    """A label and what it says, in lines of a narrow screen."""
+    """Return a label and what it says, in lines of a narrow screen."""
     indent = " " * (_LABEL_WIDTH + 2)
     first = f"  {label:<{_LABEL_WIDTH}}"
     return textwrap.fill(
@@ -250,7 +255,7 @@ def wrapped(label: str, words: str) -> str:
 
 
 def _table(predictions: Sequence["Prediction"]) -> list[str]:
-    """What decoding is expected to take, term by term."""
+    """Return what decoding is expected to take, term by term."""
     columns = f"{'tokens':>7} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
     return [f"{'':>19} {columns}", *map(_row, predictions)] if predictions else []
 
@@ -262,8 +267,9 @@ def _row(one: "Prediction") -> str:
 
 
 def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
-    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its
-    host.
+    """Return a row per use of memory: bytes, and a bar in proportion to the budget.
+
+    A GPU comes first, then its host.
     """
     num_streamed = len(plan.layer_bytes) - plan.num_resident
     computing = [

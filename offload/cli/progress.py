@@ -31,11 +31,13 @@ class Phase:
     reached_s: float = 0.0  # when so much was done, counted from the start
 
     def reach(self, done: float, total: float) -> None:
-        """So much is done by now."""
-        self.done, self.total, self.reached_s = done, total, time.monotonic() - self.started_s
+        """Note that so much is done by now."""
+        self.done = done
+        self.total = total
+        self.reached_s = time.monotonic() - self.started_s
 
     def parts(self) -> list[str]:
-        """Such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`, `1.5 GiB/s`."""
+        """Return such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`, `1.5 GiB/s`."""
         elapsed_s = time.monotonic() - self.started_s
         layers = [f"{plural(self.num_layers, 'layer')} run"] if self.num_layers else []
         clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
@@ -72,9 +74,7 @@ class TextProgress:
     started_s: float = field(default_factory=time.monotonic)
 
     def parts(self) -> list[str]:
-        """Such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`, `4.1
-        tokens/sweep`.
-        """
+        """Return such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`."""
         elapsed_s = time.monotonic() - self.started_s
         stats = self.stats
         if not stats.num_first_tokens:
@@ -104,7 +104,10 @@ class TextProgress:
         return [*parts, f"{duration((total - self.num_layers) * elapsed_s / self.num_layers)} left"]
 
     def _left(self, num_done: int, rate: float, elapsed_s: float) -> list[str]:
-        """Until the limit, at the speed so far; the sweep under way has had some of that time."""
+        """Return the time until the limit, at the speed so far.
+
+        The sweep under way has had some of it.
+        """
         if self.max_new_tokens is None:
             return []
         since_s = elapsed_s - self.stats.ttft_s - self.stats.decode_s
@@ -129,15 +132,14 @@ class BatchProgress:
     _under_way: Sequence["Run"] = ()
 
     def advance(self, runs: Sequence["Run"]) -> None:
-        """A pass over the weights begins for these."""
-        self._under_way, self.num_passes = runs, self.num_passes + bool(runs)
+        """Note that a pass over the weights begins for these."""
+        self._under_way = runs
+        self.num_passes += bool(runs)
 
     def finish(self, num_tokens: int) -> None:
-        """One more is finished, with so many new tokens."""
-        self.num_done, self._num_finished_tokens = (
-            self.num_done + 1,
-            self._num_finished_tokens + num_tokens,
-        )
+        """Note that one more is finished, with so many new tokens."""
+        self.num_done += 1
+        self._num_finished_tokens += num_tokens
         self._under_way = [run for run in self._under_way if not run.is_finished]
 
     @property
@@ -157,9 +159,7 @@ class BatchProgress:
         return self.num_tokens / max(self.num_passes, 1)
 
     def parts(self) -> list[str]:
-        """Such as `31 of 128 texts`, `8 under way`, `7.31 tokens/s`, `12:14 left`, `14.1 a pass`,
-        `layer 12 of 80`.
-        """
+        """Return such as `31 of 128 texts`, `8 under way`, `7.31 tokens/s`, `12:14 left`."""
         texts = f"{self.num_done:,} of {plural(self.num_texts, 'text')}"
         elapsed_s = self.elapsed_s
         layer = f"layer {self.num_layers % self.layers_per_pass} of {self.layers_per_pass}"
@@ -182,12 +182,12 @@ Progress = Phase | TextProgress | BatchProgress
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`, `1,234 tokens`."""
+    """Return `1 token`, `2 tokens`, `1,234 tokens`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
-    """`7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it, and never nothing."""
+    """Return `7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it, and never nothing."""
     whole = max(1, round(seconds))
     if whole < 60:
         return f"{whole} s"

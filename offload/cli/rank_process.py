@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from offload.cli.flags import error_line
 from offload.cli.launch import EXIT_HEAD_SILENT, EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
-from offload.cli.live_line import fitted
+from offload.cli.live_line import print_error
 from offload.errors import TOLD, RankError, UserError
 from offload.rank_roles import RankInfo, find_place
 
@@ -22,8 +22,9 @@ _HEARD_S = 3.0
 
 
 def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
-    """Take this process's place, if the command is for many ranks and a launcher started it. Raises
-    `UserError`.
+    """Take this process's place, if the command is for many ranks and a launcher started it.
+
+    Raises `UserError`.
 
     Args:
         own: what is set for it elsewhere, by parameter.
@@ -46,13 +47,16 @@ def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
 
 
 def is_worker(ranks: str | None) -> bool:
-    """Whether another rank talks to the user; never without roles of ranks. Raises `UserError`."""
+    """Return whether another rank talks to the user; never without roles of ranks.
+
+    Raises `UserError`.
+    """
     place = None if ranks is None else find_place()
     return place is not None and place.rank > 0
 
 
 def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
-    """Return the exit code of a rank that has failed; print its line where no other can tell as much.
+    """Return the exit code of a rank that has failed, and print its line if no other can.
 
     That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the
     silence of rank 0 it is the launcher beside it, which will have to kill it.
@@ -64,7 +68,7 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
             and place.num_on_host == place.num_ranks
         )
         if not is_known:
-            print(fitted(error_line(line), sys.stderr), file=sys.stderr)
+            print_error(line)
         return EXIT_UNSAID if is_known else code
     if isinstance(error, RankError):
         is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index
@@ -77,8 +81,9 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
 
 
 def _is_heard(place: RankInfo, line: str) -> bool:
-    """Leave the line where rank 0 looks while it waits for this one. One that fails in the same way
-    ends both.
+    """Leave the line where rank 0 looks while it waits for this one; return whether it was heard.
+
+    A rank 0 that fails in the same way ends both.
     """
     from offload.distributed.join import leave_reason
 
@@ -93,8 +98,9 @@ def _print(place: RankInfo, line: str) -> None:
 
 
 def _end_with_parent(number: int) -> None:
-    """Be sent a signal when the launcher ends, however that happens; and now, if it has ended
-    already.
+    """Have a signal sent here when the launcher ends, however that happens.
+
+    It is sent now if the launcher has ended already.
     """
     import ctypes
 

@@ -20,10 +20,9 @@ _WAYS = {"shards": "a part of every layer on each rank", "stages": "layers of it
 
 
 def cluster_lines(found: "Forecast", *, is_verbose: bool = False) -> str:
-    """The better way as the headline and what it rests on; then both, rank by rank and pass by
-    pass.
+    """Return the better way as the headline, what it rests on, then both ways rank by rank.
 
-    And where it is asked for, what takes each rank's memory in the better way.
+    With `is_verbose`, also what takes each rank's memory in the better way.
     """
     network = found.cluster.network
     head = found.cluster.ranks[0].name
@@ -127,7 +126,7 @@ def _rank_row(way: "ClusterForecast", part: "RankPart") -> str:
 
 
 def _waiting_words(way: "ClusterForecast") -> str:
-    """Which rank the others wait for, and what that one does meanwhile."""
+    """Return which rank the others wait for, and what that one does meanwhile."""
     assert way.layout is not None, "it works here"
     times = [way.busy(part) for part in way.layout.parts]
     slowest = max(range(len(times)), key=lambda rank: times[rank].seconds)

@@ -6,16 +6,14 @@ a slot. A second one ends the program.
 """
 
 import signal
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
-from offload.cli.console import Console, ModelNames, turn_line
-from offload.cli.flags import error_line
-from offload.cli.live_line import fitted
+from offload.cli.console import Console, Loading, turn_line
+from offload.cli.live_line import print_error
 from offload.cli.progress import plural
 from offload.cli.session_file import saving
 from offload.engine.chat import Chat
@@ -25,7 +23,6 @@ from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.planning.options import LoadOptions
 from offload.units import Sampling
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
@@ -36,22 +33,24 @@ class Stopped(Exception):  # noqa: N818
 
 
 class InterruptFlag:
-    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else; `check` is for
-    `load(on_layer=...)`.
+    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else.
+
+    `check` is for `load(on_layer=...)`.
     """
 
     def __init__(self) -> None:
         self._is_pulled = False
 
     def check(self) -> None:
-        """A moment at which stopping is safe."""
+        """Raise `Stopped` if it was asked for: this is a moment at which stopping is safe."""
         if self._is_pulled:
             raise Stopped
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Meanwhile the first Ctrl-C only pulls the brake."""
-        self._is_pulled, before = False, signal.signal(signal.SIGINT, self._pull)
+        """Let the first Ctrl-C only be noted meanwhile; a second one ends the program."""
+        self._is_pulled = False
+        before = signal.signal(signal.SIGINT, self._pull)
         try:
             yield
         finally:
@@ -65,15 +64,17 @@ class InterruptFlag:
 
 
 def converse(
-    model: str, draft: str | None, options: LoadOptions, console: Console, text: TextOptions, sampling: Sampling, *,
-    note: str, terminal: SilentTerminal,
-) -> None:  # fmt: skip
+    loading: Loading,
+    console: Console,
+    text: TextOptions,
+    sampling: Sampling,
+    terminal: SilentTerminal,
+) -> None:
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`.
 
     Args:
-        terminal: is silent until there is a prompt.
         text: its session is gone on from where it is there, and written after every answer.
-        note: for the user, about the sampling.
+        terminal: is silent until there is a prompt.
     """
     own_bytes = rss_bytes()
     brake = InterruptFlag()
@@ -84,24 +85,29 @@ def converse(
 
     first = _any_question(text, sampling)
     hooks = console.hooks._replace(on_layer=on_layer)
-    with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
-        console.open(
-            ModelNames.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling)
-        )
-        console.say(note)
+    with open_decoder(loading.model, loading.draft, loading.options, first, hooks=hooks) as decoder:
+        console.open(loading.names, decoder, decoder.tree_choice(sampling))
+        console.say(loading.note)
         chat = Chat(
-            decoder, sampling, system=text.system, max_new_tokens=text.max_new_tokens, stop=text.stop
-        )  # fmt: skip
+            decoder,
+            sampling,
+            system=text.system,
+            max_new_tokens=text.max_new_tokens,
+            stop=text.stop,
+        )
         if first.session is not None:
             _go_on(chat, text, console)
         console.say(HINT)
         terminal.end()
         commands = ChatCommands(chat, decoder.plan, console, own_bytes, text.session)
-        answer_lines(chat, commands, decoder.plan, console, brake, text.session)
+        answer_questions(chat, commands, decoder.plan, console, brake, text.session)
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
-    """What is wrong with it, such as a model without a chat template, is wrong with every question."""
+    """Return a question with all that is wrong with every question.
+
+    That is such as a model without a chat template.
+    """
     opening = [{"role": "system", "content": text.system}] if text.system else []
     found = text.session if text.session and text.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
@@ -116,7 +122,7 @@ def _any_question(text: TextOptions, sampling: Sampling) -> Request:
 
 
 def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
-    """With what is in the session's file, but for a system prompt that was given anew."""
+    """Go on with what is in the session's file; a system prompt that was given anew holds."""
     assert text.session is not None, "there is a file"
     console.wait("reading the session")
     chat.load(text.session)
@@ -128,7 +134,7 @@ def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
     console.say(f"going on with {text.session}: {plural(len(asked), 'question')}{last}")
 
 
-def answer_lines(
+def answer_questions(
     chat: Chat,
     commands: ChatCommands,
     plan: MemoryPlan,
@@ -136,7 +142,7 @@ def answer_lines(
     brake: InterruptFlag,
     session: Path | None,
 ) -> None:
-    """Answer question by question until there are no more, or until a command says so."""
+    """Answer question by question until there are no more, or a command ends it."""
     keeper = _Keeper(chat, session, console)
     with ChatInput(HINT) as entries:
         while True:
@@ -152,28 +158,32 @@ def answer_lines(
                         with SilentTerminal():
                             _answer(chat, pieces, plan, console, brake)
             except UserError as error:
-                print(fitted(error_line(str(error)), sys.stderr), file=sys.stderr)
+                print_error(str(error))
     keeper.keep()  # what failed before, while there was room to say so, ends the program now
 
 
 class _Keeper:
-    """Writes the conversation to the session's file, if there is one; what could not be written
-    stays to be.
+    """Writes the conversation to the session's file, if there is one.
+
+    What could not be written is tried again at the next answer.
     """
 
     def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
-        self._chat, self._session, self._console, self._kept = chat, session, console, chat.messages
+        self._chat = chat
+        self._session = session
+        self._console = console
+        self._kept = chat.messages
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Whatever ends it, what it changes in the conversation is written."""
+        """Write what an answer changes in the conversation, however it ends."""
         try:
             yield
         finally:
             self.keep()
 
     def keep(self) -> None:
-        """Raises `UserError` where it cannot be written."""
+        """Write the conversation. Raises `UserError` where it cannot be written."""
         if self._session is not None and self._chat.messages != self._kept:
             with saving(self._console):
                 self._chat.save(self._session)

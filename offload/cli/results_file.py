@@ -79,8 +79,9 @@ class ResultsFile:
             self.num_failed += has_failed
 
     def require(self, difference: "Callable[[ModelIdentity], str]") -> None:
-        """Raises `UserError` where a line is of another model, by what is `difference` to it in
-        words.
+        """Raise `UserError` where a line is of another model.
+
+        `difference` tells in words what differs from it.
         """
         for number, model in self.models.items():
             if what := difference(model):
@@ -118,7 +119,7 @@ class ResultsFile:
 def open_results(
     path: Path | None, tasks: Sequence[BatchTask], prompts: Path, to_stdout: Callable[[str], None]
 ) -> Iterator[ResultsFile]:
-    """The file gone on with, or stdout for no path and `-`.
+    """Open a file of results to go on with, or stdout for no path and `-`.
 
     Raises `UserError` for a file that is of other tasks, is written to by another process, or
     cannot be written.
@@ -140,7 +141,7 @@ def open_results(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """To read and append, by one process at a time. Raises `UserError`."""
+    """Open a file to read and append, by one process at a time. Raises `UserError`."""
     try:
         opened = path.open("a+b", buffering=0)
     except OSError as error:
@@ -162,7 +163,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _whole_lines(file: BinaryIO, path: Path) -> list[bytes]:
-    """All but a last one that was cut short. Raises `UserError` where that is nothing of ours."""
+    """Return all lines but a last one that was cut short.
+
+    Raises `UserError` where that one is nothing of ours.
+    """
     file.seek(0)
     with open(file.fileno(), "rb", closefd=False) as reader:
         lines = list[bytes]()

@@ -31,7 +31,7 @@ class GivenSampling(NamedTuple):
 
 
 def given_sampling(options: SamplingOptions) -> GivenSampling:
-    """What the flags say. Raises `UserError` for what makes no sense.
+    """Return what the flags say. Raises `UserError` for what makes no sense.
 
     One flag that chooses among tokens, and nothing is left to the model.
     """
@@ -60,7 +60,10 @@ def _bias(text: str) -> tuple[int, float]:
 def choose_sampling(
     model: str, given: GivenSampling, on_phase: Callable[[str], None]
 ) -> SamplingChoice:
-    """The user's own, or the model's suggestion. Raises `UserError` for one that makes no sense."""
+    """Return the user's own sampling, or what the model suggests.
+
+    Raises `UserError` for a suggestion that makes no sense.
+    """
     if given.sampling is not None:
         return SamplingChoice(given.sampling, "")
     from offload.checkpoint.generation_config import suggested_sampling
@@ -78,7 +81,7 @@ def choose_sampling(
 
 
 def sampling_words(sampling: Sampling) -> str:
-    """`temperature 0.6, top-p 0.9`: what is not off."""
+    """Return `temperature 0.6, top-p 0.9`: what is not off."""
     words = []
     for name, one in options_of(Sampling).items():
         is_told = one.is_number and name != "seed" and not (sampling.is_greedy and name in DRAWING)
@@ -90,7 +93,10 @@ def sampling_words(sampling: Sampling) -> str:
 
 
 def found_grammar(text: TextOptions) -> Grammar | None:
-    """What a text must keep; files hold a schema, or rules in Lark's notation. Raises `UserError`."""
+    """Return what a text must keep, or None.
+
+    Files hold a schema, or rules in Lark's notation. Raises `UserError`.
+    """
     given = {name: getattr(text, name) for name in GRAMMARS}
     return find_grammar(
         **{name: _read(one, name) if isinstance(one, Path) else one for name, one in given.items()}

@@ -63,8 +63,9 @@ def serve(
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
-    """The keys in a file, one a line. Raises `UserError` where there is none, or none is given and
-    one is needed.
+    """Return the keys in a file, one a line.
+
+    Raises `UserError` where there is none, or none is given and others than this machine can ask.
     """
     if file is None:
         if not is_loopback(host):

@@ -87,7 +87,7 @@ def serving_lines(name: str, address: str) -> str:
 def _wait(
     server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event
 ) -> None:
-    """Until a signal ends it; a pass that takes longer than the grace ends at its next layer."""
+    """Wait until a signal ends it; a pass that outlasts the grace ends at its next layer."""
     try:
         server.wait()
     # of SIGINT, SIGTERM and SIGHUP: the way to end a server, and no failure
@@ -109,8 +109,9 @@ def _wait(
 
 
 def served_sampling(model: str) -> Sampling:
-    """How tokens are drawn for requests that do not say: as the model suggests, else as OpenAI
-    does, temperature 1.
+    """Return how tokens are drawn for requests that do not say.
+
+    That is as the model suggests, else as OpenAI does, with temperature 1.
 
     A model's own file goes first because chances are tuned for it: what runs at 0.6 by its makers'
     advice is worse at 1. Raises `UserError` for a suggestion that makes no sense.

@@ -21,8 +21,9 @@ _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
-    """The file where it is there already. Raises `UserError` where none could be written, or not of
-    many `ranks`.
+    """Return the file where it is there already, else None.
+
+    Raises `UserError` where none could be written, or not of many `ranks`.
     """
     if path is None:
         return None
@@ -40,7 +41,10 @@ def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
 
 
 def begun_text(decoder: "Decoder", path: Path | None, prompt: "Prompt | None") -> "Prompt":
-    """The prompt of a run whose text is kept in this file; no prompt goes on where the file ends."""
+    """Return the prompt of a run whose text is kept in this file.
+
+    Without a prompt it goes on where the file ends.
+    """
     if path is None or not path.exists():
         return prompt or ""
     tokens, messages, _ = decoder.load_session(path)
@@ -59,8 +63,9 @@ def begun_text(decoder: "Decoder", path: Path | None, prompt: "Prompt | None") -
 def kept_text(
     decoder: "Decoder", run: "Run", path: Path | None, console: "Console"
 ) -> Iterator[None]:
-    """However the run ends, its text is kept in this file; one without a new token leaves the file
-    as it is.
+    """Keep a run's text in this file, however the run ends.
+
+    One without a new token leaves the file as it is.
     """
     try:
         yield
@@ -72,9 +77,7 @@ def kept_text(
 
 @contextmanager
 def saving(console: "Console") -> Iterator[None]:
-    """Meanwhile the live line tells so, and what would end the program waits, lest half of a file
-    be all there is.
-    """
+    """Have the live line tell of it, and let what would end the program wait until it is written."""
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: came.append(number)) for number in _HELD

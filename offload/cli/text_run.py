@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.cli.console import (
     Console,
-    ModelNames,
+    Loading,
     alpha_line,
     clipped_line,
     closing_lines,
@@ -21,35 +21,32 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.machine import rss_bytes
 from offload.model.target import Target
-from offload.planning.options import LoadOptions
 
 
 def write_text(
-    model: str,
-    draft: str | None,
-    options: LoadOptions,
+    loading: Loading,
     console: Console,
     request: Request,
     *,
-    note: str,
     session: Path | None,
     as_json: bool,
 ) -> None:
     """Load a model, and write what is asked for. Raises `UserError` and `RunError`.
 
     Args:
-        note: for the user, about the sampling.
         session: the file that the text is kept in.
     """
     own_bytes = rss_bytes()
     request.check()  # also where a session brings the prompt
-    with open_decoder(model, draft, options, request, hooks=console.hooks) as decoder:
+    with open_decoder(
+        loading.model, loading.draft, loading.options, request, hooks=console.hooks
+    ) as decoder:
         if continues := session is not None:
             console.wait("reading the session")
         begun = begun_text(decoder, session, request.prompt)
         run = decoder.start(replace(request, prompt=begun), continues=continues)
-        console.open(ModelNames.of(model, draft, options.ranks), decoder, run.tree_choice)
-        console.say(note)
+        console.open(loading.names, decoder, run.tree_choice)
+        console.say(loading.note)
         num_new = run.sequence.limits.max_new_tokens
         if request.max_new_tokens < sys.maxsize:
             num_prompt = run.sequence.stats.num_prompt_tokens
@@ -60,8 +57,7 @@ def write_text(
 
 
 def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | None) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted
-    for.
+    """Print pieces as they come; whatever ends the run, what was accepted is printed.
 
     Args:
         target: what ran, for one object at the end instead of text.
@@ -91,6 +87,6 @@ def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | No
 
 
 def _as_json(result: Generation, target: Target, failure: BaseException | None) -> str:
-    """The result, and of several ranks what each has done, unless one of them may be gone."""
+    """Return the result, and what each of several ranks has done unless one may be gone."""
     ranks = [] if failure else [figures._asdict() for figures in target.figures()]
     return json.dumps(result.as_dict() | ({"ranks": ranks} if ranks else {}))

@@ -85,7 +85,7 @@ def tree_lines(shown: ShownPass, text_of: Callable[[int], str]) -> str:
 
 
 def _num_below(parents: list[int]) -> list[int]:
-    """How many nodes lie below each; parents come before their children."""
+    """Return how many nodes lie below each; parents come before their children."""
     num_below = [0] * len(parents)
     for node in range(len(parents) - 1, 0, -1):
         num_below[parents[node]] += 1 + num_below[node]
@@ -93,6 +93,6 @@ def _num_below(parents: list[int]) -> list[int]:
 
 
 def _shown_text(text: str) -> str:
-    """A token with its blanks to be seen, and nothing in it that steers a terminal."""
+    """Return a token with its blanks to be seen, and nothing in it that steers a terminal."""
     seen = "".join(char if char.isprintable() else "?" for char in text.translate(_BLANKS))
     return seen if len(seen) <= _MOST_CHARS else f"{seen[: _MOST_CHARS - 1]}…"

@@ -44,8 +44,14 @@ def tune(
         from offload.reports.tune import tune as measure
 
         tuned = measure(
-            model, draft, trace.text, sampling, options,
-            num_tokens=trace.tokens, is_teacher_forced=trace.teacher_forced, hooks=console.hooks,
-        )  # fmt: skip
+            model,
+            draft,
+            trace.text,
+            sampling,
+            options,
+            num_tokens=trace.tokens,
+            is_teacher_forced=trace.teacher_forced,
+            hooks=console.hooks,
+        )
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
     print(format_json(tuned.profile.as_dict()) if output.as_json else fitted(table, sys.stdout))

@@ -53,7 +53,6 @@ def verify(
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
-    manifest, write = compared.manifest, compared.write
     with Console(is_quiet=output.quiet or output.as_json) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
@@ -61,8 +60,8 @@ def verify(
 
         show = partial(console.bytes_landed, label="verifying")
         with _not_as_damage():
-            place = manifest and manifest.expanduser()
-            report = check(open_whole(model), place, may_write=write, progress=show)
+            place = compared.manifest and compared.manifest.expanduser()
+            report = check(open_whole(model), place, may_write=compared.write, progress=show)
         console.clear()
         told = (
             json.dumps(report.as_dict())
@@ -76,7 +75,7 @@ def verify(
 
 @contextmanager
 def _not_as_damage() -> Iterator[None]:
-    """What the machine refuses ends other commands with the exit code that says damaged here."""
+    """Raise `UserError` for what the machine refuses: the usual code would say damaged here."""
     try:
         yield
     except BrokenPipeError:
@@ -89,7 +88,7 @@ def _not_as_damage() -> Iterator[None]:
 
 
 def _lines(report: "Report") -> list[str]:
-    """Damage, briefly; what is odd; the verdict."""
+    """Return the damage in short, what is odd, and the verdict."""
     tensors = [_damage_line(one) for one in report.damage[:_SHOWN]]
     rest = report.damage[_SHOWN:]
     if rest:

@@ -40,9 +40,9 @@ from offload.datastore.store import (
     vocabulary_sha256,
     vocabulary_size,
 )
-from offload.errors import UserError, reason
+from offload.errors import UserError, reason, require
 from offload.machine import rss_bytes
-from offload.units import format_bytes, require
+from offload.units import format_bytes
 
 # Encoded together: tokenizers take some 100 bytes for each token, and delay Ctrl-C meanwhile.
 _BATCH_CHARS = 1 << 20

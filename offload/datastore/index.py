@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import ReadError, UserError
-from offload.units import require
+from offload.errors import ReadError, UserError, require
 
 MAX_TEXT_BYTES = 2**31 - 1  # positions are int32, also those within tokens while sorting
 _BLOCK = 1 << 16  # positions that are filtered together

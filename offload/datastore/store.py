@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from offload.checkpoint.files import open_regular, read_object
 from offload.datastore.index import CorpusChunk, SuffixIndex, TokenWidth
-from offload.errors import UserError, ensure, reason
-from offload.units import require
+from offload.errors import UserError, ensure, reason, require
 
 MANIFEST_NAME = "store.json"
 FORMAT = "offload datastore"

@@ -25,13 +25,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.checkpoint.sizes import config_sizes
 from offload.distributed.orders import HEAD, error_message, sampling_of, text_of
-from offload.distributed.transport import Channel, Kind, Message, RankError, Transport
+from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
+from offload.engine.build import resident_model
+from offload.engine.resolve import ResolvedRun
 from offload.engine.sequence import num_shared
+from offload.errors import RankError
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.units import Sampling
@@ -88,6 +92,7 @@ class DraftTree:
     Attributes:
         root: the newest committed token; its path begins every other.
         capacity: `num_rows`.
+        vocab_size: of the target.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class DraftTree:
     ) -> None:
         self._cache = model.new_cache(context + num_rows)
         self._draft = Draft(model, vocab_size, self._cache)
+        self.vocab_size = vocab_size
         self._context = context
         self.capacity = num_rows
         self._tokens = list[int]()
@@ -118,16 +124,19 @@ class DraftTree:
         self._tokens = list(tokens)
         self._sampler = sampler
         self._sharpness = sharpness
-        self.root, self._rows = DraftNode(tokens[-1], len(tokens) - 1, number=0), list[DraftNode]()
-        self._numbers, self._news = count(1), list[tuple[DraftNode, int]]()
+        self.root = DraftNode(tokens[-1], len(tokens) - 1, number=0)
+        self._rows = list[DraftNode]()
+        self._numbers = count(1)
+        self._news = list[tuple[DraftNode, int]]()
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Move the root down to the last of these tokens; unguessed ones are new nodes."""
         path = list[DraftNode]()
         for token in tokens:
             self._learn(token)
-            path.append(self._child(token))
-            path[-1].parent, self.root = None, path[-1]
+            self.root = self._child(token)
+            self.root.parent = None
+            path.append(self.root)
         self._tokens += tokens
         kept = [node for node in self._rows if self._is_below_root(node)]
         self._cache.commit(
@@ -278,17 +287,25 @@ class _Asked:
     num_passes: int = 0
 
 
-def serve_draft(transport: Transport, tree: DraftTree, vocab_size: int) -> None:
-    """Draft until the head says STOP; `vocab_size` is the target's.
+def load_draft(run: ResolvedRun, context: int, num_rows: int) -> DraftTree:
+    """Return the tree of the run's draft, read into memory; the sizes are those of `DraftTree`."""
+    assert run.files.draft is not None, "there is one to load"
+    model = resident_model(run.files.draft, run.options.dtype, found=run.hooks.on_note)
+    vocab_size = config_sizes(run.files.target)["vocab_size"]
+    return DraftTree(model, vocab_size, context, num_rows)
+
+
+def serve_draft(transport: Transport, tree: DraftTree) -> None:
+    """Draft until the head says STOP.
 
     Raises `RankError` where the head is lost; any other error is told to it, and raised.
     """
-    service = _Service(transport, tree, vocab_size)
+    service = _DraftService(transport, tree)
     is_idle = True
     try:
         while True:
-            # Whoever has nothing to run sleeps; else what has arrived comes first: it may change
-            # what is worth running.
+            # With nothing to run this sleeps; else what has arrived comes first: it may change what
+            # is worth running.
             message = (transport.receive if is_idle else transport.poll)(HEAD, Channel.DRAFT)
             if message is None:
                 is_idle = not service.step()
@@ -304,13 +321,12 @@ def serve_draft(transport: Transport, tree: DraftTree, vocab_size: int) -> None:
         raise
 
 
-class _Service:
+class _DraftService:
     """One tree, and what the head has asked for."""
 
-    def __init__(self, transport: Transport, tree: DraftTree, vocab_size: int) -> None:
+    def __init__(self, transport: Transport, tree: DraftTree) -> None:
         self._transport = transport
         self._tree = tree
-        self._vocab_size = vocab_size
         self._sharpness = ByKind[Sampling, DraftCalibration](DraftCalibration)
         self._asked: _Asked | None = None
 
@@ -349,7 +365,7 @@ class _Service:
             self._answer([])
         sampling = sampling_of(message)
         sharpness = self._sharpness[replace(sampling, seed=0)]
-        self._tree.begin(text_of(message), Sampler(sampling, self._vocab_size), sharpness)
+        self._tree.begin(text_of(message), Sampler(sampling, self._tree.vocab_size), sharpness)
 
     def _answer(self, told: Sequence[DraftNodeUpdate]) -> None:
         self._asked = None

@@ -29,12 +29,12 @@ from offload.distributed.orders import reset_message
 from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.engine.sequence import num_shared
-from offload.errors import RankError
+from offload.errors import RankError, require
 from offload.interrupts import held_back
 from offload.memory.plan import PROMPT_ROWS
-from offload.rank_roles import PaperCut, PipelineOptions, Roles
+from offload.rank_roles import TIMED_ROWS, PaperCut, PipelineOptions, Roles, free_rows
 from offload.sampling.sampler import require_token
-from offload.units import Sampling, require
+from offload.units import Sampling
 
 
 class Least(NamedTuple):
@@ -140,7 +140,7 @@ class TokenTime:
         self._last_s = None
 
     def emitted(self, num: int, now_s: float) -> None:
-        """Note that `num_tokens` have come at once."""
+        """Note that `num` tokens have come at once."""
         if self._last_s is not None:
             token_s = (now_s - self._last_s) / num
             counted_s = min(token_s, _MOST_RISE * self.token_s)
@@ -155,6 +155,16 @@ class RowPrice(NamedTuple):
 
     row_s: float = 0.0  # seconds of one row more at the slowest stage
     num_free: int = 4  # rows that take hardly longer than one
+
+    @classmethod
+    def of(cls, seconds_by_stage: Sequence[Sequence[float]]) -> "RowPrice":
+        """Return the price by what passes over `TIMED_ROWS` took; long ones are timed for one row."""
+        slowest_s = [max(times) for times in zip(*seconds_by_stage, strict=False)]
+        # so long that it is the link's doing, which does not mind rows
+        if len(slowest_s) == 1:
+            return cls(0.0, TIMED_ROWS[-1])
+        more_s = max(0.0, slowest_s[-1] - slowest_s[0])
+        return cls(more_s / (TIMED_ROWS[-1] - 1), free_rows(slowest_s))
 
 
 _UNKNOWN = RowPrice()
@@ -177,7 +187,7 @@ class Head:
 
     Args:
         num_uncommitted: rows that every stage's cache has room for behind the committed ones.
-        price: from `calibrate`; of use to the rule of cut-off, and for the size of runs.
+        price: what rows cost; of use to the rule of cut-off, and for the size of runs.
         listen: is told when runs begin and end.
         clock: seconds.
     """
@@ -208,7 +218,9 @@ class Head:
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
         self._cut = Price(price.row_s) if options.cut is None else RisingCut(options.cut)
-        self._ways, self._time, self._tokens = _ways(roles), TokenTime(), list[int]()
+        self._ways = _ways(roles)
+        self._time = TokenTime()
+        self._tokens = list[int]()
         self._draft = _Draft.IDLE
         self._num_asked = 0
         self._num_stale = 0

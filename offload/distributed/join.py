@@ -41,10 +41,10 @@ _TELL_S = 1.0
 _READ_S = 5.0
 SAME_FILES = "give both the same files"
 _REMEDIES = {
-    "offload": "install the same version on both", "torch": "install the same version on both",
-    "protocol": "install the same version on both", "options": "start both with the same flags",
+    **dict.fromkeys(("offload", "torch", "protocol"), "install the same version on both"),
+    "options": "start both with the same flags",
     **dict.fromkeys(PARTS, SAME_FILES),
-}  # fmt: skip
+}
 
 
 class RankHandshake(NamedTuple):
@@ -90,7 +90,9 @@ class RankHandshake(NamedTuple):
         if handshake is None or not all(
             isinstance(one, kind) for one, kind in zip(told, _KINDS, strict=True)
         ):
-            raise UserError(f"rank {rank} says of itself what is no card: {_REMEDIES['protocol']}")
+            raise UserError(
+                f"rank {rank} says of itself what is no handshake: {_REMEDIES['protocol']}"
+            )
         return handshake
 
 

@@ -33,7 +33,7 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.cluster import Cluster, Gathers, Hops
-from offload.planning.cost_model import Curve, Traffic, costs_on
+from offload.planning.cost_model import NOTHING, Curve, Traffic, costs_on
 from offload.planning.hardware import Hardware
 from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
 from offload.units import format_bytes
@@ -261,6 +261,11 @@ class ClusterRequest(NamedTuple):
     context: int | None = None
     rule: str = "match"
 
+    @property
+    def knows_compute(self) -> bool:
+        """Whether rates of computing are known of all ranks."""
+        return all(machine.flops_per_s for machine in self.cluster.ranks)
+
 
 class RankPart(NamedTuple):
     """What one rank has of the model."""
@@ -312,6 +317,14 @@ class ClusterLayout(NamedTuple):
     parts: tuple[RankPart, ...]
     exchange: Gathers | Hops
 
+    def draft_step_s(self, request: ClusterRequest) -> Curve:
+        """Return seconds of a draft step against its rows, on the head; nothing if not known."""
+        if request.files.draft is None or not request.knows_compute:
+            return NOTHING
+        head = self.parts[0]
+        draft = model_shape(request.files.draft, request.dtype)
+        return costs_on(head.machine, draft, draft, head.plan.context // 2).draft_step_s
+
 
 def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
     """Lay out rows of every layer on each rank.
@@ -334,9 +347,7 @@ def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes))
     )
     parts = tuple(_shard(request, num_nodes, sharding, rank) for rank in range(len(machines)))
-    return ClusterLayout(
-        parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(request))
-    )
+    return ClusterLayout(parts, gathers_of(target, sharding, request.dtype))
 
 
 def _shard(request: ClusterRequest, num_nodes: int, sharding: Sharding, rank: int) -> RankPart:
@@ -385,10 +396,16 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         parts.append(
             RankPart(ranks[rank], layers, {}, shape, plan, _fraction(request, files.target))
         )
-    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(request)))
+    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(target, request.dtype)))
 
 
-def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
+def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
+    """Return the exchanges of a pass over layers that are shared like this."""
+    num_layers = config_sizes(target)["num_hidden_layers"]
+    return Gathers(_gathered_widths(sharding), num_layers, *_row_sizes(target, dtype))
+
+
+def _gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
     """Return for each gather of a layer how many numbers of a row each rank has."""
     widths = list[Sequence[int]]()
     for name, matrix in sharding.matrices.items():
@@ -449,7 +466,7 @@ def _capacity(
     """
     compute_s = 0.0
     target = request.files.target
-    if all(rank.flops_per_s for rank in request.cluster.ranks):
+    if request.knows_compute:
         layers = model_shape(checkpoint_of(target, layers_alone(target)), request.dtype)
         positions = int(_FILLED_SHARE * unlimited.context)
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
@@ -474,7 +491,7 @@ def _capacity(
     return capacity
 
 
-def _row_sizes(request: ClusterRequest) -> tuple[int, int]:
+def _row_sizes(target: Checkpoint, dtype: str) -> tuple[int, int]:
     """Return D, and the bytes of a number."""
-    dtype = compute_dtype_name(request.files.target, request.dtype)
-    return config_sizes(request.files.target)["hidden_size"], PLAIN_OF[dtype].align_bytes
+    name = compute_dtype_name(target, dtype)
+    return config_sizes(target)["hidden_size"], PLAIN_OF[name].align_bytes

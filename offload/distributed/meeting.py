@@ -1,36 +1,16 @@
-"""What shards and stages have in common until they serve: ranks meet and see that they mean the
-same, each measures its memory, link and computing, and loads its own layers.
-"""
+"""Ranks meet, and see that they mean the same: options, files, and all weights to the last byte."""
 
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch.nn import functional
-
-from offload.calibration.expansions import choose_expansion
-from offload.calibration.link import link_bytes_per_s
-from offload.calibration.threads import pick_threads
-from offload.checkpoint.cuts import Section
 from offload.checkpoint.identity import ModelIdentity, identity_of, proved
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.distributed.join import Joined, joined, require_same_weights
 from offload.distributed.orders import all_gather_objects, try_together
 from offload.distributed.transport import Transport
-from offload.engine.build import send_beside_layers
 from offload.engine.resolve import ResolvedRun
-from offload.memory.plan import MemoryPlan
-from offload.model.section import SectionModel
-from offload.model.wide_products import product_for
-from offload.planning.shares import RankCapacity
 from offload.rank_roles import require_place
-from offload.streaming.layers import Layers, open_layers
-from offload.streaming.scan import WeightScan
 from offload.streaming.summing import with_sum
-from offload.timer import timed
 
 
 class Meeting(NamedTuple):
@@ -41,8 +21,9 @@ class Meeting(NamedTuple):
 
 
 def meet_ranks(run: ResolvedRun, resources: ExitStack, transport: Transport | None) -> Meeting:
-    """Where torchrun's environment says, unless there is a transport already; it is open as long as
-    `resources`.
+    """Return the way to all other ranks, who meet where torchrun's environment says.
+
+    It is open as long as `resources`. A transport that is there already is taken as it is.
 
     Raises `UserError` where ranks do not come, or have other files or options.
     """
@@ -62,8 +43,9 @@ def meet_ranks(run: ResolvedRun, resources: ExitStack, transport: Transport | No
 
 
 def _prove(run: ResolvedRun, meeting: Joined, identity: ModelIdentity) -> None:
-    """Have all weights read once where ranks cannot tell otherwise that they have the same: each
-    reads only its share.
+    """Prove that all ranks have the same weights, of which each will read its share alone.
+
+    All are read once where nothing else proves it.
 
     Raises `UserError` on all of them where they have not.
     """
@@ -81,86 +63,3 @@ def _prove(run: ResolvedRun, meeting: Joined, identity: ModelIdentity) -> None:
     )
     mine = try_together(meeting.transport, lambda: identity if identity.has_sum else read())
     require_same_weights(all_gather_objects(meeting.transport, dict(mine.proofs)), is_final=True)
-
-
-_TYPICAL_ROWS = 64
-_MOST_WIDTH = 4096
-_NUM_TIMES = 9
-# assumed of a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured
-_DEVICE_LINK_BYTES_PER_S = 25e9
-
-
-def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
-    """Return what this rank can take.
-
-    All ranks of a host measure at one time, so that what they have in common is divided.
-
-    Args:
-        held: a roomy plan, for what it holds beside layers; keys and values count with them where
-            ranks share those.
-    """
-    shards = run.files.target.shards
-    disk = link_bytes_per_s(shards, limit_bytes_per_s=run.options.limit_bytes_per_s)
-    gpu_bytes = run.budget.gpu
-    return RankCapacity.beside(
-        held,
-        0 if shares_kv else held.kv_bytes,
-        ram_bytes=run.budget.ram,
-        gpu_bytes=gpu_bytes,
-        link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S,
-        disk_bytes_per_s=disk,
-        compute_s=_compute_s(run),
-    )
-
-
-def _compute_s(run: ResolvedRun) -> float:
-    """Seconds that a usual tree takes in all layers, by a product that is as wide."""
-    files = run.files
-    dtype = run.options.dtype
-    width = min(config_sizes(files.target)["hidden_size"], _MOST_WIDTH)
-    how = {
-        "dtype": getattr(torch, compute_dtype_name(files.target, dtype)),
-        "device": None if run.device is None else run.device.place,
-    }
-    rows = torch.zeros(_TYPICAL_ROWS, width, **how)
-    weight = torch.zeros(width, width, **how)
-    # A number on the host is the sign that a device is done as well.
-    multiply = product_for(functional.linear, rows)
-    once_s = median(timed(lambda: float(multiply(rows, weight)[0, 0])) for _ in range(_NUM_TIMES))
-    return once_s * model_shape(files.target, dtype).num_weights / width**2
-
-
-def load_section(
-    run: ResolvedRun,
-    checkpoint: Checkpoint,
-    section: Section,
-    plan: MemoryPlan,
-    resources: ExitStack,
-    **more: Any,
-) -> tuple[SectionModel, Layers]:
-    """Return the model of this rank's layers and the stream that brings them, which has begun.
-
-    `more` goes to the model. What both hold is open as long as `resources`.
-    """
-    device = run.device
-    place = torch.device("cpu") if device is None else device.place
-    model = SectionModel(checkpoint, section, run.options.dtype, place, **more)
-    resources.callback(model.close)
-    scan = WeightScan(checkpoint, run.hooks.on_note)
-    scan.expect(model.layer_layouts, plan.tier_L)
-    store = run.open_source(
-        checkpoint.shards,
-        stamps=checkpoint.stamps,
-        rate_limit_bytes_per_s=run.options.limit_bytes_per_s,
-        watcher=scan,
-    )
-    resources.callback(store.close)
-    if plan.is_streamed:
-        for note in send_beside_layers(device, resources, model):
-            run.hooks.on_note(note)
-    model.read_rest(store.fetch)
-    model.expand_with(choose_expansion(model, store.fetch, device).expansion)
-    torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)
-    stream = open_layers(store, model.layer_layouts, plan, device, resources)
-    stream.load_resident()
-    return model, stream

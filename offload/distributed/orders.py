@@ -79,7 +79,10 @@ _REAL = [name for name, one in options_of(Sampling).items() if one.kind is float
 
 
 def reset_message(num_kept: int, sampling: Sampling, tokens: Sequence[int] = ()) -> Message:
-    """RESET: how the tokens of a text are drawn, behind so many that are kept; to a draft with the text itself."""
+    """Return a RESET: how the tokens of a text are drawn, and how many are kept.
+
+    To a draft it brings the text itself.
+    """
     numbers = [num_kept, *(getattr(sampling, name) for name in _WHOLE), *tokens]
     law = torch.tensor([getattr(sampling, name) for name in _REAL], dtype=torch.float64)
     return Message(Kind.RESET, numbers, law)
@@ -93,7 +96,7 @@ def sampling_of(reset: Message) -> Sampling:
 
 
 def text_of(reset: Message) -> Sequence[int]:
-    """Tokens of the text that a draft is told to begin."""
+    """Return the tokens of the text that a draft is told to begin."""
     return reset.numbers[1 + len(_WHOLE) :]
 
 

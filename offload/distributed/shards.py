@@ -2,12 +2,10 @@
 
 The head decides everything and tells the others three things, in the order in which it does them
 itself: what its cache forgets, what it commits, and which rows come next. Embeddings, the model's
-head and the draft are the head's alone. `Exchange` brings together what ranks compute of one pass,
-and `cut_model` cuts a model to what one of them computes.
+head and the draft are the head's alone. `Exchange` brings together what ranks compute of one pass.
 
-Invariants: every rank runs every pass to its end, since a gather that one of them misses cannot be
-resumed. Outside of a pass no rank is waited for: the columns of other ranks are then zeros, so that
-one rank's share can be timed, and tried out, alone.
+Invariant: every rank runs every pass to its end, since a gather that one of them misses cannot be
+resumed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,132 +15,24 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import Tensor
 
-from offload.distributed.layout import Sharding, ShardRole
+from offload.distributed.exchange import Exchange
 from offload.distributed.orders import all_gather_objects
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, UserError
 from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.meta import layer_stacks
 from offload.model.parts import BatchPart
-from offload.model.places import is_plain_product
 from offload.model.section import SectionModel
+from offload.model.streamed import StreamedModel
 from offload.model.target import Target
 from offload.sampling.sampler import Logits
 from offload.stats import RankFigures
 from offload.streaming.layers import Layers
 
-
-class Exchange:
-    """One rank's part in the passes of a shared model.
-
-    What is exchanged passes through host memory on every rank, on whatever each of them computes.
-
-    Attributes:
-        num_passes: passes that all ranks have run together.
-        num_rows: rows of these passes.
-        send: brings rows of the host to where this rank computes.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._is_open = False
-        self.send: Callable[[Tensor], Tensor] = lambda rows: rows
-        self.num_passes = 0
-        self.num_rows = 0
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Run the same pass on all ranks meanwhile."""
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
-
-    def share(self, rows: Tensor) -> Tensor:
-        """Return the head's rows, on every rank."""
-        if not self._is_open:
-            return rows
-        self.num_passes += 1
-        self.num_rows += len(rows)
-        return self.send(self._transport.broadcast(rows.cpu()))
-
-    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return the columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
-        before = sum(widths[: self._transport.rank])
-        if not self._is_open:
-            return pad(part, (before, sum(widths) - before - part.shape[-1]))
-        return self.send(self._transport.gather(part.flatten(0, -2).cpu(), widths)).unflatten(
-            0, part.shape[:-1]
-        )
-
-
-def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
-    """Let every layer of a model without storage compute one rank's rows, and gather the others'.
-
-    On the head the input of the first layer is shared with other ranks, which ask `Exchange.share`
-    for it. Raises `UserError` for other modules.
-    """
-    layers = layer_stacks(meta_model)[0]
-    if rank == 0:
-        layers[0].register_forward_pre_hook(partial(_share_input, exchange), with_kwargs=True)
-    for layer in layers:
-        for name, matrix in sharding.matrices.items():
-            module = layer.get_submodule(name)
-            if not is_plain_product(module):
-                raise UserError(
-                    f"layers cannot be shared, {name} is no plain product: run it on one rank, or as stages"
-                )
-            _cut(module, matrix.rows_R[rank].num)
-            if matrix.role is ShardRole.JOINED:
-                widths = sharding.input_widths(name)
-                module.register_forward_pre_hook(partial(_gather_input, exchange, widths))
-            if matrix.role is not ShardRole.OWN:
-                module.register_forward_hook(
-                    partial(_gather_output, exchange, sharding.widths(name))
-                )
-
-
-def _cut(module: nn.Linear, num_rows: int) -> None:
-    module.out_features = num_rows
-    for key, whole in module._parameters.items():
-        if whole is not None:
-            part = torch.empty(num_rows, *whole.shape[1:], dtype=whole.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(part, requires_grad=False)
-
-
-def _share_input(
-    exchange: Exchange, _: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    hidden_1TD = args[0] if args else kwargs["hidden_states"]
-    shared_1TD = exchange.share(hidden_1TD[0])[None]
-    return (
-        ((shared_1TD, *args[1:]), kwargs)
-        if args
-        else (args, {**kwargs, "hidden_states": shared_1TD})
-    )
-
-
-def _gather_input(
-    exchange: Exchange, widths: Sequence[int], _: nn.Module, args: tuple[Tensor]
-) -> tuple[Tensor]:
-    return (exchange.gather(args[0], widths),)
-
-
-def _gather_output(
-    exchange: Exchange, widths: Sequence[int], _: nn.Module, __: Any, output: Tensor
-) -> Tensor:
-    return exchange.gather(output, widths)
-
-
 Tell = Callable[[Message], None]
-# returns this rank's figures now
-Read = Callable[[], RankFigures]
 
 
 class ShardedTarget(Target):
@@ -150,21 +40,23 @@ class ShardedTarget(Target):
 
     def __init__(
         self,
-        *args: Any,
+        model: StreamedModel,
+        stream: Layers,
+        plan: MemoryPlan,
+        *,
         transport: Transport,
         exchange: Exchange,
-        read: Read,
         on_layer: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
-        super().__init__(*args, on_layer=self._hear_layer, **more)
+        super().__init__(model, stream, plan, on_layer=self._hear_layer, **more)
         exchange.send = self.send
         self._transport = transport
         self._exchange = exchange
         self._listener = on_layer
         self._is_broken = False
         self._held_back: BaseException | None = None
-        self._read = read
+        self._own_figures = partial(exchange.figures, stream, plan)
 
     def new_cache(self) -> KVCache:
         """Return an empty cache, which all other ranks follow."""
@@ -179,7 +71,8 @@ class ShardedTarget(Target):
         """
         self._require_whole()
         self._tell(Message(Kind.WORD))
-        return [RankFigures(*told) for told in all_gather_objects(self._transport, self._read())]
+        told = all_gather_objects(self._transport, self._own_figures())
+        return [RankFigures(*one) for one in told]
 
     def stop(self) -> None:
         """End the other ranks, as far as they have not ended; no pass follows."""
@@ -255,7 +148,6 @@ def serve_shard(
     plan: MemoryPlan,
     transport: Transport,
     exchange: Exchange,
-    read: Read,
 ) -> None:
     """Follow the head until it ends.
 
@@ -271,7 +163,7 @@ def serve_shard(
             num_path = order.numbers[0]
             cache.commit(order.numbers[1 : 1 + num_path], order.numbers[1 + num_path :])
         elif order.kind is Kind.WORD:
-            all_gather_objects(transport, read())
+            all_gather_objects(transport, exchange.figures(stream, plan))
         else:
             assert order.kind is Kind.RUN and order.payload is not None, (
                 f"{order.kind.name} is no order"

@@ -17,11 +17,14 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from offload.checkpoint.cuts import Section
 from offload.distributed.orders import (
     HEAD,
     RunMessage,
@@ -30,16 +33,22 @@ from offload.distributed.orders import (
     read_run,
     sampling_of,
 )
+from offload.distributed.section import load_section
 from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart
 from offload.model.section import SectionModel
+from offload.rank_roles import TIMED_ROWS
 from offload.sampling.sampler import Logits, Sampler, or_no_token
 from offload.streaming.layers import Layers
+from offload.timer import timed
 from offload.units import Sampling
 
 _ENDS = (Kind.STOP, Kind.ERROR)
+_NUM_TIMES = 2
+_LONG_S = 1.0  # a pass that takes longer is timed for one row alone
 # tells whether the run is no longer needed
 Cancelled = Callable[[], bool]
 
@@ -150,7 +159,15 @@ class PipelineStage:
             return None
         return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])
 
-    def try_out(self, num_rows: int) -> None:
+    def pass_times(self) -> list[float]:
+        """Time a pass over one row, and over ever more where it does not take long."""
+        seconds = [timed(partial(self._try_out, 1))]
+        for num_rows in TIMED_ROWS[1:] if seconds[0] < _LONG_S else ():
+            seconds[0] = min(seconds[0], timed(partial(self._try_out, 1)))
+            seconds.append(min(timed(partial(self._try_out, num_rows)) for _ in range(_NUM_TIMES)))
+        return seconds
+
+    def _try_out(self, num_rows: int) -> None:
         """Run a pass over `num_rows` of an empty text, for timing."""
         self.reset(0, Sampling())
         row_W = torch.arange(num_rows)
@@ -199,6 +216,17 @@ class PipelineStage:
         )
 
 
+def load_stage(
+    run: ResolvedRun, section: Section, plan: MemoryPlan, resources: ExitStack
+) -> PipelineStage:
+    """Return the stage of this section, whose stream has begun; it is open as long as `resources`."""
+    has_host_table = run.device is not None
+    model, stream = load_section(
+        run, run.files.target, section, plan, resources, has_host_table=has_host_table
+    )
+    return PipelineStage(model, stream, plan, slow_layer_s=run.options.slow_layer_s)
+
+
 def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineStage) -> None:
     """Do what arrives on DATA until the head says STOP, or an ERROR of a stage before passes.
 
@@ -206,7 +234,7 @@ def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineSta
     behind, and is raised.
     """
     cancellations = _Cancellations(transport)
-    service = _Service(transport, neighbours, stage, cancellations)
+    service = _StageService(transport, neighbours, stage, cancellations)
     try:
         while service.do(transport.receive(neighbours.before, Channel.DATA)):
             pass
@@ -216,7 +244,7 @@ def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineSta
         service.fail(error)
 
 
-class _Service:
+class _StageService:
     """One stage between its neighbours."""
 
     def __init__(

@@ -41,9 +41,9 @@ def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = 
         if roles is None:
             return _open(run, request or Request(), Team(), resources)
         if roles.is_sharded:
-            team = LOADERS["shards"](run, request, resources, transport)
+            team = LOADERS["shards"](run, resources, transport)
             return _open(team.own(run), request or Request(), team, resources)
-        pipeline: Decoder = LOADERS["stages"](run, request, resources, transport)
+        pipeline: Decoder = LOADERS["stages"](run, resources, transport, request)
         return pipeline
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration import link
-from offload.checkpoint.hub import fetch, is_here, open_headers
+from offload.checkpoint.hub import fetch, is_here, open_headers, require_one_vocabulary
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Hooks
@@ -27,7 +27,8 @@ from offload.memory.planner import MemoryBudget, ModelFiles, ram_warning, requir
 from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import Costs, costs_on
-from offload.planning.hardware import Hardware
+from offload.planning.expert_ways import with_experts
+from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
@@ -40,11 +41,11 @@ from offload.planning.profile import (
     unprofiled,
 )
 from offload.planning.room import budget_of, traffic_in
-from offload.planning.selector import RunSettings, TreeSelector, routing_in, with_experts
+from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.trees.spec import TreeSpec
-from offload.units import Sampling, require
+from offload.units import Sampling, parse_rate, require
 
 # it brings torch along, which other machines are planned without
 if TYPE_CHECKING:
@@ -66,6 +67,22 @@ class Assumptions(NamedTuple):
     disk_bytes_per_s: float | None = None
     # returns headers by name and config
     read: ReadHeaders = describe
+    # what describes the ranks, where several share the target
+    ranks: str | None = None
+
+    @classmethod
+    def of(
+        cls, hardware: str | None, disk_speed: str | int | None, read: ReadHeaders = describe
+    ) -> "Assumptions":
+        """Return what a user names: another machine, and bytes per second such as `3GB`.
+
+        Raises `UserError`.
+        """
+        disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
+        machine = find_hardware(hardware) if hardware else None
+        if machine is not None and disk_bytes_per_s is not None:
+            machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
+        return cls(machine, disk_bytes_per_s, read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +114,11 @@ class ResolvedRun:
         return self.assumed and self.assumed.disk_bytes_per_s
 
     @property
+    def ranks(self) -> str | None:
+        """Return what the user names the ranks by; None for one process."""
+        return self.options.ranks or (self.assumed and self.assumed.ranks)
+
+    @property
     def is_elsewhere(self) -> bool:
         """Return whether no link of this machine and no profile made on it says anything."""
         return self.hardware is not None or (self.budget.gpu is not None and self.device is None)
@@ -125,7 +147,7 @@ class ResolvedRun:
 
         What each of several ranks has room for is settled when they have met.
         """
-        if self.options.ranks is None:
+        if self.ranks is None:
             num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
             self.plan_for(self.options.parallel * num_nodes)
 
@@ -245,7 +267,7 @@ def resolve(
     Raises `UserError` for options, models or memory that cannot serve.
     """
     options.tree_spec(has_draft=draft is not None)
-    check_held(draft, options.draft_dtype, options.ranks)
+    check_held(draft, options.draft_dtype, options.ranks or (assumed and assumed.ranks))
     device = device or _own_device(options, assumed)
     hooks.on_phase("reading headers")
     names = models_to_read(model, draft)
@@ -257,7 +279,9 @@ def resolve(
     admit(run)
     if assumed is None:
         run = replace(run, files=as_files(fetch(names, headers, hooks.on_phase)))
-    if options.ranks is not None:
+    elif run.files.draft is not None and not run.files.draft.is_copy:
+        require_one_vocabulary(run.files.target, run.files.draft)
+    if run.ranks is not None:
         require_no_states(run.files, run.options.dtype)
         return run
     num_nodes = None if run.tree.is_chosen else run.tree.num_nodes
@@ -284,7 +308,7 @@ def settle(
 
     Raises `UserError` for options that do not go with the models or the machine.
     """
-    hardware, disk_bytes_per_s, _ = assumed or Assumptions()
+    hardware, disk_bytes_per_s, *_ = assumed or Assumptions()
     budget = budget_of(options, str(device.place) if device else None, hardware)
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     is_for_here = hardware is None and disk_bytes_per_s is None

@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from offload.kernels.gated_delta import (
+    BASE,
+    DeltaRows,
+    agrees,
+    walk_heads_compiled,
+    walk_heads_reference,
+)
 from offload.model.thread_team import TEAM
 
 RowInputs = dict[str, Tensor]  # (T, ...) each
 _LEAST_CHUNK = 16  # rows: fewer are as quick one by one
 _LIGHTNING_CHUNK = 64  # rows
 LARGE_STATE_BYTES = 1 << 20  # of a layer; smaller ones stay in a processor's cache anyway
-_HEADS_BYTES = 1 << 19  # of their states at once
+# heads that a thread takes at once: in torch by the bytes of their states
+_HEADS_COMPILED = 4
+_HEADS_BYTES = 1 << 19
 _NORM_EPS = 1e-6  # of `l2norm` in all families
 _DECAYS_BY_HEAD = ("torch_recurrent_gated_delta_rule",)
 _UNLIMITED = (0.0, float("inf"))
@@ -100,10 +109,6 @@ class GatedDelta:
 
     def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """See `Recurrence`."""
-        if self._is_large(state):
-            # no mode has to watch these
-            with torch._C.DisableTorchFunction():
-                return _large_steps(state, rows, **fixed)
         alone = {name: row[:, None] for name, row in rows.items()}
         out, state = self._step(**alone, **fixed, initial_state=state, output_final_state=True)
         return out[:, 0], state
@@ -114,8 +119,11 @@ class GatedDelta:
         """See `Recurrence`."""
         rows = {"query": rows["key"]} | rows
         is_by_steps = is_exact or len(rows["key"]) < _LEAST_CHUNK
-        if is_by_steps and self._is_large(state):
-            return one_by_one(self, state, rows, fixed)
+        if is_by_steps and self.walks(state):
+            num_rows = len(rows["key"])
+            chain = [(row, 0 if row else BASE, 0) for row in range(num_rows)]
+            after = torch.empty_like(state)
+            return self.walk(state, rows, fixed, torch.tensor(chain), after), after
         function = self._step if is_by_steps else self._scan
         together = {name: row[None] for name, row in rows.items()}
         out, state = function(**together, **fixed, initial_state=state, output_final_state=True)
@@ -125,51 +133,70 @@ class GatedDelta:
         """See `Recurrence`."""
         return out_T[None], None
 
-    def _is_large(self, state: Tensor) -> bool:
+    def walks(self, state: Tensor) -> bool:
         """Whether steps are taken here; the library's leave caches with every operation."""
         name = getattr(self._step, "__name__", "")
         is_here = state.device.type == "cpu" and name in _DECAYS_BY_HEAD
         return is_here and state[0].nbytes >= LARGE_STATE_BYTES
 
+    def walk(
+        self,
+        state: Tensor,
+        rows: RowInputs,
+        fixed: dict[str, Any],
+        step_R3: Tensor,
+        after: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs (T, ...) of the rows that `step_R3` names, see `RowTree.slots`.
 
-def _large_steps(
-    state: Tensor, rows: RowInputs, *, use_qk_l2norm_in_kernel: bool
-) -> tuple[Tensor, Tensor]:
-    """Take steps of the gated delta rule with a decay for each head.
+        Operations, and so bits, are the library's, but threads take a few heads each through all
+        steps.
 
-    The operations, and so the bits, are those of transformers' `torch_recurrent_gated_delta_rule`,
-    but a few heads at a time, which threads share, and into the same memory.
-    """
-    num_heads = state.shape[1]
+        Args:
+            after: receives the last state (1, ...) where all steps have one slot.
+        """
+        # no mode has to watch these
+        with torch._C.DisableTorchFunction():
+            given = _delta_rows(rows, state.shape[1], **fixed)
+            out = torch.empty(given.value_THV.shape)
+            _walk(state[0].contiguous(), given, step_R3, after, out)
+            return out.to(rows["query"].dtype)
+
+
+def _delta_rows(rows: RowInputs, num_heads: int, *, use_qk_l2norm_in_kernel: bool) -> DeltaRows:
     query, key, value, beta, decay = (
-        rows[name].float() for name in ("query", "key", "value", "beta", "g")
+        rows[name].float().contiguous() for name in ("query", "key", "value", "beta", "g")
     )
     query, key = (one.repeat_interleave(num_heads // one.shape[1], dim=1) for one in (query, key))
     if use_qk_l2norm_in_kernel:
         query = _normed(query)
         key = _normed(key)
     query = query / (query.shape[-1] ** 0.5)
-    decay = decay.exp()
-    after = torch.empty((len(value), *state.shape[1:]))
-    out = torch.empty(value.shape)
-    at_once = max(1, _HEADS_BYTES // state[0, 0].nbytes)
-    parts = [slice(lo, lo + at_once) for lo in range(0, num_heads, at_once)]
-    left = iter([(row, some) for row in range(len(value)) for some in parts])
+    return DeltaRows(query, key, value, beta, decay.exp())
+
+
+def _walk(
+    base_HKV: Tensor, rows: DeltaRows, step_R3: Tensor, after: Tensor | None, out_THV: Tensor
+) -> None:
+    """Share the heads among threads; each has slots of its own where no state is asked for."""
+    num_heads = len(base_HKV)
+    num_slots = int(step_R3[:, 2].max()) + 1
+    assert after is None or num_slots == 1, "the last step leaves the last state"
+    is_compiled = agrees(*base_HKV.shape[1:])
+    walk_heads = walk_heads_compiled if is_compiled else walk_heads_reference
+    at_once = _HEADS_COMPILED if is_compiled else max(1, _HEADS_BYTES // base_HKV[0].nbytes)
+    parts = [(lo, min(lo + at_once, num_heads)) for lo in range(0, num_heads, at_once)]
+    left = iter(parts)
 
     def take() -> None:
-        scratch = torch.empty(min(at_once, num_heads), *state.shape[2:])
-        for row, some in left:
-            before = state[row, some]
-            own = scratch[: len(before)]
-            own_key = key[row, some, :, None]
-            new = torch.mul(before, decay[row, some, None, None], out=after[row, some])
-            held = torch.mul(new, own_key, out=own).sum(1)
-            delta = (value[row, some] - held) * beta[row, some, None]
-            new.add_(torch.mul(own_key, delta[:, None], out=own))
-            torch.sum(torch.mul(new, query[row, some, :, None], out=own), 1, out=out[row, some])
+        states = after
+        if states is None:
+            num_held = 1 if is_compiled else min(at_once, num_heads)
+            states = torch.empty(num_slots, num_held, *base_HKV.shape[1:])
+        for some in left:
+            walk_heads(base_HKV, rows, step_R3, some, states, out_THV)
 
     TEAM.run(take, len(parts))
-    return out.to(rows["query"].dtype), after
 
 
 def _normed(row_THK: Tensor) -> Tensor:

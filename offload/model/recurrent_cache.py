@@ -22,7 +22,7 @@ from torch import Tensor
 
 from offload.memory.plan import WIDE_STATES_BYTES
 from offload.model.kv_cache import Held, KVCache
-from offload.model.recurrences import Inputs, Recurrence, RowInputs
+from offload.model.recurrences import GatedDelta, Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
 
 _CONVOLVED = "convolved"
@@ -55,6 +55,7 @@ class PassRows:
         # of the tree, earlier passes have run the others
         self.first = len(tree) - (num_rows - num_certain)
         self._steps = dict[tuple[bool, torch.device], Steps]()
+        self._walk: Tensor | None = None
         self._places = dict[tuple[int, torch.device], Tensor]()
 
     @property
@@ -83,6 +84,13 @@ class PassRows:
             found = self.tree.steps(needed, is_wide=is_wide)
             self._steps[is_wide, where] = [(rows, torch.tensor(rows).to(where)) for rows in found]
         return self._steps[is_wide, where]
+
+    def walk(self) -> Tensor:
+        """What `steps` needs, with slots for states instead; see `RowTree.slots`."""
+        if self._walk is None:
+            needed = self.tree.with_ancestors(range(self.first, self.end))
+            self._walk = torch.tensor(self.tree.slots(needed))
+        return self._walk
 
 
 class RecurrentCache(KVCache):
@@ -188,13 +196,22 @@ class RecurrentCache(KVCache):
                 name: torch.cat([*self._earlier(layer, name, rows), row_T])
                 for name, row_T in own.items()
             }
-            is_wide = len(known["x" if "x" in known else "key"]) * state.nbytes <= WIDE_STATES_BYTES
-            run = _by_levels if is_wide else _by_branches
-            steps = rows.steps(state.device, is_wide=is_wide)
-            out = run(recurrence, state, Inputs(known, inputs.fixed), steps, rows.tree.parents)
+            out = self._scan_tree(state, rows, recurrence, Inputs(known, inputs.fixed))
             outs.append(out[rows.first : rows.end])
             self._keep(layer, {name: own[name] for name in recurrence.kept}, rows)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _scan_tree(
+        self, state: Tensor, rows: PassRows, recurrence: Recurrence, known: Inputs
+    ) -> Tensor:
+        """Outputs of the tree's rows, by their inputs; of rows that need not run, anything."""
+        if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
+            return recurrence.walk(state, *known, rows.walk())
+        num_rows = len(next(iter(known.rows.values())))
+        is_wide = num_rows * state.nbytes <= WIDE_STATES_BYTES
+        run = _by_levels if is_wide else _by_branches
+        steps = rows.steps(state.device, is_wide=is_wide)
+        return run(recurrence, state, known, steps, rows.tree.parents)
 
     def _earlier(self, layer: int, name: str, rows: PassRows) -> list[Tensor]:
         """Return inputs of the tree's rows of earlier passes; what is not kept of them does not

@@ -9,13 +9,14 @@ last: a state goes when its last child has begun, and of N rows at most log2(N) 
 Rows are numbered as they were run; -1 is the state behind which all of them lie.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-BASE = -1
+from offload.kernels.gated_delta import BASE
+
 _DEAD = -2  # a row whose parent was dropped
 
 
@@ -88,6 +89,34 @@ class RowTree:
         for row in rows:
             levels[self._depths[row]].append(row)
         yield from (levels[depth] for depth in sorted(levels))
+
+    def slots(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The rows branch by branch: each with the slot of the state before it, or `BASE`, and the
+        slot for its own.
+
+        A slot is free when the last child has begun, so that child may write over it.
+        """
+        waiting = Counter(self.parents[row] for row in rows)
+        slots = {BASE: BASE}
+        free = list[int]()
+        num_slots = 0
+        found = []
+        for row in _by_branches(rows, self.parents):
+            parent = self.parents[row]
+            source = slots[parent]
+            waiting[parent] -= 1
+            if not waiting[parent] and parent != BASE:
+                free.append(source)
+            if not free:
+                free.append(num_slots)
+                num_slots += 1
+            target = free.pop()
+            found.append((row, source, target))
+            if waiting[row]:
+                slots[row] = target
+            else:
+                free.append(target)
+        return found
 
 
 def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:

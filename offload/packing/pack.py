@@ -27,7 +27,7 @@ from offload.checkpoint.safetensors import (
 )
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import ExponentWindow
-from offload.errors import ReadError, UserError
+from offload.errors import ReadError, UserError, require
 from offload.packing.folders import (
     FORMAT,
     check_disk,
@@ -48,7 +48,6 @@ from offload.packing.format import (
     write_original,
 )
 from offload.packing.writing import Portion, write_packed
-from offload.units import require
 
 _WEIGHTS = (
     ".safetensors",

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.planning.hardware import Hardware, find_hardware
-from offload.units import parse_size, require
+from offload.units import parse_size
 
 MAX_RANKS = 64  # of so many, stages are still found in seconds
 DRAWN_BYTES = 8  # the token of a row, which comes back from the last stage

@@ -92,7 +92,8 @@ class Curve:
         if len(self.sizes) == 1 or size <= self.sizes[0]:
             return self.seconds[0]
         hi = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
-        (x0, x1), (y0, y1) = self.sizes[hi - 1 : hi + 1], self.seconds[hi - 1 : hi + 1]
+        x0, x1 = self.sizes[hi - 1 : hi + 1]
+        y0, y1 = self.seconds[hi - 1 : hi + 1]
         slope = (y1 - y0) / (x1 - x0)
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.files import read_object
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.prompt_rows import Rates
-from offload.units import parse_rate, parse_size, require
+from offload.units import parse_rate, parse_size
 
 _GIB = 1 << 30
 _PCIE_4 = 25e9

@@ -12,10 +12,9 @@ from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.t5 import has_encoder
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.memory.planner import ModelFiles
 from offload.options import ModelOptions
-from offload.units import require
 
 BITS = {"int8": 8, "int4": 4}
 _OWN = "self"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
-from offload.errors import require
+from offload.errors import UserError, require
 from offload.memory.planner import require_dtype, require_experts, require_positions
 from offload.options import ModelOptions
 from offload.planning.profile import parse_profile
@@ -23,7 +23,7 @@ from offload.rank_roles import (
     require_place,
 )
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
-from offload.units import ByteSize, Rate, check_lenience, drafting_of, parse_rate
+from offload.units import ByteSize, Rate, Sampling, check_lenience, drafting_of, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 
@@ -202,3 +202,32 @@ class LoadOptions(ModelOptions):
         """Return the tree that is wanted. Raises `UserError` for one that nothing could fill."""
         has_sources = self.has_sources(has_draft=has_draft)
         return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
+
+    def planned_tree(self, *, has_draft: bool, tokens_per_sweep: float | None) -> TreeSpec:
+        """Return the tree to plan for, of which a sweep may be said to yield so many tokens.
+
+        Raises `UserError` for a tree without a draft, and for a yield that belongs to no one tree.
+        """
+        tree = self.tree_spec(has_draft=has_draft)
+        # what guesses yield depends on the text, and by themselves they take no room that there is not
+        if not has_draft:
+            is_left_out = tree.is_chosen or tree.kind == "none"
+            rule = "`tree` needs a `draft` to be planned for"
+            require(is_left_out, rule, repr(self.tree), "give `draft`, or leave `tree` out")
+            tree = TreeSpec("none")
+        if tokens_per_sweep is not None:
+            rule = "`tokens_per_sweep` must be 1 or more"
+            remedy = "a sweep yields one token at least"
+            require(tokens_per_sweep >= 1, rule, tokens_per_sweep, remedy)
+            if tree.is_chosen or tree.kind == "none":
+                raise UserError(
+                    f"`tokens_per_sweep` {tokens_per_sweep:g} belongs to one tree: name it, such as `tree` 128x20"
+                )
+        return tree
+
+    def profiled_sampling(self) -> Sampling:
+        """Return the settings that the named profile is for; greedy ones where none is named."""
+        if self.profile is None or self.has_no_profile:
+            return Sampling()
+        own = parse_profile(Path(self.profile)).identity
+        return Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)

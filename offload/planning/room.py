@@ -4,6 +4,9 @@ Invariant: free memory is asked for once, since loading takes some of it and it 
 are compared.
 """
 
+from dataclasses import replace
+
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError, require
 from offload.memory.planner import (
     MemoryBudget,
@@ -11,8 +14,8 @@ from offload.memory.planner import (
     default_gpu_bytes,
     default_ram_bytes,
 )
-from offload.memory.prompt_rows import USUAL_GPU
-from offload.planning.cost_model import Traffic
+from offload.memory.prompt_rows import USUAL_GPU, row_s
+from offload.planning.cost_model import Costs, Curve, Traffic, link_alone
 from offload.planning.hardware import Hardware, rates_of
 from offload.planning.options import LoadOptions
 from offload.units import ByteSize
@@ -56,3 +59,12 @@ def traffic_in(
         return Traffic.of(budget.plan(files, num_nodes), hardware)
     except UserError:
         return None
+
+
+def prompt_costs(budget: MemoryBudget, files: ModelFiles, num_rows: int) -> Costs | None:
+    """Return the costs of a prompt's pass by the rates that chose its rows; None without rates."""
+    if budget.rates is None:
+        return None
+    seconds = num_rows * row_s(model_shape(files.target, budget.dtype), budget.rates.flops_per_s)
+    compute_s = Curve((1, num_rows), (seconds / num_rows, seconds))
+    return replace(link_alone(budget.rates.link_bytes_per_s), compute_s=compute_s)

@@ -6,12 +6,6 @@ acceptance and a quick calibration at start; where texts share passes, also what
 shown. Every caller chooses from the same sizes: how large a tree may be follows from what its rows
 and its memory cost.
 
-`with_experts` decides, from headers alone, whether routed experts are read on demand or with their
-layers. It compares the bytes per token of either way with the tree that is best for it by the
-default acceptance, since how fast this machine computes is not known yet. Where a mixture chooses
-few of many experts, on demand wins by far; where its best tree needs nearly all of them, both ways
-read the same, and whole layers are never waited for.
-
 No torch, no clock. Invariant: no tree is larger than memory was planned for, an explicit choice is
 never changed, and the basis of a choice is reported.
 """
@@ -24,7 +18,7 @@ from typing import NamedTuple
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import (
@@ -40,8 +34,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import Profile
-from offload.planning.room import traffic_in
-from offload.planning.search import DEPTHS, TreeSearch, known_trees, search
+from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
 from offload.planning.seen import ObservedPass, ObservedPasses
 from offload.trees.spec import (
     AUTO_DEPTH,
@@ -69,9 +62,7 @@ _SPARE_TRAFFIC = 1.01  # bytes of a sweep with room for guesses over one without
 _MOST_KNOWN = 256  # choices that are kept
 _OFTEN = 8  # after each of the first passes a choice is made anew ...
 _SELDOM = 4  # ... and then after every so many
-# the trees that are compared to settle how experts are read
-_MAX_NODES = 128
-_MAX_DEPTH = 16
+_AS_STATIC = "; a dynamic tree counted as the static one of its size, which yields less"
 
 
 class RunSettings(NamedTuple):
@@ -107,6 +98,24 @@ class TreeChoice(NamedTuple):
     def is_dynamic(self) -> bool:
         """Return whether size and depth are bounds, and every step has a shape of its own."""
         return isinstance(self.shape, DynamicShape)
+
+    def tokens_range(
+        self, files: ModelFiles, dtype: str, profile: Profile | None, basis: str
+    ) -> tuple[tuple[float, float], str]:
+        """Return the least and most tokens per pass of this pair, and what they rest on."""
+        tokens = (self.tokens_per_sweep, self.tokens_per_sweep)
+        usual = prior_for(files.draft)
+        if profile is None and usual.is_copy:
+            why = f"{usual.source}, no measurement of this one"
+            return tokens, f"{why}; {basis}" if basis else why
+        if profile is None:
+            target, draft = (model_shape(one, dtype).num_weights for one in filter(None, files))
+            like = range_for(draft / target)
+            why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
+            tokens = like.of(self.tokens_per_sweep)
+            basis = f"{why}; {basis}" if basis else why
+        is_guess = self.is_dynamic and not (profile and profile.dynamic_yields)
+        return tokens, basis + (_AS_STATIC if is_guess else "")
 
     def as_dict(self) -> dict[str, object]:
         """Return the field `tree_choice` of `--json`."""
@@ -341,6 +350,19 @@ class TreeSelector:
     # passes of this decoder, where texts share them
     seen: ObservedPasses = field(default_factory=ObservedPasses)
 
+    @classmethod
+    def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
+        """Return what selects no tree, for a decoder whose guesses are made elsewhere."""
+        traffic = Traffic.of(plan)
+        none = (None, "no profile is wanted")
+        return cls(
+            TreeSpec("none"),
+            lambda *_: none,
+            lambda _: traffic,
+            context=plan.context,
+            has_draft=False,
+        )
+
     def took(self, one: ObservedPass) -> None:
         """Record a pass of several texts; the next choice for several uses it."""
         self.seen.add(one)
@@ -400,6 +422,26 @@ class TreeSelector:
             num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes
             for num in {1, self.parallel}
         )
+
+    def settle_link(
+        self, link_bytes_per_s: float | None, profile: Profile | None, *, is_here: bool
+    ) -> Costs | None:
+        """Note the rate of the link, and return the costs of a step that are known unmeasured.
+
+        They are None where nothing is known of computing. Then trees are no larger than memory has
+        room for, and weighed only where each row asks for bytes of its own. `is_here` says that
+        this machine will decode.
+        """
+        if is_here:
+            self.link_bytes_per_s = link_bytes_per_s
+            self.has_own_times = link_bytes_per_s is not None
+        costs = self.costs_of(profile)
+        if costs is None:
+            traffic = self.traffic_of(1)
+            asks = traffic is not None and traffic.experts is not None
+            self.costs = link_alone(link_bytes_per_s) if link_bytes_per_s and asks else None
+            self.max_nodes = self.most_nodes if self.spec.is_chosen else self.max_nodes
+        return costs
 
     def settle(self, plan: MemoryPlan) -> None:
         """Limit trees to those that memory is now planned for."""
@@ -491,58 +533,3 @@ class TreeSelector:
                 f"the tree is {shape.depth} deep, the context has {self.context} positions: "
                 "raise `context` or name a tree that is less deep"
             )
-
-
-def with_experts(
-    budget: MemoryBudget, files: ModelFiles, *, num_nodes: int | None = None
-) -> MemoryBudget:
-    """Return the budget with `experts` settled as demand or layers.
-
-    Routing is taken as is usual: profiles are looked for later, since their counts are of experts
-    that are read on demand.
-
-    Args:
-        num_nodes: of the tree that was named; None compares the best ones.
-    """
-    if budget.experts != "auto":
-        return budget
-    if model_shape(files.target, budget.dtype).experts is None or not _is_streamed(
-        budget, files, num_nodes or 1
-    ):
-        return replace(budget, experts="layers")
-    sizes = (
-        [num_nodes]
-        if num_nodes
-        else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
-    )
-    ways = [replace(budget, experts=experts) for experts in ("demand", "layers")]
-    # on demand, where both are equal
-    return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))
-
-
-def _is_streamed(budget: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
-    """Return whether layers are streamed; a budget that is too small is refused later."""
-    try:
-        return budget.plan(files, num_nodes).is_streamed
-    except UserError:
-        return True
-
-
-def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
-    """Return the cost per token at a byte per second, with the best tree of these sizes.
-
-    It is infinite where none fits.
-    """
-    trees = known_trees(
-        prior_for(files.draft).acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH
-    )
-    found = [float("inf")]
-    for size in sizes:
-        traffic = traffic_in(budget, files, size)
-        if traffic is not None:
-            found.append(_sweep_s(traffic, size) / trees.expected(size, min(_MAX_DEPTH, size)))
-    return min(found)
-
-
-def _sweep_s(traffic: Traffic, num_rows: int) -> float:
-    return step_of(link_alone(1.0), traffic, num_rows, ()).sweep_s

@@ -19,8 +19,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.hub import require_one_vocabulary
-from offload.checkpoint.sizes import model_shape
 from offload.distributed.layout import (
     ClusterLayout,
     ClusterRequest,
@@ -30,25 +28,20 @@ from offload.distributed.layout import (
 )
 from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles, require_no_states
 from offload.planning.acceptance import prior_for
 from offload.planning.cluster import Cluster, Gathers, read_cluster
 from offload.planning.cost_model import (
-    NOTHING,
     VERIFY_S,
     Costs,
     Curve,
     Traffic,
-    costs_on,
     draft_widths,
 )
 from offload.planning.model_facts import ModelFacts
-from offload.planning.near_copy import check_held
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
-from offload.reports.estimate import planned_tree, profiled_sampling, tokens_of
 from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
 from offload.units import Sampling
@@ -247,20 +240,11 @@ def forecast(
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
     """
     cluster = read_cluster(ranks)
-    tree = planned_tree(options, draft, tokens_per_sweep)
-    check_held(draft, options.draft_dtype, str(ranks))
-    names = [model] if draft is None else [model, draft]
-    # the head's memory need not hold what ranks share, so it admits any model
-    head = Assumptions(cluster.ranks[0])
-    run = resolve(model, draft, options, assumed=head, admit=lambda run: None)
-    files = run.files
-    dtype = run.options.dtype
-    if files.draft is not None:
-        require_one_vocabulary(files.target, files.draft)
-    require_no_states(files, dtype)
-    profile, _ = run.profile_finder()(*run.settings(profiled_sampling(options)))
-    request = ClusterRequest(files, cluster, dtype, options.context, options.rule)
-    models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
+    tree = options.planned_tree(has_draft=draft is not None, tokens_per_sweep=tokens_per_sweep)
+    run = resolve(model, draft, options, assumed=Assumptions(cluster.ranks[0], ranks=str(ranks)))
+    profile, _ = run.profile_finder()(*run.settings(options.profiled_sampling()))
+    request = ClusterRequest(run.files, cluster, run.options.dtype, options.context, options.rule)
+    models = tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, run.files)))
     one_way = partial(_one_way, request, tree, profile, tokens_per_sweep)
     shards = one_way("shards")
     stages = one_way("stages")
@@ -271,7 +255,7 @@ def forecast(
         models,
         (shards, stages),
         *_better(request, shards, stages),
-        not _knows_compute(request),
+        not request.knows_compute,
     )
 
 
@@ -284,7 +268,7 @@ def _one_way(
 ) -> ClusterForecast:
     lay_out = partial(_LAY_OUT[kind], request)
     try:
-        plain = _LAY_OUT[kind](request._replace(files=ModelFiles(request.files.target)), 1)
+        plain = _LAY_OUT[kind](request._replace(files=request.files._replace(draft=None)), 1)
         rates = list[ForecastRate]()
         chosen = plain
         if kind == "stages":
@@ -332,11 +316,11 @@ def _choice(
         num_nodes = min(_TYPICAL_NODES, max_nodes)
     layout = lay_out(num_nodes)
     costs = None
-    if _knows_compute(request):
+    if request.knows_compute:
         seconds = tuple(_pass(request, layout, rows).seconds for rows in _CURVE_ROWS)
         costs = Costs(
             compute_s=Curve(_CURVE_ROWS, seconds),
-            draft_step_s=_draft_curve(request, layout),
+            draft_step_s=layout.draft_step_s(request),
             verify_s=VERIFY_S,
             # the curve holds the whole pass, link included
             link_bytes_per_s=1.0,
@@ -355,7 +339,7 @@ def _choice(
         usual=prior_for(request.files.draft),
     )
     choice = trees.for_run(Sampling(), request.rule)
-    return choice.shape, *tokens_of(request.files, request.dtype, choice, profile, choice.why)
+    return choice.shape, *choice.tokens_range(request.files, request.dtype, profile, choice.why)
 
 
 def _fits(lay_out: Callable[[int], ClusterLayout], num_nodes: int) -> bool:
@@ -377,9 +361,9 @@ def _rate(
     num_rows = shape.num_nodes
     label = label_of(shape)
     one = _pass(request, layout, num_rows)
-    curve = _draft_curve(request, layout)
+    curve = layout.draft_step_s(request)
     draft_s = sum(curve.at(width) for width in draft_widths(shape)) if num_rows > 1 else 0.0
-    seconds = draft_s + one.seconds + (VERIFY_S if _knows_compute(request) else 0.0)
+    seconds = draft_s + one.seconds + (VERIFY_S if request.knows_compute else 0.0)
     num_in_flight = 1
     num_stages = len(layout.parts)
     if num_rows > 1 and not isinstance(layout.exchange, Gathers):
@@ -418,23 +402,11 @@ def _stage_times(
     request: ClusterRequest, layout: ClusterLayout, num_rows: int
 ) -> tuple[list[float], list[float]]:
     """Return (seconds of links, seconds of processors) by rank."""
-    compute_s = [part.compute_s.at(num_rows) if part.compute_s else 0.0 for part in layout.parts]
-    return [part.link_s for part in layout.parts], compute_s if _knows_compute(request) else [
-        0.0
-    ] * len(compute_s)
-
-
-def _knows_compute(request: ClusterRequest) -> bool:
-    return all(machine.flops_per_s for machine in request.cluster.ranks)
-
-
-def _draft_curve(request: ClusterRequest, layout: ClusterLayout) -> Curve:
-    """Return seconds of a draft step against its rows, on the head."""
-    if request.files.draft is None or not _knows_compute(request):
-        return NOTHING
-    draft = model_shape(request.files.draft, request.dtype)
-    head = layout.parts[0]
-    return costs_on(head.machine, draft, draft, layout.parts[0].plan.context // 2).draft_step_s
+    compute_s = [
+        part.compute_s.at(num_rows) if part.compute_s and request.knows_compute else 0.0
+        for part in layout.parts
+    ]
+    return [part.link_s for part in layout.parts], compute_s
 
 
 def _better(
@@ -449,7 +421,7 @@ def _better(
     assert shards.layout is not None and stages.layout is not None
     one = shards.usual
     link_s = max(part.link_s for part in shards.layout.parts)
-    if not (link_s or _knows_compute(request)):
+    if not (link_s or request.knows_compute):
         return "shards", "all of it stays in memory: computing decides, and nothing is known of it"
     exchanges = f"exchanges for {one.num_rows} row{'s' if one.num_rows > 1 else ''} take {one.exchange_s:.2g} s"
     if shards.s_per_token <= stages.s_per_token:

@@ -1,22 +1,13 @@
-"""An answer in the making: what the texts of a request have gained, in the words of OpenAI's
-protocol.
+"""An answer in the making: what the texts of a request have gained, in OpenAI's words.
 
-One class for what chat and plain completions share, a subclass for each. Invariant: the chunks of a
-stream, put together, are the choices of the answer that is sent whole.
+`Answer` has what chat and plain completions share, with a subclass for each. `ToolCalls` finds
+calls of tools in what a model writes, in the forms that common models were taught: Hermes and Qwen
+write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 an answer that is one such
+object (with `parameters`), Mistral a list of them. `TokenNames` tells of single tokens: a token's
+text alone may be half a character, its bytes are exact.
 
-Calls of tools in what a model writes: found in its text, in the forms that common models were
-taught.
-
-Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 an answer
-that is one such object (with `parameters`), Mistral a list of them. Invariant: text that turns out
-to be no call is handed out as text, and none of it is lost.
-
-Tokens by themselves, as clients are told of them: text, bytes, chances, and the tree that a pass
-has scored.
-
-A token's text alone may be half a character; its bytes are exact. Byte-level vocabularies write
-each byte as a character of their own (GPT-2's table), SentencePiece's write some as `<0xE6>` and a
-space as a block.
+Invariants: the chunks of a stream, put together, are the choices of the answer that is sent whole.
+Text that turns out to be no call is handed out as text, and none of it is lost.
 """
 
 import json
@@ -38,7 +29,7 @@ _CLOSE = "</tool_call>"
 
 
 class ToolCalls:
-    """Takes one answer piece by piece. Without tools (`is_wanted` False) all is text."""
+    """Finds calls of tools in one answer, piece by piece; without tools all is text."""
 
     def __init__(self, *, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
@@ -47,7 +38,7 @@ class ToolCalls:
         self._calls: list[dict[str, Any]] = []
 
     def push(self, piece: str) -> str:
-        """Text that is no part of a call, as far as that is certain."""
+        """Return text that is no part of a call, as far as that is certain."""
         if not self._is_wanted:
             return piece
         self._held += piece
@@ -70,7 +61,7 @@ class ToolCalls:
         return said.rstrip() if self._calls and not said.strip() else said
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """What is left of the text, and all calls."""
+        """Return what is left of the text, and all calls."""
         held = self._held
         self._held = ""
         if not self._is_wanted or not held:
@@ -85,7 +76,7 @@ class ToolCalls:
 
 
 def _read(text: str) -> list[dict[str, Any]]:
-    """Calls in a text that is one, or a list of them; none where it is anything else."""
+    """Return the calls in a text that is one, or a list of them; none where it is anything else."""
     try:
         value = json.loads(text)
         values = value if isinstance(value, list) else [value]
@@ -108,7 +99,7 @@ def _read(text: str) -> list[dict[str, Any]]:
 
 
 def _num_begun(text: str) -> int:
-    """Characters at its end that a tag may begin with."""
+    """Return how many characters at its end a tag may begin with."""
     return next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
 
 
@@ -116,8 +107,9 @@ _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
 class TokenNames:
-    """What the tokens of one vocabulary are called; those that end a text are no part of it, and
-    not told of.
+    """What the tokens of one vocabulary are called.
+
+    Those that end a text are no part of it, and not told of.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
@@ -157,7 +149,7 @@ class TokenNames:
         }
 
     def told(self, passed: PassFigures) -> dict[str, Any]:
-        """What a pass did, for the page: its tree with the text of each node, and what it took."""
+        """Return what a pass did, for the page: its tree with texts, and what it took."""
         return {
             "parents": passed.parents,
             "tokens": [self.text(token) for token in passed.tokens],
@@ -170,7 +162,7 @@ class TokenNames:
         }
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token adds to a text."""
+        """Return what a token adds to a text."""
         return self._pieces.bytes_of(token)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
@@ -189,8 +181,9 @@ _FINGERPRINT = f"offload-{__version__}"
 
 
 class Answer:
-    """To one request, with a choice for each ticket. Raises what has ended a text wherever its end
-    is asked for.
+    """An answer to one request in the making, with a choice for each ticket.
+
+    What has ended a text is raised wherever its end is asked for.
     """
 
     kind: ClassVar[str]
@@ -211,11 +204,11 @@ class Answer:
         }
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks before anything was written."""
+        """Return the chunks before anything was written."""
         return []
 
     def chunks(self, index: int, piece: TextPiece | None) -> list[dict[str, Any]]:
-        """Chunks for what a text has gained, or for its end."""
+        """Return the chunks for what a text has gained, or for its end."""
         if piece is None:
             choices = self._last(index, self._result(index))
             passed = None
@@ -230,13 +223,13 @@ class Answer:
         return chunks
 
     def closing(self) -> list[dict[str, Any]]:
-        """Chunks behind the end of all texts."""
+        """Return the chunks behind the end of all texts."""
         if not self._body.has_usage_chunk:
             return []
         return [self._chunk([]) | {"usage": self._usage()}]
 
     def whole(self) -> dict[str, Any]:
-        """Everything at once, when all texts have ended."""
+        """Return everything at once, when all texts have ended."""
         choices = [self._choice(index, self._result(index)) for index in range(len(self._tickets))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -293,7 +286,7 @@ class ChatAnswer(Answer):
         self._has_logprobs = bool(body.logprobs)
 
     def opening(self) -> list[dict[str, Any]]:
-        """Who speaks, in every choice."""
+        """Return who speaks, in every choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([self._delta(index, delta)]) for index in range(len(self._tickets))]
 

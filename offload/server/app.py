@@ -1,18 +1,11 @@
-"""The routes. Whatever they answer is in OpenAI's form, errors included; what they do is the
-engine's.
+"""The routes of the server, its figures for Prometheus, and the chat page.
 
-The app is there before its engine, so that `/health` can say that the model is loading: until
-`app.state.engine` is set, all else is refused with 503. Invariant: no route waits in the server's
-own thread for what takes time.
+Whatever routes answer is in OpenAI's form, errors included; what they do is the engine's. The app
+is there before its engine, so that `/health` can say that the model is loading: until
+`app.state.engine` is set, all else is refused with 503.
 
-Figures of an engine in Prometheus' text format, version 0.0.4: counters since the start, gauges of
-now.
-
-The chat page, and the headers under which a browser runs its one script and nothing else.
-
-Why hashes: they need no state between answers, and a page that was changed by accident does not run
-half. Invariant: the bytes that are sent are those that were hashed, and the page has one style and
-one script, without an address.
+Invariants: no route waits in the server's own thread for what takes time. The bytes of the page
+that are sent are those that were hashed, and it has one style and one script, without an address.
 """
 
 import base64
@@ -22,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -55,15 +49,16 @@ from offload.server.protocol import (
     parse,
     refusal_of,
 )
-from offload.server.stream import Arrivals, ClientGone, EventStream
+from offload.server.stream import ClientGone, EventStream, arrivals
 from offload.units import Sampling
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(figures: EngineFigures) -> str:
-    """One family of lines for each figure; rates are of the passes of the last minute, and 0 where
-    there was none.
+    """Return one family of lines for each figure, in Prometheus' text format.
+
+    Rates are of the passes of the last minute, and 0 where there was none.
     """
     moved = figures.moved
     recent = figures.recent
@@ -129,8 +124,10 @@ class Page(NamedTuple):
 
 
 def read_page(path: Path = _FILE) -> Page:
-    """The page with the headers that go with it. Raises `ValueError` for a page of several scripts
-    or styles.
+    """Return the page with the headers under which a browser runs its one script.
+
+    Hashes need no state between answers, and a page that was changed by accident does not run in
+    part. Raises `ValueError` for a page of several scripts or styles.
     """
     text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
     text = text.replace(
@@ -152,7 +149,7 @@ def read_page(path: Path = _FILE) -> Page:
 
 
 def _field(one: Option) -> str:
-    """A field of the settings for an option of drawing."""
+    """Return a field of the settings for an option of drawing."""
     low, high = one.page
     step = "1" if one.kind is int else "any"
     absent = "as the model suggests" if one.is_suggested else "a new one each time"
@@ -162,7 +159,7 @@ def _field(one: Option) -> str:
 
 
 def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """What answers `/`; the page is read now and once."""
+    """Return what answers `/`; the page is read now and once."""
     page = read_page()
 
     async def send(request: Request) -> Response:
@@ -172,7 +169,7 @@ def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:
 
 
 def _hash_of(text: str, tag: str) -> str:
-    """SHA-256 in base64 of the only element of that name, which must have no attributes."""
+    """Return the SHA-256 in base64 of the only element of that name, without attributes."""
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     if len(bodies) != 1 or text.count(f"<{tag}") != 1:
         raise ValueError(
@@ -185,13 +182,16 @@ _CLIENT_GONE = 499  # nginx's; it is never read
 
 
 def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
-    """A server of one engine, for any ASGI server. With None the model is loading until
-    `app.state.engine` is set.
+    """Return a server of one engine, for any ASGI server.
+
+    With None the model is loading until `app.state.engine` is set.
     """
     # Pages of documentation would load scripts from elsewhere; redirects would name the host that a
     # client names.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.engine, app.state.settings, app.state.began_s = engine, settings, int(time.time())
+    app.state.engine = engine
+    app.state.settings = settings
+    app.state.began_s = int(time.time())
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _no_route)
     for path, method, route in _ROUTES:
@@ -273,14 +273,14 @@ async def _answer(
     if body.is_streamed:
         keep_alive_s = request.app.state.settings.keep_alive_s
         return EventStream(made, tickets, headers, keep_alive_s=keep_alive_s, on_error=_log)
-    async with Arrivals(tickets, request.receive) as arrivals:
-        async for _ in arrivals.pieces():
+    async with aclosing(arrivals(tickets, request.receive)) as pieces:
+        async for _ in pieces:
             pass
         return JSONResponse(made.whole(), headers=headers)
 
 
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
-    """The body, checked. Raises `Refusal`."""
+    """Return the body, checked. Raises `Refusal`."""
     _engine(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # a page of a stranger's can send any other kind without asking first
@@ -331,7 +331,7 @@ def _model_card(request: HttpRequest) -> dict[str, Any]:
 
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
-    """For paths and methods that there are none of."""
+    """Answer for paths and methods that are not there."""
     assert isinstance(error, HTTPException), "registered for these"
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
     what = f"{request.method} {path:.80}"
@@ -342,8 +342,9 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 
 
 def _log(error: BaseException) -> None:
-    """Where a fault of ours lies; never what a client has sent, which an error's own words may
-    quote.
+    """Print where a fault of ours lies.
+
+    What a client has sent is never printed, and an error's own words may quote it.
     """
     if isinstance(error, RunError):
         print(f"offload: a request failed: {error}", file=sys.stderr, flush=True)

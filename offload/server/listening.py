@@ -12,8 +12,7 @@ import select
 import socket
 import threading
 
-from offload.errors import UserError
-from offload.units import require
+from offload.errors import UserError, require
 
 LOADING = "the model is loading: ask again later"
 _RETRY_S = 2
@@ -109,7 +108,7 @@ def _loading_answer(path: str, *, has_body: bool) -> bytes:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens there, on a free port for 0. Raises `UserError` where it cannot."""
+    """Return a socket that listens there, on a free port for 0. Raises `UserError`."""
     require(
         0 <= port < 1 << 16,
         "`port` must lie in [0, 65536)",
@@ -149,8 +148,9 @@ def address_of(bound: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's own alone; other names are
-    taken for public.
+    """Return whether an address, or the name `localhost`, is this machine's own alone.
+
+    Other names are taken for public.
     """
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback

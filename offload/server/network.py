@@ -1,15 +1,11 @@
-"""A socket and the thread that serves it: uvicorn, without its signals and its lines.
+"""The socket of a server: the thread that serves it, and who is let in before any route.
 
-The socket is bound by itself and first, so that a port that is taken is refused before a model is
-loaded. Invariant:
-no connection is held for nothing: a client that sends no request, or does not read an answer, is
-cut off after a while.
+uvicorn serves, without its signals and its lines. `Guard` is plain ASGI, so that a body is counted
+as it comes, with or without a Content-Length.
 
-What stands before every route: whom a request is for, whose it is, and how much it may send.
-
-Plain ASGI, so that a body is counted as it comes, with or without a Content-Length. Invariant:
-nothing behind this sees a request without the key, or more bytes than are allowed; keys are
-compared in constant time and never in an address.
+Invariants: no connection is held for nothing, since a client that sends no request, or does not
+read an answer, is cut off after a while. Nothing behind the guard sees a request without the key,
+or more bytes than are allowed; keys are compared in constant time and never in an address.
 """
 
 import asyncio
@@ -51,7 +47,8 @@ class Listening:
     def __init__(
         self, app: ASGIApp, bound: socket.socket, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.bound, self.address = bound, address_of(bound)
+        self.bound = bound
+        self.address = address_of(bound)
         config = uvicorn.Config(
             app,
             http=_Connection,
@@ -84,9 +81,7 @@ class Listening:
         self.bound.close()
 
     def wait(self) -> None:
-        """Until a signal ends this thread's waiting, or the server fails. Raises what it failed
-        with.
-        """
+        """Wait until a signal comes, or the server fails. Raises what it failed with."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -101,7 +96,7 @@ class Listening:
 
 
 class _Connection(H11Protocol):
-    """One client's, with an end to its patience for silence in either direction."""
+    """The connection of one client, which ends after too long a silence in either direction."""
 
     _clock: asyncio.TimerHandle | None = None
 
@@ -118,8 +113,9 @@ class _Connection(H11Protocol):
         self._limit(_REQUEST_S)
 
     def handle_events(self) -> None:
-        """A request that has begun must come to the end of its head; one that is answered has
-        uvicorn's own clock.
+        """Limit the time until a request's head has come.
+
+        Of one that is answered, uvicorn limits the time until the next.
         """
         super().handle_events()
         is_begun = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -129,12 +125,12 @@ class _Connection(H11Protocol):
             self._limit(_REQUEST_S)
 
     def pause_writing(self) -> None:
-        """The client reads slower than it is written to."""
+        """Limit the time of a client that reads slower than it is written to."""
         self.flow.pause_writing()
         self._limit(_READ_S)
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Lift the limit: the client reads again."""
         self._limit(None)
         self.flow.resume_writing()
 
@@ -151,15 +147,16 @@ class _Connection(H11Protocol):
 
 
 def _hear(say: Callable[[str], None]) -> None:
-    """Its errors as lines of ours, without tracebacks; of bad requests their clients are told."""
+    """Say errors of uvicorn as lines of ours; of bad requests their clients are told."""
     handler = logging.Handler(logging.ERROR)
     logger = logging.getLogger("uvicorn.error")
     handler.emit = lambda record: say(f"server: {_first_line(record)}")  # type: ignore[method-assign]
-    logger.handlers[:], logger.propagate = [handler], False
+    logger.handlers[:] = [handler]
+    logger.propagate = False
 
 
 def _first_line(record: logging.LogRecord) -> str:
-    """As our own errors are: short, and without what would steer a terminal."""
+    """Return a record as our own errors are: short, and without what would steer a terminal."""
     return one_line(record.getMessage().partition("\n")[0])
 
 
@@ -227,8 +224,8 @@ class Guard:
             raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
 
     def _check_site(self, headers: Mapping[str, str], method: str) -> None:
-        """A page of another's cannot send JSON without asking first; browsers say besides whose
-        page sends.
+        """Refuse pages of others: they cannot send JSON without asking, and browsers say whose they
+        are.
         """
         if method not in _LOOKING and headers.get("sec-fetch-site", "none") not in (
             "same-origin",
@@ -253,8 +250,9 @@ class Guard:
             raise Refusal(401, message, code="invalid_api_key", headers=headers_back)
 
     async def _body(self, receive: Receive) -> bytes:
-        """All of it. Of one that is too large a part is read and dropped: clients listen when they
-        have sent all.
+        """Return all of the body; of one that is too large, a part is read and dropped.
+
+        Clients listen when they have sent all.
         """
         limit = self._settings.max_body_bytes
         num_read = 0
@@ -277,7 +275,7 @@ class Guard:
 
 
 class _Replayed:
-    """A body that was read, once more; then what else the client does."""
+    """Gives a body that was read once more; then what else the client does."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
@@ -305,7 +303,7 @@ def _marked(send: Send, guest: str | None) -> Send:
 
 
 def answer(refusal: Refusal) -> JSONResponse:
-    """A refusal as it goes over the wire."""
+    """Return a refusal as it goes over the wire."""
     return JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
 
 

@@ -1,16 +1,12 @@
-"""Bodies of requests as OpenAI's protocol has them, checked field by field.
+"""OpenAI's protocol: bodies of requests, what they ask of the engine, and refusals.
 
-A field that is not known is refused by name, as OpenAI does. What is known and without meaning
-here, or without harm if it is left out, is accepted, and its name is given back in a header.
-
-What a client is told when it gets no answer: OpenAI's JSON form, with the status that fits.
+A body is checked field by field. A field that is not known is refused by name, as OpenAI does. What
+is known and without meaning here, or without harm if it is left out, is accepted, and its name is
+given back in a header. From a body to requests of an engine is one place, which knows both
+vocabularies.
 
 Invariant: 500 is a fault of this program or its disk alone, and never carries a traceback; what a
 client can mend has 400, with the rule, the value and the remedy.
-
-What a server is told once: whom it serves, as what, and how much it takes from them.
-
-From a body to requests of an engine: the one place that knows both vocabularies.
 """
 
 import secrets
@@ -61,7 +57,7 @@ class Refusal(Exception):  # noqa: N818
         self.headers = headers or {}
 
     def as_dict(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """Return the body of the answer."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -69,7 +65,10 @@ class Refusal(Exception):  # noqa: N818
 
 
 def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Refusal:
-    """What a client is told of an error; what it cannot mend and none of ours foresaw stays untold."""
+    """Return what a client is told of an error.
+
+    What it cannot mend, and none of ours foresaw, stays untold.
+    """
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):
@@ -86,19 +85,19 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
 
 
 def closing() -> Refusal:
-    """While the server ends."""
+    """Return the refusal of a server that ends."""
     return Refusal(
         503, "the server is closing: ask again later", code="closing", headers={"Retry-After": "10"}
     )
 
 
 def loading() -> Refusal:
-    """While the model is read."""
+    """Return the refusal while the model is read."""
     return Refusal(503, LOADING, code="loading", headers={"Retry-After": "2"})
 
 
 def no_such_model(model: str, model_id: str) -> Refusal:
-    """For another model than the one that is served."""
+    """Return the refusal for another model than the one that is served."""
     message = (
         f"The model `{model:.80}` does not exist: this server has `{model_id}`, "
         "start it with --alias to give it other names"
@@ -107,7 +106,7 @@ def no_such_model(model: str, model_id: str) -> Refusal:
 
 
 def too_long(num_prompt: int, num_new: int | None, context: int, param: str) -> Refusal:
-    """For prompts, in the field `param`, that leave no room for what is wanted."""
+    """Return the refusal for prompts, in the field `param`, that leave too little room."""
     wanted = "" if num_new is None else f" and {num_new} in the completion"
     return Refusal(
         400,
@@ -119,7 +118,7 @@ def too_long(num_prompt: int, num_new: int | None, context: int, param: str) -> 
 
 
 def _wait_s(figures: EngineFigures | None) -> int:
-    """About as long as those before had to wait."""
+    """Return about as long as those before had to wait."""
     if figures is None:
         return 1
     num_begun = max(1, figures.num_done + figures.num_cancelled + figures.num_active)
@@ -157,7 +156,7 @@ class Extension(BaseModel):
 
 
 def _fields() -> dict[str, Any]:
-    """Options of drawing that a request may have, each a field that is left out where it is not given."""
+    """Return the options of drawing that a request may have, each a field that may be left out."""
     found: dict[str, Any] = {}
     for name, one in options_at("http", Sampling).items():
         low, high = one.http_within or (None, None)
@@ -261,8 +260,9 @@ class ChatBody(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must keep. Raises `Refusal` for a format that is none, `UserError` for a
-        schema that is.
+        """What the answer must keep.
+
+        Raises `Refusal` for a format that is none, `UserError` for a schema that is.
         """
         if forced := self.forced_tools:
             return find_grammar(json_schema=_schema_of_calls(forced))
@@ -285,9 +285,7 @@ class ChatBody(Body):
 
     @property
     def tools_told(self) -> list[dict[str, Any]]:
-        """Functions as chat templates take them; none where the model is to call none. Raises
-        `Refusal`.
-        """
+        """Functions as chat templates take them; none where the model is to call none."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
@@ -368,16 +366,17 @@ class CompletionBody(Body):
 
 
 _WITHOUT_MEANING = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction",
-}  # fmt: skip
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("parallel_tool_calls", "reasoning_effort", "verbosity", "prediction"),
+}
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A body as it came over the wire. Raises `Refusal` for what is no JSON in UTF-8, and for
-    fields that are wrong.
+    """Return a body that came over the wire.
+
+    Raises `Refusal` for what is no JSON in UTF-8, and for fields that are wrong.
     """
     try:
         return kind.model_validate_json(raw)
@@ -439,8 +438,9 @@ def _told(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer, with arguments as templates take them: an object and not its
-    JSON.
+    """Return calls of an earlier answer as templates take them.
+
+    Their arguments are objects there and not JSON.
     """
     from json import loads
 
@@ -497,7 +497,10 @@ _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
 
 
 def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list[Ticket]:
-    """One ticket for each choice. Raises `Refusal` and `UserError`; then no request is left behind."""
+    """Submit a request; return one ticket for each choice.
+
+    Raises `Refusal` and `UserError`; then no request is left behind.
+    """
     _require_few(engine, body)
     grammar = body.grammar
     ids = engine.decoder.encode(body.told, tools=body.tools_told)
@@ -514,8 +517,9 @@ def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list
 def order_completion(
     engine: Engine, settings: ServerSettings, body: CompletionBody
 ) -> list[Ticket]:
-    """One ticket for each choice of each prompt, in OpenAI's order. Raises what `order_chat`
-    raises.
+    """Submit a request; return a ticket for each choice of each prompt, in OpenAI's order.
+
+    Raises what `order_chat` raises.
     """
     _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
@@ -525,14 +529,14 @@ def order_completion(
 
 
 def _require_few(engine: Engine, body: Body) -> None:
-    """Before anything is read that could never be served."""
+    """Raise `Refusal`, before anything is read, for more texts than could ever be served."""
     if body.num_texts > engine.most_requests:
         message = f"Invalid value for 'n': this server takes {engine.most_requests} texts at a time"
         raise Refusal(400, f"{message}, got {body.num_texts}", param="n")
 
 
 def _common(settings: ServerSettings, body: Body, **more: Any) -> Request:
-    """What the texts of a body have in common."""
+    """Return what the texts of a body have in common."""
     return Request(sampling=_sampling(settings, body), stop=body.stop or None, **more)
 
 
@@ -545,7 +549,7 @@ def _order(
     *,
     param: str,
 ) -> list[Ticket]:
-    """Submit each choice of each prompt.
+    """Submit each choice of each prompt; return their tickets.
 
     Args:
         num_new: new tokens of each; None is as many as there is room for.
@@ -569,7 +573,7 @@ def _order(
 
 
 def _sampling(settings: ServerSettings, body: Body) -> Sampling:
-    """What a body says, else what the server was told; without a seed any."""
+    """Return what a body says, else what the server was told; without a seed any."""
     given: dict[str, Any] = {}
     for name, one in options_at("http", Sampling).items():
         value = getattr(body, name)

@@ -1,21 +1,19 @@
-"""Pieces of several texts as they come, for a coroutine: from the engine's thread into the server's
-loop.
+"""Answers as they come: pieces of several texts, from the engine's thread into the server's loop.
+
+A stream is server-sent events: chunks of an answer, comments at once and while there are none, and
+the end. An error that comes too late for a status is an event of its own, and then the stream has
+no `[DONE]`.
 
 Invariant: a client that is gone cancels what it has asked for. One that hangs up, a task that is
 cancelled and an error all leave by the same door, which cancels every ticket; for those that have
 ended that is nothing.
-
-Server-sent events: chunks of an answer as they come, comments at once and while there are none, and
-the end.
-
-Errors that come too late for a status are an event of their own, and then the stream has no
-`[DONE]`.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -29,77 +27,66 @@ class ClientGone(Exception):  # noqa: N818
     """The client does not wait for the answer any more."""
 
 
-class Arrival(NamedTuple):
-    """One more piece of a text, or where there is none its end."""
+async def arrivals(
+    tickets: Sequence[Ticket], receive: Receive, every_s: float | None = None
+) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
+    """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
 
-    choice: int
-    piece: TextPiece | None
-
-
-class Arrivals:
-    """Use it as an asynchronous context manager, and iterate over `pieces` once.
+    None alone comes at once, and whenever nothing has come for so long. Raises `ClientGone`. When
+    this is closed every ticket is cancelled.
 
     Args:
         receive: tells when the client has gone, once the body was read.
     """
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    watch = asyncio.create_task(_until_gone(receive))
+    watch.add_done_callback(lambda _: came.set())
 
-    def __init__(self, tickets: Sequence[Ticket], receive: Receive) -> None:
-        self.tickets = tickets
-        self._receive = receive
-        self._came = asyncio.Event()
-        self._is_gone = False
+    def tell() -> None:
+        # in the engine's thread, which may outlive the loop
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(came.set)
 
-    async def __aenter__(self) -> "Arrivals":
-        self._loop = asyncio.get_running_loop()
-        self._watch = asyncio.create_task(self._until_gone())
-        for ticket in self.tickets:
-            ticket.listen(self._tell)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._watch.cancel()
-        for ticket in self.tickets:
-            ticket.cancel()
-            ticket.listen(None)
-
-    async def pieces(self, every_s: float | None = None) -> AsyncIterator[Arrival | None]:
-        """Until all texts have ended; None whenever nothing has come for so long. Raises
-        `ClientGone`.
-        """
-        left = dict(enumerate(self.tickets))
+    try:
+        for ticket in tickets:
+            ticket.listen(tell)
+        # from here on closing cancels them, also where no piece is ever taken
+        yield None
+        left = dict(enumerate(tickets))
         while left:
-            self._came.clear()
+            came.clear()
             for index, ticket in list(left.items()):
                 # before its pieces are taken, so that none comes behind the end
                 is_done = ticket.is_done
                 for piece in ticket.take():
-                    yield Arrival(index, piece)
+                    yield index, piece
                 if is_done:
                     del left[index]
-                    yield Arrival(index, None)
-            if left and not await self._has_come(every_s):
+                    yield index, None
+            if left and not watch.done() and not await _has_come(came, every_s):
                 yield None
-            if self._is_gone:
+            if watch.done():
                 raise ClientGone
+    finally:
+        watch.cancel()
+        for ticket in tickets:
+            ticket.cancel()
+            ticket.listen(None)
 
-    async def _has_come(self, every_s: float | None) -> bool:
-        try:
-            async with asyncio.timeout(every_s):
-                await self._came.wait()
-        except TimeoutError:
-            return False
-        return True
 
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._is_gone = True
-        self._came.set()
+async def _has_come(came: asyncio.Event, every_s: float | None) -> bool:
+    try:
+        async with asyncio.timeout(every_s):
+            await came.wait()
+    except TimeoutError:
+        return False
+    return True
 
-    def _tell(self) -> None:
-        """In the engine's thread, which may outlive the loop."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._came.set)
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 ALIVE = b": waiting\n\n"
@@ -138,24 +125,27 @@ class EventStream(Response):
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         try:
-            async with Arrivals(self._tickets, receive) as arrivals:
-                async for event in self._events(arrivals):
+            pieces = arrivals(self._tickets, receive, self._keep_alive_s)
+            async with aclosing(pieces), aclosing(self._events(pieces)) as events:
+                async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except ClientGone:
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, arrivals: Arrivals) -> AsyncIterator[bytes]:
-        # at once: a pass takes seconds, and who waits for a place wants to know that it does
-        yield ALIVE
-        for chunk in self._answer.opening():
-            yield _event(chunk)
+    async def _events(
+        self, pieces: AsyncIterator[tuple[int, TextPiece | None] | None]
+    ) -> AsyncGenerator[bytes]:
+        opening = self._answer.opening()
         try:
-            async for arrival in arrivals.pieces(self._keep_alive_s):
-                for chunk in () if arrival is None else self._answer.chunks(*arrival):
-                    yield _event(chunk)
+            async for arrival in pieces:
                 if arrival is None:
+                    # also at once: a pass takes seconds, and a client that waits for a place wants
+                    # to know that it does
                     yield ALIVE
+                for chunk in opening if arrival is None else self._answer.chunks(*arrival):
+                    yield _event(chunk)
+                opening = []
         except ClientGone:
             raise
         except Exception as error:

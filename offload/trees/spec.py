@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
@@ -21,7 +21,7 @@ from offload.trees.topology import (
     chain,
     sequences,
 )
-from offload.units import drafting_of, require
+from offload.units import drafting_of
 
 # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536

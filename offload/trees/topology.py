@@ -23,9 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.trees.growth import PACES, GrowthSchedule
-from offload.units import require
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

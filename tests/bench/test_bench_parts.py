@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plans import plan_memory
+from tiny import FAMILIES, build, save
 from torch import Tensor
 
 from offload import UserError
@@ -26,6 +27,7 @@ from offload.bench.harness.gate import (
 )
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
+from offload.bench.harness.quantised import FORMATS, quantised
 from offload.bench.harness.record import (
     Guard,
     ProcessorClock,
@@ -338,3 +340,11 @@ def test_what_others_take_of_the_processors_is_a_share() -> None:
     assert 0 <= clock.others_share() <= 1
     clock._others_s -= 0.5 * os.cpu_count() * (time.monotonic() - clock._started_s)  # type: ignore[operator]
     assert clock.others_share() > 0.4, "half of all was taken by others"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_that_are_no_whole_blocks_are_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
+    model = save(build(FAMILIES["llama"]()), tmp_path / "model")
+    with pytest.raises(UserError, match=r"widths of layers must be multiples of 128.* give a larger --size"):
+        quantised(model, name)
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]

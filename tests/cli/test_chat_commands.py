@@ -82,6 +82,7 @@ def test_ways_to_leave(leave: str, letters: Path) -> None:
             "commands are /help /clear /system /save /load /read /retry /undo /set /stats /bye, got /regenerate: a",
         ),
         ("/", "got /: a question that begins with / needs a space before it"),
+        ("/hlep", "got /hlep. Did you mean /help?"),
         ("/set heat 3", "frequency-penalty, max-tokens, stop, got heat: try"),
         ("/set temperature hot", "temperature must be a number, got 'hot': try /set temperature 0.7"),
         ("/set temperature -1", "must be 0 or more, got -1.0: 0 is greedy"),

@@ -43,6 +43,8 @@ with ChatInput("HINT") as entries:
                         raise UserError("failed")
             except UserError as error:
                 print("REFUSED", error, flush=True)
+            except KeyboardInterrupt:
+                print("STOPPED", flush=True)
             print("DONE", flush=True)
 print("END", flush=True)
 """
@@ -137,6 +139,17 @@ def test_lines_typed_ahead_come_one_by_one(typist: Typist, tmp_path: Path) -> No
     typist.sees("> ")
     typist.types("half\n")
     typist.sees("GOT '' 'half'")
+
+
+def test_lines_typed_ahead_outlive_the_answer_that_is_stopped(typist: Typist) -> None:
+    typist.types("answer\n")
+    typist.sees("ANSWERING")
+    time.sleep(0.2)
+    typist.types("second\nthird\n")
+    time.sleep(0.2)
+    typist.types("\x03")
+    for wanted in ("STOPPED", "GOT '' 'second'", "GOT '' 'third'"):
+        typist.sees(wanted)
 
 
 def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist, tmp_path: Path) -> None:

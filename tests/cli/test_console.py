@@ -103,6 +103,8 @@ def test_what_runs_is_told_in_two_lines() -> None:
     assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a sweep from disk"
     named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
     assert named.endswith("\ndraft Llama-1B, tree 64x8, 3.2 tokens per sweep expected")
+    folder = opening_lines(names._replace(draft="draft"), decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
+    assert folder.endswith("\ndraft, tree 64x8, 3.2 tokens per sweep expected"), "a folder called draft is named once"
 
 
 def test_places_are_those_of_the_plan() -> None:
@@ -137,6 +139,8 @@ def test_a_text_that_was_cut_off_says_so() -> None:
     figures.num_prompt_tokens, figures.num_new_tokens = 10, 5
     assert cut_line(figures, "stop", plan) == cut_line(figures, "interrupted", plan) == ""
     assert cut_line(figures, "length", plan).startswith("the text is cut off after 5 tokens: -n -1 writes")
+    figures.num_new_tokens = 0
+    assert cut_line(figures, "length", plan) == "", "none were asked for"
     figures.num_new_tokens = plan.context - 10
     assert cut_line(figures, "length", plan).startswith(f"the text is cut off where the context of {plan.context} ends")
     assert turn_line(figures, "length").count("cut off by its limit") == 1

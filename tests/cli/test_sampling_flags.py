@@ -9,7 +9,7 @@ from refusals import assert_refused, generate
 from shell import shell
 
 from offload.cli.sampling import sampling_words
-from offload.distributed.pipeline import check_stages
+from offload.distributed.pipeline_decoder import check_stages
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.units import Sampling

@@ -233,7 +233,7 @@ def serving(model: object, num_rows: int = 64) -> Iterator[tuple[InMemory, Draft
     """The head's transport, and the tree of the draft rank, which is rank 1."""
     size = model.vocab_size  # type: ignore[attr-defined]
     transports, tree = in_memory(2), DraftTree(model, size, 200, num_rows)  # type: ignore[arg-type]
-    thread = threading.Thread(target=serve_draft, args=(transports[1], tree, size))
+    thread = threading.Thread(target=serve_draft, args=(transports[1], tree))
     thread.start()
     try:
         yield transports[0], tree
@@ -324,7 +324,7 @@ def test_whoever_fails_says_why() -> None:
 
     def serve() -> None:
         try:
-            serve_draft(transports[1], DraftTree(BigramModel(), NUM_TOKENS, 20, 8), NUM_TOKENS)  # type: ignore[arg-type]
+            serve_draft(transports[1], DraftTree(BigramModel(), NUM_TOKENS, 20, 8))  # type: ignore[arg-type]
         except ValueError as error:
             failed.append(error)
 

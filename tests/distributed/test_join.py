@@ -113,7 +113,7 @@ def test_cards_of_strangers_are_checked() -> None:
         json.dumps({**card._asdict(), "proofs": []}).encode(),
         json.dumps({**card._asdict(), "host": "x" * 70_000}).encode(),
     ):  # fmt: skip
-        with pytest.raises(UserError, match="rank 1 says of itself what is no card"):
+        with pytest.raises(UserError, match="rank 1 says of itself what is no handshake"):
             RankHandshake.parse(content, 1)
 
 

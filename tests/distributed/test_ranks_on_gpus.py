@@ -15,7 +15,7 @@ from strict_place import OnCard, StrictDevice, place
 
 import offload
 from offload.distributed import join
-from offload.distributed.shards import Exchange
+from offload.distributed.exchange import Exchange
 from offload.engine import load
 from offload.planning.options import LoadOptions
 from offload.rank_roles import RankInfo

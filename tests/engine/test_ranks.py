@@ -184,8 +184,8 @@ def test_a_draft_with_other_words_is_refused_before_any_weight_is_read(
     pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     as_started_by_torchrun(monkeypatch, 3)
-    for reads in ("resident_model", "load_section"):
-        monkeypatch.setattr(f"offload.distributed.pipeline.{reads}", None)
+    for reads in ("draft.resident_model", "stage.load_section"):
+        monkeypatch.setattr(f"offload.distributed.{reads}", None)
     config = FAMILIES["llama"]()
     config.vocab_size += 8
     pair, options = (pairs("llama")[0], save_pair(config, tmp_path)[1]), _options("stages:0-1,draft:2", "4GiB")

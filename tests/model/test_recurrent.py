@@ -26,7 +26,9 @@ from offload.model import recurrences
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device
 from offload.model.recurrent_cache import RecurrentCache
+from offload.model.recurrent_rows import BASE
 from offload.model.streamed import StreamedModel
+from offload.model.thread_team import TEAM
 
 KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
 NUM_NODES = {"none": 1, "chain:3": 4, "8x3": 8, "dynamic:16x4": 16}
@@ -146,31 +148,47 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
 
 
-def delta_rows(num_rows: int, seed: int = 0) -> recurrences.RowInputs:
+def delta_rows(num_rows: int, key_size: int = 16, value_size: int = 12) -> recurrences.RowInputs:
     """What rows bring to a gated delta rule of 6 value heads and 2 key heads."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"query": (2, 16), "key": (2, 16), "value": (6, 12), "g": (6,), "beta": (6,)}
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, key_size), "key": (2, key_size), "value": (6, value_size), "g": (6,), "beta": (6,)}
     rows = {name: torch.randn(num_rows, *shape, generator=generator) for name, shape in shapes.items()}
     return {name: -row.abs() if name == "g" else row.bfloat16() for name, row in rows.items()}
 
 
-@pytest.mark.parametrize("num_states", [1, 5])
-def test_steps_of_large_states_have_the_bits_of_transformers(num_states: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few heads at a time, and the last of them fewer."""
+# 12 columns are too few for vectors, and numba is asked about those of 64 alone
+@pytest.mark.parametrize(("key_size", "value_size"), [(16, 12), (40, 64)])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_steps_of_large_states_have_the_bits_of_transformers(
+    key_size: int, value_size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few heads at a time, and the last of them fewer; down a tree whose slots are used again, and along a path."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+    from offload.model.recurrent_rows import RowTree
 
     own = recurrences.GatedDelta(
         *(_by_device(getattr(qwen3_5, f"torch_{how}_gated_delta_rule")) for how in ("chunk", "recurrent"))
     )
-    state, rows, fixed = torch.randn(num_states, 6, 16, 12), delta_rows(num_states), {"use_qk_l2norm_in_kernel": True}
-    wanted = own.step(state, rows, fixed)
-    kept = state.clone()
+    tree = RowTree()
+    tree.parents = [BASE, BASE, 0, 1, 0, 2, 2, 5]
+    base, fixed = torch.randn(1, 6, key_size, value_size), {"use_qk_l2norm_in_kernel": True}
+    rows = delta_rows(len(tree.parents), key_size, value_size)
+    states, wanted = {BASE: base}, []
+    for row, parent in enumerate(tree.parents):
+        out, states[row] = own.step(states[parent], {name: one[row : row + 1] for name, one in rows.items()}, fixed)
+        wanted.append(out)
+    path = [0, 2, 5, 7]
+    brought = {name: rows[name][path] for name in own.kept}
+    kept = base.clone()
     monkeypatch.setattr(recurrences, "LARGE_STATE_BYTES", 0)
-    monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 16 * 12 * 4)
-    got = own.step(state, rows, fixed)
-    assert all(map(torch.equal, got, wanted)) and torch.equal(state, kept)
-    monkeypatch.setattr(recurrences, "_NORM_EPS", 1e-3)
-    assert not torch.equal(own.step(state, rows, fixed)[1], wanted[1]), "a mistake would be seen"
+    monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 4 * key_size * value_size)
+    monkeypatch.setattr(TEAM, "_num_threads", num_threads)
+    steps = torch.tensor(tree.slots(range(len(tree.parents))))
+    assert torch.equal(own.walk(base, rows, fixed, steps), torch.cat(wanted)) and torch.equal(base, kept)
+    assert torch.equal(own.run(base, brought, fixed, is_exact=True)[1], states[7]) and torch.equal(base, kept)
+    steps[3, 1] = steps[2, 1]
+    assert not torch.equal(own.walk(base, rows, fixed, steps), torch.cat(wanted)), "a mistake would be seen"
 
 
 def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

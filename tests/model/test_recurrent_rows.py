@@ -54,6 +54,18 @@ def test_branch_by_branch_few_states_are_held(num_rows: int, seed: int) -> None:
     assert most_states(parents, order) <= math.log2(num_rows) + 3
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_rows", [1, 2, 64, 256])
+def test_a_slot_holds_the_parent_of_each_row(num_rows: int, seed: int) -> None:
+    parents = random_parents(num_rows, seed)
+    tree = tree_of(parents)
+    held, most = {BASE: BASE}, 0
+    for row, source, target in tree.slots(tree.with_ancestors(range(num_rows))):
+        assert held[source] == parents[row] and target != BASE
+        held[target], most = row, max(most, target)
+    assert most + 1 <= math.log2(num_rows) + 2
+
+
 def test_the_lightest_branch_last_would_show() -> None:
     """Planted: a comb whose long side comes first holds a state for every tooth."""
     parents = [BASE, *(row - 1 if row % 2 else row - 2 for row in range(1, 256))]

@@ -20,10 +20,11 @@ from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
+from offload.planning.expert_ways import with_experts
 from offload.planning.hardware import Hardware
 from offload.planning.room import traffic_in
 from offload.planning.search import TreeSearch
-from offload.planning.selector import TreeSelector, routing_in, with_experts
+from offload.planning.selector import TreeSelector, routing_in
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance
 from offload.units import Sampling

@@ -312,10 +312,10 @@ def test_a_cap_of_one_caller_is_noticed(caller: str, headers: list[str], describ
 def test_there_is_one_way_from_options_to_a_run() -> None:
     """What used to be assembled by each caller; a second way would soon mean another run."""
     ways = {
-        "TreeSelector(": ["distributed/pipeline.py", "engine/resolve.py", "reports/forecast.py"],
+        "TreeSelector(": ["engine/resolve.py", "reports/forecast.py"],
         "budget_of(": ["engine/resolve.py", "planning/room.py"],
         "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
-        "with_experts(": ["engine/resolve.py", "planning/selector.py"],
+        "with_experts(": ["engine/resolve.py", "planning/expert_ways.py"],
         "with_rates(": ["calibration/link.py", "engine/resolve.py"],
         "find_profile(": ["engine/resolve.py", "planning/profile.py"],
     }

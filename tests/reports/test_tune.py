@@ -29,17 +29,17 @@ from offload.planning.cost_model import Costs
 from offload.planning.options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder
 from offload.planning.selector import TreeSelector
-from offload.reports import tune as room
+from offload.reports import tune as tuning
+from offload.reports import windows
 from offload.reports.estimate import estimate
-from offload.reports.tune import (
+from offload.reports.tune import TuneResult, tune
+from offload.reports.windows import (
     TracedWindow,
-    TuneResult,
-    TuneSpec,
+    TuneQuestion,
     cut_windows,
     expert_uses,
     trace_window,
     trace_windows,
-    tune,
 )
 from offload.trees.spec import TreeSpec, parse_tree
 from offload.trees.topology import DynamicShape
@@ -62,9 +62,9 @@ SETTINGS = {"ram": "1GiB", "threads": 1}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
-    monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
-    monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (DynamicShape(16, 8),))  # growing takes longest
+    monkeypatch.setattr(windows, "NUM_PROMPT", NUM_PROMPT)
+    monkeypatch.setattr(windows, "NUM_NEW", NUM_NEW)
+    monkeypatch.setattr(windows, "bounds_to_count", lambda max_nodes: (DynamicShape(16, 8),))  # growing takes longest
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def window(seed: int) -> list[int]:
 def test_a_tune_counts_what_grown_trees_yield(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "bounds_to_count", bounds_to_count)
+    monkeypatch.setattr(windows, "bounds_to_count", bounds_to_count)
     tuned = run(pair, text, num_tokens=2 * NUM_NEW)
     counted = tuned.profile.dynamic_yields
     assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
@@ -135,7 +135,7 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in ("engine.build", "reports.tune"):
+    for module in ("engine.build", "reports.windows"):
         monkeypatch.setattr(f"offload.{module}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
@@ -195,14 +195,14 @@ def test_uses_of_experts_come_into_the_profile(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was counted while tracing, not while timing."""
-    measure, pool = room.measure_costs, Counting()
+    measure, pool = tuning.measure_costs, Counting()
 
     def timed(decoder: Decoder, *others: Any) -> Costs:
         pool.uses_LE, pool.num_rows = np.full((2, 2), 50), 50
         return measure(decoder, *others)
 
-    monkeypatch.setattr(room, "expert_uses", lambda _: expert_uses(pool))
-    monkeypatch.setattr(room, "measure_costs", timed)
+    monkeypatch.setattr(tuning, "expert_uses", lambda _: expert_uses(pool))
+    monkeypatch.setattr(tuning, "measure_costs", timed)
     tuned = run(pair, text)
     assert tuned.profile.expert_uses == ExpertUses(((3, 0), (1, 2)), 3)
     assert parse_profile(tuned.path).expert_uses == tuned.profile.expert_uses
@@ -247,14 +247,14 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
 ) -> None:
     calls: list[int] = []
 
-    def counted(decoder: Decoder, question: TuneSpec, index: int) -> TracedWindow:
+    def counted(decoder: Decoder, question: TuneQuestion, index: int) -> TracedWindow:
         calls.append(index)
         if len(calls) == 3:
             raise KeyboardInterrupt
         return trace_window(decoder, question, index)
 
-    monkeypatch.setattr(room, "trace_window", counted)
-    monkeypatch.setattr(room, "NUM_NEW", 16)
+    monkeypatch.setattr(windows, "trace_window", counted)
+    monkeypatch.setattr(windows, "NUM_NEW", 16)
     with pytest.raises(KeyboardInterrupt):
         run(pair, text, num_tokens=4 * 16)
     (state,) = profiles_folder().glob("*.unfinished")
@@ -265,16 +265,16 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
 
 def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(room, "trace_window", lambda _, own, index: asked.append(index) or TracedWindow([index], []))
+    monkeypatch.setattr(windows, "trace_window", lambda _, own, index: asked.append(index) or TracedWindow([index], []))
 
     def traces(seed: int) -> list[TracedWindow]:
         asked.clear()
         decoder: Any = None
         return trace_windows(decoder, question(seed), lambda *_: None)
 
-    def question(seed: int) -> TuneSpec:
+    def question(seed: int) -> TuneQuestion:
         windows = (tuple(window(0)), tuple(window(1)))
-        return TuneSpec(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
+        return TuneQuestion(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
 
     wanted = [TracedWindow([0], []), TracedWindow([1], [])]
     assert traces(0) == wanted and asked == [0, 1]
@@ -313,13 +313,13 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
 
 def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"one\r\ntwo\n")
-    assert room.read_text(tmp_path / "text") == "one\ntwo\n"
+    assert windows.read_text(tmp_path / "text") == "one\ntwo\n"
 
 
 def test_a_tune_is_of_the_device_that_is_named(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "open_run", None)
+    monkeypatch.setattr(tuning, "open_run", None)
     with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
 
@@ -336,9 +336,9 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), (4 << 30, 512)):
         budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
         run = ResolvedRun(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=None, budget=budgets)
-        tree = TreeSpec("best", wanted, room.DEPTH)
+        tree = TreeSpec("best", wanted, tuning.DEPTH)
         budget = replace(budgets, context=512)
-        assert room.largest_that_fits(run, run.tree) == replace(
+        assert tuning.largest_that_fits(run, run.tree) == replace(
             run, options=LoadOptions(tree=tree.label), budget=budget, tree=tree
         )
 

@@ -21,6 +21,7 @@ from offload.server.network import Listening
 from offload.server.protocol import Refusal, ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 KEY = "sesame"
 
 
@@ -75,7 +76,11 @@ BAD_CHATS = {
     "top_logprobs alone": ({"top_logprobs": 2}, "'top_logprobs' goes with 'logprobs'"),
     "a tree": ({"offload": {"tree": "oak"}}, "tree"),
     "a rule": ({"offload": {"rule": "golden"}}, "rule"),
-    "a forced tool": ({"tool_choice": "required"}, "tool_choice"),
+    "a forced tool of none": ({"tool_choice": "required"}, "a function of 'tools', and there are no 'tools'"),
+    "a forced tool of others": (
+        {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS},
+        "'required' or a function of 'tools'",
+    ),
     "a format": ({"response_format": {"type": "xml"}}, "response_format"),
     "a broken call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),

@@ -12,7 +12,7 @@ from test_device_path import BUDGETS, TIERS, base, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
-from offload.distributed.pipeline import _Services
+from offload.distributed.pipeline import Services
 from offload.drafting.model import ModelDrafter
 from offload.engine import sequence as turn
 from offload.engine.request import Request
@@ -108,7 +108,7 @@ def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypa
 def test_services_of_stages_are_computed_there() -> None:
     device, seen = OneDevice(), list[bool]()
     for one in (device, None):
-        _Services(None, [lambda: seen.append(device.is_entered)] * 2, one).run()
+        Services([lambda: seen.append(device.is_entered)] * 2, one).run()
     assert seen == [True, True, False, False]
 
 

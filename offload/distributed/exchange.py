@@ -1,0 +1,172 @@
+"""What ranks that share every layer exchange within a pass, and the model that is cut for it.
+
+Outside of a pass no rank is waited for: the columns of other ranks are then zeros, so that one
+rank's share can be timed, and tried out, alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from offload.distributed.layout import Sharding, ShardRole
+from offload.distributed.transport import Transport
+from offload.errors import UserError
+from offload.machine import peak_rss_bytes
+from offload.memory.plan import MemoryPlan
+from offload.model.meta import layer_stacks
+from offload.model.places import is_plain_product
+from offload.planning.cluster import Gathers
+from offload.planning.cost_model import Curve
+from offload.stats import RankFigures
+from offload.streaming.layers import Layers
+from offload.timer import timed
+
+_TIMED_ROWS = (1, 16, 64, 256)
+_NUM_TIMES = 3
+
+
+class Exchange:
+    """One rank's part in the passes of a shared model.
+
+    What is exchanged passes through host memory on every rank, on whatever each of them computes.
+
+    Args:
+        own_bytes: memory that this process took before it loaded anything.
+
+    Attributes:
+        num_passes: passes that all ranks have run together.
+        num_rows: rows of these passes.
+        row_bytes: what this rank sends in a pass for each row.
+        send: brings rows of the host to where this rank computes.
+    """
+
+    def __init__(self, transport: Transport, own_bytes: int = 0) -> None:
+        self._transport = transport
+        self._own_bytes = own_bytes
+        self._is_open = False
+        self.row_bytes = 0
+        self.send: Callable[[Tensor], Tensor] = lambda rows: rows
+        self.num_passes = 0
+        self.num_rows = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Run the same pass on all ranks meanwhile."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Return the head's rows, on every rank."""
+        if not self._is_open:
+            return rows
+        self.num_passes += 1
+        self.num_rows += len(rows)
+        return self.send(self._transport.broadcast(rows.cpu()))
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
+        before = sum(widths[: self._transport.rank])
+        if not self._is_open:
+            return pad(part, (before, sum(widths) - before - part.shape[-1]))
+        return self.send(self._transport.gather(part.flatten(0, -2).cpu(), widths)).unflatten(
+            0, part.shape[:-1]
+        )
+
+    def pass_s(self, gathers: Gathers, dtype: torch.dtype) -> Curve:
+        """Measure what the gathers of a pass take, against its rows; all ranks do at one time."""
+        column = torch.zeros(1, 1, dtype=dtype)
+
+        def gather_all(num_rows: int) -> None:
+            for widths in gathers.widths:
+                own = column.expand(num_rows, widths[self._transport.rank])
+                self.gather(own.contiguous(), widths)
+
+        seconds = list[float]()
+        with self.opened():
+            for num_rows in _TIMED_ROWS:
+                layer_s = median(timed(partial(gather_all, num_rows)) for _ in range(_NUM_TIMES))
+                seconds.append(gathers.num_layers * layer_s)
+        return Curve(_TIMED_ROWS, tuple(seconds))
+
+    def figures(self, stream: Layers, plan: MemoryPlan) -> RankFigures:
+        """Return what this rank has moved and held so far."""
+        return RankFigures(
+            plan.ram_bytes,
+            self._own_bytes,
+            peak_rss_bytes(),
+            self.num_passes,
+            self.num_rows,
+            plan.streamed_bytes,
+            stream.bytes_read,
+            stream.stall_s,
+            self.row_bytes,
+            dict(self._transport.bytes_sent),
+            self._transport.exchange_s,
+        )
+
+
+def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
+    """Let every layer of a model without storage compute one rank's rows, and gather the others'.
+
+    On the head the input of the first layer is shared with other ranks, which ask `Exchange.share`
+    for it. Raises `UserError` for other modules.
+    """
+    layers = layer_stacks(meta_model)[0]
+    if rank == 0:
+        layers[0].register_forward_pre_hook(partial(_share_input, exchange), with_kwargs=True)
+    for layer in layers:
+        for name, matrix in sharding.matrices.items():
+            module = layer.get_submodule(name)
+            if not is_plain_product(module):
+                raise UserError(
+                    f"layers cannot be shared, {name} is no plain product: run it on one rank, or as stages"
+                )
+            _cut(module, matrix.rows_R[rank].num)
+            if matrix.role is ShardRole.JOINED:
+                widths = sharding.input_widths(name)
+                module.register_forward_pre_hook(partial(_gather_input, exchange, widths))
+            if matrix.role is not ShardRole.OWN:
+                module.register_forward_hook(
+                    partial(_gather_output, exchange, sharding.widths(name))
+                )
+
+
+def _cut(module: nn.Linear, num_rows: int) -> None:
+    module.out_features = num_rows
+    for key, whole in module._parameters.items():
+        if whole is not None:
+            part = torch.empty(num_rows, *whole.shape[1:], dtype=whole.dtype, device="meta")
+            module._parameters[key] = nn.Parameter(part, requires_grad=False)
+
+
+def _share_input(
+    exchange: Exchange, _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    hidden_1TD = args[0] if args else kwargs["hidden_states"]
+    shared_1TD = exchange.share(hidden_1TD[0])[None]
+    return (
+        ((shared_1TD, *args[1:]), kwargs)
+        if args
+        else (args, {**kwargs, "hidden_states": shared_1TD})
+    )
+
+
+def _gather_input(
+    exchange: Exchange, widths: Sequence[int], _: nn.Module, args: tuple[Tensor]
+) -> tuple[Tensor]:
+    return (exchange.gather(args[0], widths),)
+
+
+def _gather_output(
+    exchange: Exchange, widths: Sequence[int], _: nn.Module, __: Any, output: Tensor
+) -> Tensor:
+    return exchange.gather(output, widths)

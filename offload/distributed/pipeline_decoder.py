@@ -1,0 +1,179 @@
+"""The head's decoder of a pipeline, whose target lies on other ranks.
+
+Invariant: the text is that of the same seed in one process; what runs are on their way changes when
+it comes.
+"""
+
+import time
+from collections import abc
+from contextlib import ExitStack, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.generation_config import end_ids_of
+from offload.distributed.head import Head
+from offload.distributed.pipeline_rank import PipelineRank
+from offload.drafting.base import NoDrafter, NoState
+from offload.engine.decoder import Decoder, ValidatedRequest
+from offload.engine.decoder_config import DecoderConfig
+from offload.engine.identities import Identities
+from offload.engine.request import Request
+from offload.engine.sequence import Sequence
+from offload.engine.session import Models
+from offload.engine.text import Tokenizer
+from offload.errors import UserError
+from offload.planning.selector import TreeSelector
+from offload.stats import RankFigures, Transfers
+from offload.threads import ThreadPolicy
+
+
+def check_stages(request: Request) -> None:
+    """Refuse what needs a text's past, or logits, where tokens are drawn: a stage has neither.
+
+    Raises `UserError`.
+    """
+    remedy = "leave them out, or use `ranks` shards"
+    if request.sampling.is_adjusted:
+        raise UserError(
+            f"stages know of no penalties and biases, got {request.sampling.as_dict()}: {remedy}"
+        )
+    if request.num_logprobs is not None:
+        raise UserError(
+            f"stages tell tokens alone, got `num_logprobs` {request.num_logprobs}: {remedy}"
+        )
+    if request.grammar is not None:
+        raise UserError(f"stages draw without a grammar, got {request.grammar}: {remedy}")
+
+
+class NullCache(NoState):
+    """What stands for a cache here: the stages have those of the target.
+
+    Attributes:
+        length: tokens that a text may keep of the one before.
+    """
+
+    length = 0
+
+    def keepable(self, num_positions: int) -> int:
+        """Return how many of these are there."""
+        return min(num_positions, self.length)
+
+    def clear(self, num_kept: int = 0) -> None:
+        """Keep so many from now on."""
+        self.length = num_kept
+
+
+class RemoteTarget:
+    """What stands for the target: the head asks stages instead of scoring."""
+
+    start: tuple[int, ...] = ()
+    peak_device_bytes = 0
+    computing = nullcontext
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.stream = self
+        self.note = self.experts = None
+
+    def new_cache(self) -> NullCache:
+        """Return what stands for a cache."""
+        return NullCache()
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Return the tensor: it is where it is used."""
+        return tensor
+
+    def figures(self) -> list[RankFigures]:
+        """Return none: stages do not tell theirs."""
+        return []
+
+
+class PipelineDecoder(Decoder):
+    """A `Decoder` over the head of a pipeline.
+
+    Its trees are made of what the draft rank guesses, run by run. A step waits for tokens of runs
+    that are on their way anyway, and `on_layer` is called when ranks have computed anything.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        rank: PipelineRank,
+        settled: DecoderConfig,
+        *,
+        resources: ExitStack,
+        notes: list[str],
+    ) -> None:
+        elsewhere: Any = RemoteTarget(rank.vocab_size)
+        super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
+        self._head = head
+        self._on_layer = rank.run.hooks.on_layer
+        self._last = list[Sequence]()
+        self._is_under_way = False
+
+    def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
+        (sequence,) = sequences
+        kept = sequence.caches.target.length
+        started = time.perf_counter()
+        is_known = sequence in self._last
+        if not (is_known and self._is_under_way):
+            most = sequence.num_prompt_tokens + sequence.limits.max_new_tokens
+            self._last = [sequence]
+            self._head.listen = sequence.stats.runs.append
+            most_kept = len(sequence.tokens) if is_known else kept
+            self._head.begin(
+                sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context), most_kept
+            )
+        # where a step is cut short, the head may have gone further than the text
+        self._is_under_way = False
+        counted = sequence.accept(self._head.advance(self._on_layer))
+        self._is_under_way = True
+        if sequence.has_ended:
+            self._head.end()
+        took_s = time.perf_counter() - started
+        sequence.stats.add_step(Transfers(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
+        return [counted]
+
+    def check(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None
+    ) -> ValidatedRequest:
+        """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
+        check_stages(request)
+        return super().check(request, tree=tree, rule=rule)
+
+    def _other_rule(self, name: str) -> NoReturn:
+        raise UserError(
+            f"stages draw by `rule` match alone, got {name}: leave it out, or use `ranks` shards"
+        )
+
+    def save_session(self, *_: Any) -> NoReturn:
+        """Raise `UserError`: keys and values lie on all ranks."""
+        raise UserError(
+            "sessions keep the keys and values of one process, and there are several: leave `ranks` out"
+        )
+
+    def load_session(self, *_: Any) -> NoReturn:
+        """Raise `UserError`, as `save_session` does."""
+        self.save_session()
+
+
+def settled_of(rank: PipelineRank, tokenizer: Tokenizer | None) -> DecoderConfig:
+    """Return what a decoder has to know; of trees, that it has none."""
+    run = rank.run
+    plan = rank.own_plan()
+    assert plan is not None, "rank 0 is a stage"
+    identities = Identities(run.files, run.open_source)
+    models = Models(
+        *run.files, run.options.dtype, plan.context, plan.has_longest_context, identities
+    )
+    return DecoderConfig(
+        plan=plan,
+        models=models,
+        trees=TreeSelector.without_trees(plan),
+        rule=run.options.rule,
+        threads=ThreadPolicy.fixed(torch.get_num_threads()),
+        tokenizer=tokenizer,
+        end_ids=end_ids_of(run.files.target),
+    )

@@ -1,0 +1,152 @@
+"""One rank of a pipeline: whether it is a stage or drafts, which layers it has, what they take.
+
+Invariant: every rank plans and refuses by itself; what one of them refuses ends all, with its line.
+"""
+
+from typing import NamedTuple
+
+from offload.checkpoint.cuts import Section, checkpoint_of
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.checkpoint.t5 import has_encoder
+from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
+from offload.distributed.section import capacity_of
+from offload.distributed.transport import Transport
+from offload.engine.resolve import ResolvedRun
+from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
+from offload.errors import UserError
+from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
+from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
+from offload.planning.shares import Load, RankCapacity, stage_layers
+from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles
+
+_LEAST_UNCOMMITTED = 64
+
+
+class PipelineRank(NamedTuple):
+    """What one rank knows before it loads."""
+
+    run: ResolvedRun
+    transport: Transport
+    roles: Roles
+    pipeline: PipelineOptions
+    layers: tuple[range, ...] = ()  # of the stages, in their order
+
+    @property
+    def stage(self) -> int | None:
+        """Which of them it is; None where it only drafts."""
+        return next(
+            (index for index, rank in enumerate(self.roles.stages) if rank == self.transport.rank),
+            None,
+        )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it makes the guesses."""
+        return self.pipeline.speculates and self.transport.rank == self.roles.draft
+
+    @property
+    def num_uncommitted(self) -> int:
+        """Rows that every cache has room for behind the committed ones."""
+        wanted = (
+            2
+            * self.pipeline.num_runs(len(self.roles.stages))
+            * self.pipeline.num_rows(TIMED_ROWS[-1])
+        )
+        return min(max(wanted, _LEAST_UNCOMMITTED), MOST_ROWS)
+
+    def section(self, index: int, layers: range) -> Section:
+        """Return the section of a stage with these layers."""
+        return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
+
+    def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
+        """Plan what this rank takes as that stage, the draft beside it included if it drafts.
+
+        Raises `UserError`.
+        """
+        files = self.run.files
+        own = checkpoint_of(files.target, self.section(index, layers))
+        return room.plan(
+            ModelFiles(own, files.draft if self.drafts else None), self.num_uncommitted
+        )
+
+    def own_plan(self) -> MemoryPlan | None:
+        """Plan this rank's stage, once layers are shared out; None if it is no stage.
+
+        Raises `UserError`.
+        """
+        return (
+            None
+            if self.stage is None
+            else self.plan(self.stage, self.layers[self.stage], self.run.budget)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the target."""
+        return config_sizes(self.run.files.target)["vocab_size"]
+
+    @property
+    def context(self) -> int:
+        """Positions of a text, on every rank."""
+        return self.plan(0, range(1), self.run.budget.roomy()).context
+
+
+def refuse_encoders(files: ModelFiles) -> None:
+    """Raise `UserError` for a model that stages cannot run."""
+    for model in filter(None, files):
+        if has_encoder(model.config):
+            raise UserError(
+                f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
+            )
+
+
+def with_layers(rank: PipelineRank, tokenizer: Tokenizer | None) -> PipelineRank:
+    """Measure, and share layers out so that the slowest stage is as quick as can be.
+
+    Raises `UserError` on all ranks where one of them has no room, or the draft other words.
+    """
+    files = rank.run.files
+    room = rank.run.budget.roomy()
+    try_together(rank.transport, lambda: _try_least(rank, tokenizer))
+    # all ranks measure at one time: links may be the same
+    mine = None
+    shape = model_shape(files.target, rank.run.options.dtype)
+    if rank.stage is not None:
+        held = rank.plan(rank.stage, range(len(shape.layer_bytes)), room)
+        mine = capacity_of(rank.run, held, shares_kv=True)
+    told = all_gather_objects(rank.transport, mine)
+    capacities = [RankCapacity(*told[one]) for one in rank.roles.stages]
+    layers = stage_layers(
+        capacities, Load(shape.layer_bytes, room.plan(files, rank.num_uncommitted).kv_bytes)
+    )
+    bounds = broadcast_from_head(rank.transport, [(one.start, one.stop) for one in layers])
+    return rank._replace(layers=tuple(range(*one) for one in bounds))
+
+
+def _try_least(rank: PipelineRank, tokenizer: Tokenizer | None) -> None:
+    """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
+    files = rank.run.files
+    if rank.drafts and files.draft is not None:
+        target, draft = (
+            Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
+        )
+        check_vocabulary(tokenizer, files, target, draft)
+    if rank.stage is not None:
+        rank.plan(rank.stage, range(1), rank.run.budget)
+    elif rank.drafts and files.draft is not None:
+        _require_room(rank, files.draft)
+
+
+def _require_room(rank: PipelineRank, draft: Checkpoint) -> None:
+    """Raise `UserError` where a rank that only drafts has no room for its model and cache."""
+    budget = rank.run.budget
+    shape = model_shape(draft, rank.run.options.dtype)
+    is_gpu = budget.gpu is not None
+    needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu)
+    needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
+    if needed_bytes > budget.ram:
+        raise UserError(
+            f"needs {budget.size(needed_bytes)} of RAM for the draft, budget is "
+            f"{budget.size(budget.ram)}: raise `ram`, or take a smaller draft"
+        )

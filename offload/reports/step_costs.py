@@ -1,0 +1,146 @@
+"""The cost curves of a decoder, measured by real steps.
+
+Trees of all sizes take turns, round after round, and medians are kept, so that a disk that drifts
+slows all of them alike. What is timed is `Decoder.step` itself, so the figures hold what readers
+and compute take from each other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import torch
+
+from offload.calibration.curves import draft_curve
+from offload.calibration.link import link_bytes_per_s
+from offload.drafting.model import ModelDrafter
+from offload.engine.decoder import Decoder
+from offload.planning.cost_model import (
+    Costs,
+    Curve,
+    Traffic,
+    draft_widths,
+    fit_overlap_penalty,
+    step_time,
+)
+from offload.stats import Stats
+from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
+from offload.units import Sampling
+
+# takes the rounds done and the rounds in all
+Progress = Callable[[int, int], None]
+
+# timed too where experts come on demand: each row asks for some, so few rows may be best
+SMALL_SIZES = (2, 4, 8)
+TIMED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+# depth of the trees that are timed
+_TIMED_DEPTH = 12
+_NUM_ROUNDS = 5
+# passes of one row in turn, the first of which finds slots that were filled while a tree grew
+_NUM_PLAIN = 4
+# the link counts as the slower side where a pass waits for it longer than this share
+_STALLED_SHARE = 0.05
+
+
+def measure_costs(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    progress: Progress = lambda done, total: None,
+) -> Costs:
+    """Measure the cost curves of a decoder, up to the largest tree that its memory holds.
+
+    Each round goes on from `prompt`.
+    """
+    largest = decoder.plan.num_nodes
+    wanted = (
+        (*SMALL_SIZES, *TIMED_SIZES, largest)
+        if decoder.plan.has_experts
+        else (*TIMED_SIZES, largest)
+    )
+    sizes = sorted({size for size in wanted if 1 < size <= largest})
+    topologies = [best_first(DEFAULT_ACCEPTANCE, size, _TIMED_DEPTH) for size in sizes]
+    plain: list[Stats] = []
+    rounds: list[list[Stats]] = []
+    for index in range(_NUM_ROUNDS):
+        progress(index, _NUM_ROUNDS)
+        steps = _steps(decoder, prompt, sampling, [*[chain(0)] * (_NUM_PLAIN + 1), *topologies])
+        plain += steps[2 : _NUM_PLAIN + 1]
+        rounds.append(steps[_NUM_PLAIN + 1 :])
+    progress(_NUM_ROUNDS, _NUM_ROUNDS)
+    by_size = [plain, *zip(*rounds, strict=True)]
+    compute_s = np.maximum.accumulate(
+        [median(step.sweep_s - step.stall_s for step in steps) for steps in by_size]
+    )
+    draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
+    sequence = decoder.begin(prompt, sampling)
+    torch.set_num_threads(decoder.threads.modes(largest).draft.num_threads)
+    assert isinstance(decoder.drafter, ModelDrafter), "a tune has a draft model"
+    curve = draft_curve(decoder.drafter, sequence.sampler, prompt, sequence.caches.draft)
+    costs = Costs(
+        compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
+        draft_step_s=_scaled(curve, topologies, draft_s),
+        verify_s=median(step.verify_s for steps in by_size for step in steps),
+        link_bytes_per_s=_link_bytes_per_s(decoder, plain),
+    )
+    sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
+    return replace(
+        costs,
+        overlap_penalty=_overlap_penalty(costs, Traffic.of(decoder.plan), topologies, sweep_s),
+    )
+
+
+def _steps(
+    decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]
+) -> list[Stats]:
+    """Return the figures of one step per topology, in their order, on one sequence.
+
+    The first step takes the prompt in.
+    """
+    sequence = decoder.begin(prompt, sampling)
+    figures = []
+    for topology in topologies:
+        figures.append(sequence.set_shape(topology))
+        decoder.step(sequence)
+    return figures
+
+
+def _overlap_penalty(
+    costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]
+) -> float:
+    """Fit what passes took beyond their slower side; 0 where nothing streams or routers wait."""
+    if not traffic.streamed_bytes or traffic.experts is not None:
+        return 0.0
+    steps = [step_time(costs, traffic, topology) for topology in topologies]
+    return fit_overlap_penalty(
+        [(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)]
+    )
+
+
+def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
+    """Scale the curve of bare draft steps to what whole trees took.
+
+    Whole trees take time for ranking, drawing noise and catching up as well.
+    """
+    predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
+    scale = (
+        median(took / wanted for took, wanted in zip(draft_s, predicted, strict=True))
+        if draft_s
+        else 1.0
+    )
+    return replace(curve, seconds=tuple(scale * second for second in curve.seconds))
+
+
+def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
+    """Return the rate of the link as streamed where passes of one row wait for it.
+
+    Else as a plain reader finds it.
+    """
+    streamed_bytes = decoder.plan.streamed_bytes
+    sweep_s = median(step.sweep_s for step in plain)
+    is_slower = median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s
+    if streamed_bytes and is_slower and not decoder.plan.has_experts:
+        return streamed_bytes / sweep_s
+    source = decoder.target.stream.source
+    return link_bytes_per_s(source.paths, limit_bytes_per_s=source.rate_limit_bytes_per_s)

@@ -1,0 +1,250 @@
+"""Windows of text in which a tune finds out which of a draft's guesses come true.
+
+The target goes on writing from many places of the given text, because that is what decoding meets;
+then the draft ranks every token that was written, many positions per pass (`trace_acceptance`).
+
+Invariant: a tune that is interrupted goes on behind its last finished window, and only for the very
+same question.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from offload.checkpoint.files import read_given, read_object
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.engine.decoder import Decoder
+from offload.engine.hooks import Counted
+from offload.engine.request import encode
+from offload.engine.text import load_tokenizer
+from offload.errors import UserError
+from offload.planning.acceptance import NUM_RANKS, acceptance, bounds_to_count, yields_of
+from offload.planning.cost_model import Costs
+from offload.planning.profile import (
+    ExpertUses,
+    Identity,
+    Profile,
+    profiles_folder,
+    write_atomically,
+)
+from offload.planning.search import best_smoothing
+from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
+from offload.trees.topology import DynamicShape, isotonic
+from offload.units import Sampling
+
+# tokens of a window: what is given, and what is written or read behind it
+NUM_PROMPT = 64
+NUM_NEW = 128
+_WRITING_NODES = 64
+_WRITING_DEPTH = 16
+_MAX_TEXT_BYTES = 1 << 30
+
+
+class TracedWindow(NamedTuple):
+    """What one window has told."""
+
+    ranks: list[int]
+    # tokens of every pass, for each of the question's bounds
+    bursts_B: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneQuestion:
+    """What is to be measured; unfinished work for another question is of no use."""
+
+    identity: Identity
+    sampling: Sampling
+    # token ids; the first `NUM_PROMPT` of each are given
+    windows: tuple[tuple[int, ...], ...]
+    is_teacher_forced: bool
+    # dynamic trees that are to be grown again over what is written
+    bounds: tuple[DynamicShape, ...] = ()
+
+    @property
+    def state_path(self) -> Path:
+        """Where finished windows are kept until all are; the name tells questions apart."""
+        digest = hashlib.sha256(repr((self, NUM_PROMPT, NUM_NEW, NUM_RANKS)).encode()).hexdigest()
+        return profiles_folder() / f"{self.identity.file_name}.{digest[:12]}.unfinished"
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        identity: Identity,
+        sampling: Sampling,
+        windows: tuple[tuple[int, ...], ...],
+        *,
+        is_teacher_forced: bool,
+    ) -> "TuneQuestion":
+        """Return what is to be measured of this decoder.
+
+        No dynamic trees are grown again where scores must not shape a tree, nor where the target
+        has written nothing to grow along.
+        """
+        can_grow = decoder.rule.repeats_draws and not is_teacher_forced
+        return cls(
+            identity=identity,
+            sampling=sampling,
+            windows=windows,
+            is_teacher_forced=is_teacher_forced,
+            bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
+        )
+
+    def proved(self, decoder: Decoder) -> "TuneQuestion":
+        """Return the question with a sum of the weights, which all have been read by now."""
+        known = {part: decoder.identities.of(part) for part in self.identity.proofs}
+        proofs = {part: one.proofs for part, one in known.items() if one is not None}
+        return replace(self, identity=replace(self.identity, proofs=proofs))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file to tune with.
+
+    Raises `UserError` where it is missing, empty or not UTF-8.
+    """
+    try:
+        # models write \n alone
+        text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+    except OSError as error:
+        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first"
+        ) from None
+    if not text.strip():
+        raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
+    return text
+
+
+def encode_windows(
+    target: Checkpoint, texts: Sequence[str], num_tokens: int, *, is_teacher_forced: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return `cut_windows` of texts, by the target's tokenizer. Raises `UserError`."""
+    tokenizer = load_tokenizer(target.tokenizer_path)
+    vocab_size = model_shape(target).vocab_size
+    encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in texts]
+    return cut_windows(encoded, num_tokens, is_teacher_forced)
+
+
+def cut_windows(
+    texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return windows that give `num_tokens` to trace, spread over all texts.
+
+    Fewer where the texts hold no more. Raises `UserError` where no text is as long as one window.
+    """
+    size = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0)
+    stride = NUM_PROMPT + NUM_NEW
+    found = [
+        tuple(ids[lo : lo + size]) for ids in texts for lo in range(0, len(ids) - size + 1, stride)
+    ]
+    if not found:
+        longest = max(map(len, texts), default=0)
+        raise UserError(
+            f"a text must have {size} tokens for one window, the longest has {longest}: give more text"
+        )
+    wanted = max(1, -(-num_tokens // NUM_NEW))
+    step = max(1.0, len(found) / wanted)
+    return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
+
+
+def trace_windows(
+    decoder: Decoder, question: TuneQuestion, progress: Counted
+) -> list[TracedWindow]:
+    """Trace every window; those that an interrupted tune has left are not measured again."""
+    traced = _unfinished(question)
+    for index in range(len(traced), len(question.windows)):
+        progress(index, len(question.windows), "tracing text")
+        traced.append(trace_window(decoder, question, index))
+        write_atomically(question.state_path, json.dumps({"windows": traced}))
+    progress(len(traced), len(traced), "tracing text")
+    return traced
+
+
+def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> TracedWindow:
+    """Trace one window, and the passes of every kind of dynamic tree."""
+    window = question.windows[index]
+    seed = (question.sampling.seed + index) % 2**63
+    sampling = replace(question.sampling, seed=seed)
+    if question.is_teacher_forced:
+        return TracedWindow(given_trace(decoder, window, NUM_PROMPT, sampling), [])
+    # Any tree would do; this one is quick where there is room for it.
+    tree = f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
+    written = write(decoder, window, sampling, NUM_NEW, tree)
+    bursts_B = [
+        dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds
+    ]
+    return TracedWindow(ranks_of(decoder, window, written, sampling), bursts_B)
+
+
+class CountsExperts(Protocol):
+    """The counts that a pool of experts keeps of its passes."""
+
+    @property
+    def uses_LE(self) -> NDArray[Any]: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+def expert_uses(pool: CountsExperts | None) -> ExpertUses | None:
+    """Return how often experts were used.
+
+    None where they do not come on demand, or an earlier tune has traced all windows.
+    """
+    if pool is None or not pool.num_rows:
+        return None
+    return ExpertUses(tuple(map(tuple, pool.uses_LE.tolist())), int(pool.num_rows))
+
+
+def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
+    """Return the windows that an interrupted tune of this question has finished.
+
+    A file that is not whole counts for nothing.
+    """
+    try:
+        windows = read_object(question.state_path, "it is made anew")["windows"]
+        traced = [TracedWindow(*window) for window in windows]
+        is_sound = all(rank in range(-1, NUM_RANKS) for window in traced for rank in window.ranks)
+        is_sound &= all(len(window.bursts_B) == len(question.bounds) for window in traced)
+        is_sound &= all(
+            burst >= 1 for window in traced for bursts in window.bursts_B for burst in bursts
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return traced if is_sound and len(traced) <= len(question.windows) else []
+
+
+def summarise(
+    question: TuneQuestion,
+    traced: list[TracedWindow],
+    costs: Costs,
+    uses: ExpertUses | None,
+    names: tuple[str, str],
+    num_threads: int,
+) -> Profile:
+    """Return the profile of what was measured; `names` are those of target and draft."""
+    traces = [window.ranks for window in traced]
+    p_K, error_K = acceptance(traces)
+    return Profile(
+        identity=question.identity,
+        target_name=names[0],
+        draft_name=names[1],
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        num_tokens=sum(map(len, traces)),
+        is_teacher_forced=question.is_teacher_forced,
+        acceptance=tuple(p_K.tolist()),
+        standard_error=tuple(error_K.tolist()),
+        smoothing=best_smoothing(isotonic(p_K), traces),
+        num_threads=num_threads,
+        costs=costs,
+        dynamic_yields=yields_of(question.bounds, [window.bursts_B for window in traced]),
+        traces=tuple(map(tuple, traces)),
+        expert_uses=uses,
+    )
