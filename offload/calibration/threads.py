@@ -88,8 +88,7 @@ def thread_policy(
     """
     if fixed is None and device is None:
         return pick_threads(target, draft, num_rows)
-    count = fixed or torch.get_num_threads()
-    return ThreadPolicy([count], StepModes(Mode(count), Mode(count)))
+    return ThreadPolicy.fixed(fixed or torch.get_num_threads())
 
 
 def pick_threads(

@@ -22,8 +22,6 @@ class DecoderConfig(NamedTuple):
     # where a run names none
     rule: str
     threads: ThreadPolicy
-    # that texts may be asked to keep
-    grammars: Grammars
     lenience: float = 1.0
     choice: KernelChoice = NO_KERNELS
     tokenizer: Tokenizer | None = None
@@ -31,3 +29,5 @@ class DecoderConfig(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES
+    # that texts may be asked to keep
+    grammars: Grammars | None = None

@@ -21,6 +21,7 @@ from offload.engine.step import SpeculationStep
 from offload.machine import giving_back_memory
 from offload.model.target import Target
 from offload.sampling.grammar import Grammar
+from offload.sampling.grammar_mask import Grammars
 from offload.sampling.sampler import Sampler
 from offload.thread_waiting import ThreadWaiting
 from offload.trees.topology import Shape, chain
@@ -67,7 +68,8 @@ class TokenDecoder:
         self._resources = resources
         self._vocab_size = target.vocab_size
         self._start = target.start
-        self._grammars = config.grammars
+        own_grammars = Grammars(self.tokenizer, self._vocab_size, self.end_ids)
+        self._grammars = config.grammars or own_grammars
         self._turn = DecoderLock(target.computing)
         # not every tokenizer may be used by two threads
         self._encoding = threading.Lock()
