@@ -68,7 +68,7 @@ def row_of(temperature: float, hybrid: Sequence[float], twin: Sequence[float]) -
 def main(bench: Bench) -> Findings:
     """Tokens a pass of a hybrid beside a twin with full attention, of equal loss.
 
-    Both are trained when they are not in the cache, which takes some ten minutes on a core.
+    Both are trained when they are not in the cache, which takes some five minutes on a core.
     """
     with bench.screen:
         pair = hybrid_pair(bench.screen)

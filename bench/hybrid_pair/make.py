@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
 def hybrid_pair(screen: Screen) -> Path:
     """Return the folder of `hybrid` and `twin`, trained when it is not there.
 
-    That takes some half an hour on a core.
+    That takes some five minutes on a core.
     """
     recipe = Recipe()
     folder = cache_folder() / recipe.folder_name
