@@ -90,6 +90,10 @@ STUDIES = {
         "moe_pair.make",
         "trains the mixture of experts and its draft that other commands measure with",
     ),
+    "hybrid-pair": (
+        "hybrid_pair.acceptance",
+        "tokens a pass of a hybrid beside a twin with full attention, of equal loss",
+    ),
 }
 COMMANDS = {**MEASURES, **STUDIES}
 

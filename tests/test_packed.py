@@ -2,11 +2,13 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from plans import plan_memory
 from rounding import Promise, assert_same_bits
+from test_families import config_of, tiny_model
 from test_tiny import prompts
 from tiny import FAMILIES, build, save, save_pair
 
@@ -14,9 +16,12 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
+from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
-from offload.packing.pack import pack
+from offload.packing.format import read_packed, write_original
+from offload.packing.pack import pack, unpack
+from offload.packing.stacks import stack_of
 
 FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]
 
@@ -100,6 +105,43 @@ def test_layers_take_what_is_stored(tmp_path: Path) -> None:
     plain, coded = (model_shape(open_checkpoint(folder)) for folder in (target, packed(target)))
     assert max(coded.layer_bytes) < 0.85 * max(plain.layer_bytes)
     assert coded.scratch_bytes >= 2 * 96 * 64, "what the largest module is expanded into"
+
+
+# the first with biases beside its stacks
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_experts_of_packed_stacks_come_one_by_one(family: str, tmp_path: Path) -> None:
+    """With the text of whole layers, of the model before, and none of it in any number that is not read."""
+    model = tmp_path / "model"
+    save(tiny_model(config_of(family)).bfloat16(), model)
+    stacks = {name for name in open_checkpoint(model).tensors if name.endswith("experts.gate_up_proj")}
+    folder = packed(model)
+    own = open_checkpoint(folder).tensors
+    parts = [name for name in own if name.endswith(".gate_up_proj.rows.0")]
+    assert stacks and not stacks & {*own} and all(own[name].coded for name in parts)
+    assert len(parts) == sum(open_checkpoint(model).tensors[name].shape[0] for name in stacks)
+    sizes = [model_shape(open_checkpoint(one)).experts for one in (model, folder)]
+    assert all(sizes), "one by one, before and after"
+    options: dict[str, Any] = {"ram": "1GiB", "context": 128, "threads": 1, "dtype": "float32"}
+    texts = []
+    for target, experts in ((model, "layers"), (folder, "layers"), (folder, "demand")):
+        with offload.load(target, target, experts=experts, tree="16x8", **options) as decoder:
+            assert decoder.plan.has_experts == (experts == "demand")
+            texts.append(decoder.generate(prompts()[1], max_new_tokens=16).token_ids)
+    assert texts[0] == texts[1] == texts[2]
+    back = unpack(folder, tmp_path / "back", progress=lambda *_: None)
+    for path in model.glob("*.safetensors"):
+        assert (back / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_expert_that_a_packed_file_lost_is_told(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save(tiny_model(config_of("gpt_oss")).bfloat16(), model)
+    files = [read_packed(path) for path in packed(model).glob("*.safetensors")]
+    own, lost = next((one, name) for one in files for name in one.coded if name.endswith(".3.down_proj.rows.0"))
+    assert stack_of(lost).endswith("experts.down_proj")
+    others = {name: entries for name, entries in own.coded.items() if name != lost}
+    with pytest.raises(UserError, match=r"is in its header or in its packed files, not in both"):
+        write_original(tmp_path / "a.safetensors", [own._replace(coded=others)], lambda _: None)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])

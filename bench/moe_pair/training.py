@@ -43,16 +43,19 @@ def train(
     course: Course,
     state: Path,
     progress: Callable[[int, int], None],
+    stop: int | None = None,
 ) -> None:
     """Learn until the last step; `progress` receives the numbers of steps done and of all.
 
     Args:
         loss_of: the loss of a step, by its number.
         state: the file to go on from, and to keep the state in.
+        stop: take no more steps of the course than these.
     """
+    num_steps = course.num_steps if stop is None else stop
     optimiser = _optimiser(model, course)
     first = _load(model, optimiser, state) if state.exists() else 0
-    for step in range(first, course.num_steps):
+    for step in range(first, num_steps):
         for group in optimiser.param_groups:
             group["lr"] = group["peak_lr"] * _share(step, course.num_steps)
         loss = loss_of(step)
@@ -60,9 +63,9 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        if (step + 1) % _SAVE_EVERY == 0 or step + 1 == course.num_steps:
+        if (step + 1) % _SAVE_EVERY == 0 or step + 1 == num_steps:
             _save(model, optimiser, state, step + 1)
-        progress(step + 1, course.num_steps)
+        progress(step + 1, num_steps)
 
 
 def _share(step: int, num_steps: int) -> float:

@@ -163,7 +163,8 @@ def _parts(
     else:
         entries = _fused(where, parameter, found, by_pattern[pattern])
     parts = _placed(shape, entries, is_whole=pattern is None)
-    if parts is None and len(shape) == 3 and entries[0].shape == (shape[0], shape[2], shape[1]):
+    turned = (shape[0], *shape[:0:-1])
+    if parts is None and len(shape) == 3 and entries[0].shape in (turned, turned[1:]):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
     if parts is None:
         shapes = sorted({str(list(entry.shape)) for entry in entries})

@@ -18,6 +18,7 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.base import STORED
 from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
+from offload.packing.stacks import by_expert, is_bias_of_experts
 
 _PIECES = 8
 _PIECE_BYTES = 32 << 10
@@ -46,8 +47,10 @@ class PackingForecast(NamedTuple):
         return self.share is not None and self.share <= _WORTH_PACKING
 
 
-def is_packable(entry: TensorEntry) -> bool:
+def is_packable(name: str, entry: TensorEntry) -> bool:
     """Return whether a tensor can be coded at all."""
+    if is_bias_of_experts(name):
+        return False
     is_large = len(entry.shape) > 1 and math.prod(entry.shape) >= _LEAST_WEIGHTS
     return entry.coded is None and entry.dtype in MANTISSAS and is_large
 
@@ -72,7 +75,7 @@ def coded_bytes(entry: TensorEntry, window: ExponentWindow) -> int:
 
 def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
     """Estimate the packed size from a few tensors; None where packing has too little to code."""
-    packable = [entry for entry in checkpoint.tensors.values() if is_packable(entry)]
+    packable = [entry for name, entry in checkpoint.tensors.items() if is_packable(name, entry)]
     source_bytes = checkpoint.num_bytes
     now_bytes = sum(entry.num_bytes for entry in packable)
 
@@ -94,17 +97,15 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
 def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:
     """Return the headers of the packed model as planning sees them."""
     assert found.packed_bytes is not None, "it is worth packing"
-    now_bytes = sum(entry.num_bytes for entry in checkpoint.tensors.values() if is_packable(entry))
+    tensors = by_expert(checkpoint.tensors)
+    packable = {name: entry for name, entry in tensors.items() if is_packable(name, entry)}
+    now_bytes = sum(entry.num_bytes for entry in packable.values())
     saved_share = (found.source_bytes - found.packed_bytes) / max(1, now_bytes)
-    return replace(
-        checkpoint,
-        tensors={name: _shrunk(own, saved_share) for name, own in checkpoint.tensors.items()},
-    )
+    shrunk = {name: _shrunk(entry, saved_share) for name, entry in packable.items()}
+    return replace(checkpoint, tensors=tensors | shrunk)
 
 
 def _shrunk(entry: TensorEntry, saved_share: float) -> TensorEntry:
-    if not is_packable(entry):
-        return entry
     fixed_bytes = Exponents(_USUAL_WIDTH, 0).stored_bytes(entry.shape)
     escape_bytes = max(0, math.ceil(entry.num_bytes * (1 - saved_share)) - fixed_bytes)
     coded = Coded(Exponents(_USUAL_WIDTH, escape_bytes, STORED[entry.dtype].dtype))

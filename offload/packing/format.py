@@ -43,6 +43,7 @@ from offload.kernels.expand_exponents import (
 )
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.packing.folders import FORMAT, VERSION, is_plain_name
+from offload.packing.stacks import by_expert
 
 _PART_CHUNKS = PART_BYTES // 2 // CHUNK
 OnBytes = Callable[[int], None]
@@ -142,7 +143,10 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
     """
     first, *others = packed
     entries = parse_header(path, first.header, first.origin.num_bytes)
-    missing = {*entries} ^ {name for one in (first, *others) for name in one.names}
+    names = {name for one in (first, *others) for name in one.names}
+    # stacks came whole from earlier versions
+    entries = entries if names == {*entries} else by_expert(entries)
+    missing = {*entries} ^ names
     if missing:
         raise UserError(
             f"{path.name}: {min(missing)} is in its header or in its packed files, not in both: {DAMAGED}"

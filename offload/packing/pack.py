@@ -47,6 +47,7 @@ from offload.packing.format import (
     read_packed,
     write_original,
 )
+from offload.packing.stacks import by_expert, stack_of
 from offload.packing.writing import Portion, write_packed
 
 _WEIGHTS = (
@@ -275,7 +276,7 @@ def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
             f"{held_bytes} of {stamp.num_bytes} bytes",
             "write it anew with safetensors",
         )
-        cut = list(_cut(entries))
+        cut = list(_cut(by_expert(entries)))
         for number, tensors in enumerate(cut):
             origin = Origin(path.name, stamp.num_bytes, stamp.written_ns, number, len(cut))
             found.append(
@@ -316,15 +317,19 @@ def _expected_bytes(portion: Portion) -> int:
 
 def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, ExponentWindow]:
     """Return the windows of the tensors that coding makes smaller."""
+    # that of a stack's first expert is that of all
+    of_stacks = dict[str, ExponentWindow]()
+    found = dict[str, ExponentWindow]()
     with opened(path, os.O_RDONLY) as fd:
-        found = {
-            name: window_of(fd, entry) for name, entry in tensors.items() if is_packable(entry)
-        }
-    return {
-        name: window
-        for name, window in found.items()
-        if coded_bytes(tensors[name], window) < tensors[name].num_bytes
-    }
+        for name, entry in tensors.items():
+            if not is_packable(name, entry):
+                continue
+            stack = stack_of(name)
+            if stack not in of_stacks:
+                of_stacks[stack] = window_of(fd, entry)
+            if coded_bytes(entry, of_stacks[stack]) < entry.num_bytes:
+                found[name] = of_stacks[stack]
+    return found
 
 
 def _is_done(path: Path, portion: Portion) -> bool:

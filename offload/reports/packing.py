@@ -38,7 +38,7 @@ def packing_of(
     if not found.is_worth_it:
         return Packing(found, None, None)
     packed = as_packed(files.target, found)
-    # a packed stack of experts comes whole
+    # stacks that `packing.stacks` does not take apart come whole
     if budget.experts == "demand" and model_shape(packed).experts is None:
         return None
     try:

@@ -24,6 +24,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
 from offload.model.streamed import StreamedModel
+from offload.packing.pack import pack
 from offload.planning.cost_model import NEVER
 from offload.streaming.device import Event
 from offload.streaming.disk import DiskReader
@@ -163,7 +164,8 @@ def missed(calls: Calls, cache: ExpertCache) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_slots"), [("qwen3_moe", 5), ("qwen3_moe", 9), ("qwen3_moe", 16), ("gemma4", 9)]
+    ("family", "num_slots"),
+    [("qwen3_moe", 5), ("qwen3_moe", 9), ("qwen3_moe", 16), ("gemma4", 9), ("packed gpt_oss", 9)],
 )
 def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
     family: str, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,9 +173,12 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
     """And fewer than those of all experts, which whole layers would read for every token."""
     if family in MIXED:
         saved(family, tmp_path, **MIXED[family])
+    elif family.startswith("packed "):
+        plain = save(tiny_model(config_of(family.removeprefix("packed "))).bfloat16(), tmp_path / "plain")
+        pack(plain, tmp_path / "packed", progress=lambda *_: None)
     else:
         save(tiny_model(config_of(family)), tmp_path)
-    with opened(tmp_path, num_slots) as (model, pool):
+    with opened(tmp_path / "packed" if family.startswith("packed ") else tmp_path, num_slots) as (model, pool):
         calls, num_blocks, num_passing = recorded(pool), len(pool.records), pool._cache.num_passing
         monkeypatch.setattr(
             pool, "_has_come", lambda slot: slot not in pool._arriving
@@ -230,6 +235,8 @@ def test_stacks_that_are_stored_the_other_way_round(is_on_demand: bool, tmp_path
         ("qwen3_moe", "fp8-block"),
         ("mixtral", "ct-w4-zeros"),
         ("qwen3_moe", "awq"),
+        ("mixtral", "gptq-order"),
+        ("qwen3_moe", "nvfp4"),
         ("olmoe", "nf4"),
     ],
 )

@@ -1,0 +1,88 @@
+"""The hybrid and its twin: they begin as the dense model but for their mixers, and learn from the same windows.
+
+Why: the comparison of acceptance rests on two models that differ in nothing else. Models are tiny, texts patterns.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_llama import SIZES, save_small
+from transformers import LlamaForCausalLM
+
+from offload.bench.harness.screen import Screen
+from offload.bench.hybrid_pair import make
+from offload.bench.hybrid_pair.acceptance import row_of, setting_of
+from offload.bench.hybrid_pair.make import HYBRID, TWIN, Recipe, hybrid_pair
+from offload.bench.hybrid_pair.twins import hybrid_of, twin_of
+from offload.bench.moe_pair import training
+from offload.bench.moe_pair.training import Course
+
+IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> LlamaForCausalLM:
+    folder = save_small(tmp_path / "dense", num_hidden_layers=5)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_all_but_mixers_is_taken_over(dense: LlamaForCausalLM) -> None:
+    """Norms count what they multiply by, and Qwen 3.5 stores one less."""
+    hidden = torch.randn(1, 9, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
+    tokens = torch.arange(9)[None]
+    hybrid, twin = hybrid_of(dense, 0), twin_of(dense, 0)
+    for model in (hybrid, twin):
+        inner: Any = model.model
+        assert torch.equal(inner.embed_tokens(tokens), dense.model.embed_tokens(tokens))
+        assert model.lm_head.weight is inner.embed_tokens.weight
+        for own, old in zip(inner.layers, dense.model.layers, strict=True):
+            torch.testing.assert_close(own.mlp(hidden), old.mlp(hidden))
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                torch.testing.assert_close(getattr(own, norm)(hidden), getattr(old, norm)(hidden))
+        torch.testing.assert_close(inner.norm(hidden), dense.model.norm(hidden))
+    kinds = [hasattr(layer, "self_attn") for layer in hybrid.model.layers]
+    assert kinds == [False, False, False, True, False]
+    assert all(hasattr(layer, "self_attn") for layer in twin.model.layers)
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (hybrid, twin)]
+    assert abs(sizes[0] / sizes[1] - 1) < 0.2
+    assert not torch.equal(hybrid(tokens).logits, hybrid_of(dense, 1)(tokens).logits), "mixers begin at random"
+
+
+def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged, cache = tmp_path / "packaged", tmp_path / "cache"
+    save_small(packaged / "target", num_hidden_layers=4)
+    for companion in make.COMPANIONS:
+        (packaged / "target" / companion).write_text("{}")
+    monkeypatch.setattr(training, "PAIR", packaged)
+    monkeypatch.setattr(make, "cache_folder", lambda: cache)
+    monkeypatch.setattr(make, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
+    monkeypatch.setattr(make, "Recipe", lambda: Recipe(Course(9, 1e-3), hybrid_steps=2, twin_steps=3))
+    seen: dict[str, list[list[int]]] = {}
+    own = make.next_token_loss
+
+    def loss(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
+        seen.setdefault(model.config.model_type, []).append(tokens_BS.flatten().tolist())
+        return own(model, tokens_BS)
+
+    monkeypatch.setattr(make, "next_token_loss", loss)
+    pair = hybrid_pair(Screen(is_quiet=True))
+    # behind the steps come held-out texts
+    hybrid, twin = seen["qwen3_5_text"], seen["qwen3"]
+    assert hybrid[:2] == twin[:2] and hybrid[0] != hybrid[1] and (len(hybrid), len(twin)) == (3, 4)
+    assert sorted(path.name for path in pair.iterdir()) == ["figures.json", "hybrid", "twin"]
+    assert {*json.loads((pair / "figures.json").read_text())} == {HYBRID, TWIN}
+    assert load_file(pair / HYBRID / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    monkeypatch.setattr(make, "trained", lambda *_: pytest.fail("it trained again"))
+    assert hybrid_pair(Screen(is_quiet=True)) == pair
+    assert setting_of(pair / HYBRID).target == setting_of(pair / HYBRID).origin
+
+
+def test_a_ratio_has_the_error_of_both_means() -> None:
+    row = row_of(0.8, [2.0, 4.0], [3.0, 3.0])
+    assert row["ratio"] == 1.0 and row["hybrid_error"] == pytest.approx(1.0) and row["twin_error"] == 0
+    assert row["ratio_error"] == pytest.approx(1 / 3)
