@@ -4,24 +4,15 @@ it.
 Matrix libraries take other ways for a few rows than for many, torch rounds the last numbers of a
 thread's share of an activation function differently, and on a GPU it gives a row's sum fewer
 threads the more rows there are, up to 16. So within `InvariantRows` a product is made in parts
-whose sizes are found by trial (`find_sizes`), the last one padded, sums on a GPU are of at least
+whose sizes are found by trial (`row_sizes.py`), the last one padded, sums on a GPU are of at least
 16 rows, and threads share elementwise work in whole vectors.
-
-With how many rows a product gives a row the same bits: found by trial, since libraries promise
-nothing.
-
-A library chooses by shape, type, processor and threads how it adds up, and in 16 bits one order
-shows in one of 30,000 numbers alone. So a product is tried on numbers whose sums cancel: what is
-left of each is rounding, and many a number tells which order it was added up in. What differs with
-the threads, or by where a row stands, is never used.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.backends import mkldnn
@@ -30,201 +21,16 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from offload.model import wide_products
+from offload.model.row_sizes import (
+    DEVICE_LADDER,
+    LADDER,
+    Multiply,
+    RowSizes,
+    find_sizes,
+    is_tried_by_likeness,
+    parts_of,
+)
 from offload.model.wide_products import product_for
-
-MAX_ROWS = 256  # of one product on a CPU
-LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
-# On a GPU there is time enough for the first of them; more take fewer launches, where their bits
-# are the same.
-DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
-# for stacks, whose factors are small: attention multiplies by one for each key/value head.
-STACKED_LADDER = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-MOST_STACKED_ROWS = STACKED_LADDER[-1]
-_CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
-# of steps without a tree, with one of the usual size, and with a large one
-_STEP_ROWS = (1, 64, MAX_ROWS)
-_LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
-# of results, and of factors that are made up: larger ones are tried themselves
-_MOST_BYTES = 16 << 20
-_MOST_DEVICE_BYTES = 32 << 20  # of results there, where layers may have taken the rest
-_LARGE = (4, 16, 32, 64, 128, MAX_ROWS)  # sizes to try with these, since each takes long
-_NUM_CANCELLING = 64  # columns of these whose sums cancel
-# of results that differ are kept, and any more
-_MOST_KINDS = len(DEVICE_LADDER)
-_OTHER = -1
-_FACTORS = 5  # of any stack that are tried, and one alone
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-RowSizes = tuple[int, ...]
-# rows (..., T, K) by the second factor: a weight or its transpose
-Multiply = Callable[..., Tensor]
-
-
-def find_sizes(
-    multiply: Multiply, factor: Tensor, thread_counts: Sequence[int], *, is_transposed: bool
-) -> RowSizes:
-    """Numbers of rows that give the same bits with every number of threads; empty where there are
-    none.
-
-    Of several such sets the one that is cheapest for trees of usual sizes. `factor` is (N, K) as
-    that of `linear` where `is_transposed`, else (K, N) or a stack of such.
-    """
-    rows, like = _trial_numbers(factor, is_transposed=is_transposed)
-    sizes: RowSizes = STACKED_LADDER if like.ndim > 2 else LADDER
-    ladder = _ladder(multiply(rows[..., :1, :], like), _LARGE if like is factor else sizes)
-    if ladder[-1] >= rows.shape[-2]:
-        rows = rows[..., torch.arange(ladder[-1] + 1, device=rows.device) % rows.shape[-2], :]
-    outs: list[Tensor] = []  # that differ, each from the product with the most rows
-    kinds = {size: set[int]() for size in ladder}
-    before = torch.get_num_threads()
-    try:
-        for num_threads in sorted({*thread_counts}):
-            torch.set_num_threads(num_threads)
-            for size in reversed(ladder):
-                out = multiply(rows[..., :size, :], like)
-                kinds[size].add(_kind_of(out, outs))
-                if like.ndim > 2:
-                    kinds[size] |= (
-                        set() if _same(multiply(rows[:1, :size], like[:1]), out[:1]) else {_OTHER}
-                    )
-        torch.set_num_threads(min(thread_counts))
-        same = {
-            kind: tuple(size for size in ladder if kinds[size] == {kind})
-            for kind in range(len(outs))
-        }
-        for kind in sorted(filter(same.get, same), key=lambda kind: _cost_in_steps(same[kind])):
-            sizes = _that_hold_elsewhere(
-                lambda moved: multiply(moved, like), rows, outs[kind], same[kind]
-            )
-            if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1]):
-                return sizes
-    finally:
-        torch.set_num_threads(before)
-    return ()
-
-
-def _that_hold_elsewhere(
-    work: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor, sizes: RowSizes
-) -> RowSizes:
-    """Those up to the largest whose rows are the same one place further; smaller ones agree with it
-    place by place.
-    """
-    while sizes:
-        moved = work(rows[..., 1 : sizes[-1] + 1, :])
-        if _same(moved[..., :-1, :], out[..., 1 : sizes[-1], :]):
-            break
-        sizes = sizes[:-1]
-    return sizes
-
-
-def _cost_in_steps(sizes: RowSizes) -> float:
-    return sum(
-        sum(_CALL_ROWS + size for size in parts_of(num, sizes)) / (_CALL_ROWS + num)
-        for num in _STEP_ROWS
-    )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Compared on one thread: `torch.equal` would wait for all of them, many times over."""
-    if one.device.type != "cpu":
-        return torch.equal(one, other)
-    bits = _BITS[one.element_size()]
-    return np.array_equal(one.view(bits).numpy(), other.view(bits).numpy())
-
-
-def _ladder(one: Tensor, sizes: RowSizes) -> RowSizes:
-    """Those of the sizes to try there, by the result for one row."""
-    is_host = one.device.type == "cpu"
-    all_sizes, most_bytes = (sizes, _MOST_BYTES) if is_host else (DEVICE_LADDER, _MOST_DEVICE_BYTES)
-    return tuple(size for size in all_sizes if size * one.nbytes <= most_bytes) or all_sizes[:1]
-
-
-def _kind_of(out: Tensor, outs: list[Tensor]) -> int:
-    """Which of them has the same rows; it is added where none has, and while they are few."""
-    for kind, other in enumerate(outs):
-        if _same(out, other[..., : out.shape[-2], :]):
-            return kind
-    if len(outs) == _MOST_KINDS:
-        return _OTHER
-    outs.append(out)
-    return len(outs) - 1
-
-
-def parts_of(num_rows: int, sizes: RowSizes) -> list[int]:
-    """In which of the sizes to make a product of so many rows, the last of which may be padded."""
-    num_most, rest = divmod(num_rows, sizes[-1])
-    return [sizes[-1]] * num_most + (_cheapest(rest, sizes)[1] if rest else [])
-
-
-@lru_cache(maxsize=4096)
-def _cheapest(num_rows: int, sizes: RowSizes) -> tuple[int, list[int]]:
-    if num_rows <= 0:
-        return 0, []
-    choices = []
-    for size in sizes[: next(i for i, size in enumerate(sizes) if size >= num_rows) + 1]:
-        rest_cost, rest = _cheapest(num_rows - size, sizes)
-        choices.append((_CALL_ROWS + size + rest_cost, [size, *rest]))
-    return min(choices)
-
-
-def is_tried_by_likeness(factor: Tensor) -> bool:
-    """Whether other numbers stand for its own in a trial; a large matrix is tried itself, to save
-    the memory.
-    """
-    return factor.ndim > 2 or factor.numel() * factor.element_size() <= _MOST_BYTES
-
-
-def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tensor]:
-    """Rows and a factor like this one in all but its numbers: of every sum the second half undoes
-    the first.
-    """
-    num_columns, width = (
-        factor.shape[-2:] if is_transposed else (factor.shape[-1], factor.shape[-2])
-    )
-    chance = torch.Generator().manual_seed(0)
-    if not is_tried_by_likeness(factor):
-        return _cancelling_rows(factor if is_transposed else factor.mT, chance), factor
-    order = torch.randperm(width // 2, generator=chance).to(factor.device)
-    halves = [
-        torch.randn(num + width // 2, generator=chance).to(factor).unfold(0, width // 2, 1)[:num]
-        for num in (MAX_ROWS + 1, num_columns)
-    ]
-    odd = width % 2
-    rows = torch.cat([halves[0], halves[0][:, order], halves[0].new_zeros(MAX_ROWS + 1, odd)], 1)
-    columns = torch.cat([halves[1], -halves[1][:, order], halves[1].new_zeros(num_columns, odd)], 1)
-    stack = (_FACTORS,) if factor.ndim > 2 else ()
-    like = _strided_like(factor, stack).copy_(columns if is_transposed else columns.mT)
-    return rows.expand(*stack, -1, -1).contiguous(), like
-
-
-def _cancelling_rows(factor_NK: Tensor, chance: torch.Generator) -> Tensor:
-    """Rows whose products with some columns of a factor all but vanish, since the second half
-    undoes the first.
-
-    They do so by least squares; what rounding to the factor's type leaves is small beside what is
-    added up.
-    """
-    num_columns, width = factor_NK.shape
-    num_some = min(_NUM_CANCELLING, num_columns, width // 8)
-    some_SK = factor_NK[:: num_columns // num_some][:num_some].double().cpu().nan_to_num(0, 0, 0)
-    first_SK, second_SK = some_SK.tensor_split(2, 1)
-    start = torch.randn(MAX_ROWS + 1, first_SK.shape[1], generator=chance).to(factor_NK.dtype)
-    # some columns may be alike, or nothing
-    inverse_SS = torch.linalg.pinv(second_SK @ second_SK.T, hermitian=True)
-    rest = -(start.double() @ first_SK.T @ inverse_SS) @ second_SK
-    return torch.cat([start, rest.to(start)], 1).to(factor_NK)
-
-
-def _strided_like(factor: Tensor, stack: tuple[int, ...]) -> Tensor:
-    """An empty factor, or a stack of such, whose numbers lie as far from each other."""
-    shape = factor.shape[-2:]
-    stride = factor.stride()[-2:]
-    if 0 in stride:
-        return factor.new_empty(*stack, *shape)
-    num_spanned = 1 + sum((num - 1) * step for num, step in zip(shape, stride, strict=True))
-    return factor.new_empty(*stack, num_spanned).as_strided(
-        (*stack, *shape), (*[num_spanned] * len(stack), *stride)
-    )
-
 
 Work = Callable[[Tensor], Tensor]
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
@@ -248,8 +54,9 @@ _TRIED: dict[Any, RowSizes] = {}
 
 
 class InvariantRows(TorchFunctionMode):
-    """While it is entered, every product has rows of sizes that give the same bits, whatever model
-    code asks for it.
+    """A mode in which every product has rows of sizes that give the same bits.
+
+    It holds whatever model code asks for the product.
 
     Args:
         thread_counts: that products may be computed with.
@@ -310,15 +117,13 @@ class InvariantRows(TorchFunctionMode):
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:
-        """Without gaps where padding was, as the product itself: model code looks at it in other
-        shapes.
-        """
+        """Multiply, and leave no gaps where padding was: model code looks at it in other shapes."""
         return self.multiply(product, *args, **kwargs).contiguous()
 
     def multiply(
         self, product: Multiply, *args: Tensor, out: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """By `matmul` or what is like it; of a stack the rows are those of each factor in it.
+        """Multiply by `matmul` or what is like it; of a stack the rows are those of each factor.
 
         `out` is a place for the result, which need not be used. GPUs may give another `out_dtype`
         than that of the factors.
@@ -398,8 +203,9 @@ class InvariantRows(TorchFunctionMode):
     def _sum(
         self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Over the last dimension, on a GPU: on a CPU a row's sum is one thread's, whatever stands
-        beside it.
+        """Add up over the last dimension, of at least 16 rows on a GPU.
+
+        On a CPU a row's sum is one thread's, whatever stands beside it.
         """
         dim = args[0] if len(args) == 1 else kwargs.get("dim")
         dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
@@ -413,7 +219,7 @@ class InvariantRows(TorchFunctionMode):
         return out if kwargs.get("keepdim") else out[..., 0]
 
     def activate(self, work: Work, rows: Tensor) -> Tensor:
-        """What is done with rows one by one; a check looks at it here."""
+        """Do what is done with rows one by one; a check looks at it here."""
         return work(rows)
 
 
@@ -426,7 +232,7 @@ def _giving(product: Multiply, out_dtype: torch.dtype) -> Multiply:
 def _linear_into(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """`linear` as a GPU computes it, with a place for the result."""
+    """Compute `linear` as a GPU does, with a place for the result."""
     return (
         torch.mm(rows, weight.t(), out=out)
         if bias is None
@@ -437,8 +243,9 @@ def _linear_into(
 def in_parts(
     work: Callable[..., Tensor], rows: Tensor, sizes: RowSizes, num_columns: int | None = None
 ) -> Tensor:
-    """`work` on rows, the last dimension but one, in parts of these sizes; zeros stand behind the
-    last ones.
+    """Do `work` on rows, the last dimension but one, in parts of these sizes.
+
+    Zeros stand behind the last rows.
 
     With `num_columns` it is told where to put so many for each row, as `out`, which saves gathering
     them.
@@ -460,14 +267,15 @@ def in_parts(
 
 
 def _at_least(num_rows: int, work: Work, rows: Tensor) -> Tensor:
-    """`work` on that many rows or more, those that are missing being zeros."""
+    """Do `work` on that many rows or more, those that are missing being zeros."""
     num_missing = max(0, num_rows - len(rows))
     return work(pad(rows, (0, 0, 0, num_missing)))[: len(rows)] if num_missing else work(rows)
 
 
 def _widened(numbers: Tensor, least: int) -> Tensor:
-    """Zeros behind each row up to the least width; itself where it is wide enough, which `pad`
-    would copy.
+    """Return the rows with zeros behind each, up to the least width.
+
+    Rows that are wide enough are returned themselves, where `pad` would copy.
     """
     num_missing = least - numbers.shape[-1]
     return pad(numbers, (0, num_missing)) if num_missing > 0 else numbers
@@ -482,8 +290,9 @@ def _lengthened(numbers: Tensor, least: int) -> Tensor:
 def in_whole_vectors(
     function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Elementwise, and no thread's share ends within a vector: what is left over there is computed
-    another way.
+    """Compute an elementwise function so that no thread's share ends within a vector.
+
+    torch computes what is left over there in another way.
     """
     if numbers.device.type != "cpu":
         return function(numbers, *args, **kwargs)

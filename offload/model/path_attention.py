@@ -28,7 +28,8 @@ from torch.nn.functional import pad
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
 from offload.memory.plan import PATH_SCRATCH_BYTES
-from offload.model.invariant import MOST_STACKED_ROWS, InvariantRows, in_whole_vectors
+from offload.model.invariant import InvariantRows, in_whole_vectors
+from offload.model.row_sizes import MOST_STACKED_ROWS
 from offload.model.scratch import Scratch
 
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once

@@ -36,7 +36,7 @@ _UNLIMITED = (0.0, float("inf"))
 
 
 class Inputs(NamedTuple):
-    """What one call of a layer's scan is about."""
+    """The arguments of one call of a layer's scan."""
 
     rows: RowInputs
     fixed: dict[str, Any]  # what all rows have in common
@@ -53,27 +53,28 @@ class Recurrence(Protocol):
     kept: tuple[str, ...]
 
     def read(self, *args: Any, **kwargs: Any) -> Inputs:
-        """The arguments of the family's scan over (1, T) rows."""
+        """Take the arguments of the family's scan over (1, T) rows."""
 
     def start(self, inputs: Inputs) -> Tensor:
-        """The state before any row, (1, ...)."""
+        """Return the state before any row, (1, ...)."""
 
     def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Outputs (W, ...) and new states (W, ...) of W rows, each behind a state of its own, which
-        stays as it is.
+        """Return outputs (W, ...) and new states (W, ...) of W rows.
+
+        Each row stands behind a state of its own, which stays as it is.
         """
 
     def run(
         self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
     ) -> tuple[Tensor, Tensor]:
-        """Outputs (T, ...) and the last state (1, ...) of T rows, one behind the other.
+        """Return outputs (T, ...) and the last state (1, ...) of T rows, one behind the other.
 
         `is_exact` asks for the arithmetic of single steps. Rows may lack what is not `kept`; then
         outputs mean nothing.
         """
 
     def give(self, out_T: Tensor) -> Any:
-        """Outputs as the family's scan returns them."""
+        """Return outputs as the family's scan does."""
 
 
 class GatedDelta:
@@ -134,7 +135,7 @@ class GatedDelta:
         return out_T[None], None
 
     def walks(self, state: Tensor) -> bool:
-        """Whether steps are taken here; the library's leave caches with every operation."""
+        """Tell whether steps are taken here; the library's leave caches with every operation."""
         name = getattr(self._step, "__name__", "")
         is_here = state.device.type == "cpu" and name in _DECAYS_BY_HEAD
         return is_here and state[0].nbytes >= LARGE_STATE_BYTES
@@ -200,7 +201,7 @@ def _walk(
 
 
 def _normed(row_THK: Tensor) -> Tensor:
-    """What transformers' `l2norm` makes of rows."""
+    """Return what transformers' `l2norm` makes of rows."""
     return row_THK * torch.rsqrt((row_THK * row_THK).sum(-1, keepdim=True) + _NORM_EPS)
 
 
@@ -407,7 +408,7 @@ class Gated:
 
 
 def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:
-    """Time steps as a scan would take them."""
+    """Return time steps as a scan would take them."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return functional.softplus(dt) if is_soft else dt
 
@@ -415,7 +416,7 @@ def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor
 def one_by_one(
     recurrence: Recurrence, state: Tensor, rows: RowInputs, fixed: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The rows of one text by single steps."""
+    """Take the rows of one text by single steps."""
     outs = list[Tensor]()
     for row in range(len(next(iter(rows.values())))):
         out, state = recurrence.step(

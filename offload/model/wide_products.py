@@ -48,7 +48,7 @@ _IS_SUPPORTED = {
 
 
 def lacks_products(dtype: torch.dtype) -> bool:
-    """Whether the library of this processor has no product for numbers of this type."""
+    """Tell whether the library of this processor has no product for numbers of this type."""
     if dtype not in _IS_SUPPORTED or not mkldnn.is_available():
         return False
     is_supported = _is_supported(dtype)
@@ -64,8 +64,7 @@ def _is_supported(dtype: torch.dtype) -> bool | None:
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, parts: Sequence[int] = ()
 ) -> Tensor:
-    """`functional.linear`, whose sums are in float32 and of which a few rows and a block are wide
-    at once.
+    """Compute `functional.linear` with sums in float32; a few rows and a block are wide at once.
 
     `parts` says how many rows each product has, of which the last may be padded with zeros; without
     it one has all. A product of more rows than may be wide at once is made in pieces of so many. A
@@ -162,17 +161,16 @@ def _block_columns(weight_NK: Tensor) -> int:
 
 
 def typical_part(weight_NK: Tensor) -> Tensor:
-    """As much of a weight as has a block of each size that `linear` makes of it: one is multiplied
-    like the next.
+    """Return as much of a weight as has a block of each size that `linear` makes of it.
+
+    One block is multiplied like the next.
     """
     at_once = _block_columns(weight_NK)
     return weight_NK[: at_once + len(weight_NK) % at_once]
 
 
 def product_for(product: Callable[..., Tensor], numbers: Tensor) -> Callable[..., Tensor]:
-    """The product itself, or the one that stands for it where these numbers are too narrow for this
-    processor.
-    """
+    """Return the product itself, or the wide one where the processor has none for these numbers."""
     if numbers.device.type != "cpu" or not lacks_products(numbers.dtype):
         return product
     return _WIDE[product]
@@ -191,9 +189,7 @@ _WIDE: dict[Any, Callable[..., Tensor]] = {functional.linear: linear} | {
 
 
 class WideProducts(TorchFunctionMode):
-    """While it is entered, products of several rows are made so, and attention is computed in
-    float32.
-    """
+    """A mode in which products of several rows are wide, and attention is computed in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = _OWN.get(func)

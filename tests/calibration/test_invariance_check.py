@@ -14,7 +14,8 @@ from torch.nn import functional
 import offload
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.model.invariant import InvariantRows, find_sizes
+from offload.model.invariant import InvariantRows
+from offload.model.row_sizes import find_sizes
 from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.units import Sampling

@@ -27,9 +27,10 @@ from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk, ScoreTerms, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
-from offload.model.invariant import InvariantRows, find_sizes, in_whole_vectors
+from offload.model.invariant import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
+from offload.model.row_sizes import find_sizes
 from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.trees.token_tree import ancestors

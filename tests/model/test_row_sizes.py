@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offload.model.invariant import LADDER, find_sizes, parts_of
+from offload.model.row_sizes import LADDER, find_sizes, parts_of
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
