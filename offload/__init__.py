@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offload.engine.request import Request
     from offload.errors import RankError, ReadError, RunError, UserError
     from offload.memory.plan import MemoryPlan
-    from offload.units import Sampling
+    from offload.sampling_options import Sampling
 
 __all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "RankError", "ReadError", "Request", "RunError", "Sampling",
            "UserError", "load"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The options of the program, each declared once; those of drawing are in `units.Sampling`.
+"""The options of the program, each declared once; those of drawing are in `sampling_options`.
 
 A command takes records of them, and of each record the options that name the command. `docs/flags.md`
 lists them all, and is made of what stands here. Nothing is imported that takes time.
@@ -13,11 +13,15 @@ from typing import Any, ClassVar
 
 from offload.declaration import option, unset
 from offload.errors import require
-from offload.units import DTYPES, EXPERTS, RULES, Sampling
+from offload.rules import RULES
+from offload.sampling_options import Sampling
 
 # A table: what an option is, who takes it, what is said of it.
 # fmt: off
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+# how routed experts come: one by one as passes need them, or with their layers
+EXPERTS = ("auto", "demand", "layers")
 CHAT_PAIR = Path(__file__).parent / "chat_pair"
 PathLike = str | os.PathLike[str]
 _WRITE = ("generate", "chat")

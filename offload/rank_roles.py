@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from offload.errors import UserError, require
-from offload.units import check_lenience, drafting_of
+from offload.rules import check_lenience, drafting_of
 
 START = "start it by: offload launch -n 2 -- generate ..."
 Mode = Literal["plain", "sync", "async"]

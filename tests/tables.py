@@ -14,10 +14,10 @@ from torch import Tensor
 
 from offload.drafting.static import draw_children
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Floats, Offer, Proposals, TokenTree, children_of
 from offload.trees.topology import Topology, best_first, chain, k_ary, sequences
 from offload.trees.verification import Acceptance, Rule, Trials, k_sequential_trials, ratio_trials
-from offload.units import Sampling
 
 VOCAB_SIZE = 6
 ROOT = 2  # the token that all runs start from

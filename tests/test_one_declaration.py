@@ -13,7 +13,7 @@ from forked import popen
 import offload
 from offload.cli import option_docs
 from offload.declaration import options_of
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 PACKAGE = Path(offload.__file__).parent
 MADE_UP = """\
@@ -29,7 +29,7 @@ for name in [one for one in sys.modules if one.partition(".")[0] == "offload"]:
 from unittest.mock import patch
 import typer
 from offload.cli import batch_file, chat_commands, main, option_docs
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 from offload.engine.request import request_of
 from offload.distributed.orders import reset_message, sampling_of
 from offload.server.app import read_page
@@ -78,7 +78,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     shutil.copytree(PACKAGE, folder / "offload", ignore=shutil.ignore_patterns("demo_pair", "__pycache__"))
     for name in ("bench", "kernels", "pyproject.toml"):
         (folder / name).symlink_to(PACKAGE.parent / name)
-    source = folder / "offload" / "units.py"
+    source = folder / "offload" / "sampling_options.py"
     before, mark, after = source.read_text().partition("    seed: int = option(")
     assert mark, "there is a place for it"
     source.write_text(before + MADE_UP + mark + after)
@@ -139,5 +139,5 @@ def test_no_other_file_names_an_option_of_drawing() -> None:
     """Beside its declaration `min_p` stands where it is computed, and where a profile says that it knows none."""
     sources = (path for path in PACKAGE.rglob("*.py") if "min_p" in path.read_text("utf-8"))
     generated = "engine/text_arguments.py"
-    allowed = {"units.py", "sampling/sampler.py", "planning/profile.py", generated}
+    allowed = {"sampling_options.py", "sampling/sampler.py", "planning/profile.py", generated}
     assert {path.relative_to(PACKAGE).as_posix() for path in sources} == allowed

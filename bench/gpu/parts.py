@@ -20,9 +20,10 @@ from offload.bench.latency.decode import Case, timed_run
 from offload.checkpoint.packaged import PROMPT
 from offload.engine.decoder import Decoder
 from offload.memory.plan import LayerTier
+from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.device import CudaDevice, Device
-from offload.units import Sampling, parse_size
+from offload.units import parse_size
 
 # the host must be done enqueueing within this share of a pass
 _ENQUEUED_SHARE = 0.8

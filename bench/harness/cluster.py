@@ -27,8 +27,8 @@ from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.planning.options import LoadOptions
+from offload.sampling_options import Sampling
 from offload.stats import RankFigures
-from offload.units import Sampling
 
 _SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are not quite even
 

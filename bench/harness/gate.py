@@ -24,8 +24,8 @@ from offload.engine.generation import Generation
 from offload.errors import UserError
 from offload.reports.proof import gaps_of, rounding
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.verification import find_rule
-from offload.units import Sampling
 
 MOST_SIGMAS = 5.0
 

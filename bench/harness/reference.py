@@ -15,9 +15,9 @@ from offload.machine import available_ram_bytes
 from offload.model.streamed import StreamedModel
 from offload.model.target import BatchEntry
 from offload.reports.proof import chain_logits
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import chain
-from offload.units import Sampling
 
 # prompt, new ids -> logits (T, V) that predicted each new id
 Score = Callable[[Sequence[int], Sequence[int]], Tensor]

@@ -18,9 +18,9 @@ from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.model.target import BatchEntry
 from offload.planning.cost_model import Curve
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first, chain
-from offload.units import Sampling
 
 _DEPTH = 24
 _BURSTS = (1, 2, 4, 8, 16, 24)  # tokens that a sweep may yield

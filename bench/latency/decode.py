@@ -33,8 +33,9 @@ from offload.calibration.trial import rows_of as rows_of_kernels
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.errors import UserError
+from offload.rules import RULES, drafting_of
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree, tree_to_fill
-from offload.units import RULES, Sampling, drafting_of
 
 # tokens of a question in its chat template, which is not cut
 _MOST_PROMPT_TOKENS = 512

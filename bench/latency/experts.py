@@ -28,8 +28,8 @@ from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, least_budget
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.units import Sampling
 
 CONTEXT = 512
 AUTO = "auto"

@@ -27,7 +27,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 CONTEXT = 512
 ALONE = "alone"

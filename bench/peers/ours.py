@@ -13,7 +13,7 @@ import transformers
 
 from offload.bench.peers.child import Emit, Order, free_bytes
 from offload.engine.load import load
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 _MARGIN_BYTES = 96 << 20  # libraries that the first run imports, tables of the kernel
 

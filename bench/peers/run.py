@@ -15,7 +15,7 @@ from offload.bench.harness.process import call, environment
 from offload.bench.harness.record import partial_path
 from offload.bench.peers.child import Measured, Order
 from offload.errors import RunError
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 _HAS_ALL = "import sys, importlib.util as i; sys.exit(not all(map(i.find_spec, sys.argv[1:])))"
 # imports, reading, the copy that some programs make of the weights at their first start

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from offload.bench.harness.prompts import prompts
 from offload.engine.decoder import Decoder
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 CONTEXT = 256
 NUM_WISHES = 48

@@ -26,9 +26,10 @@ from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
 from offload.reports.tune import DEPTH, TuneResult, tune
 from offload.reports.windows import NUM_NEW, NUM_PROMPT, cut_windows
+from offload.sampling_options import Sampling
 from offload.trees.spec import TreeSpec
 from offload.trees.topology import DynamicShape, Shape, chain
-from offload.units import Sampling, parse_size
+from offload.units import parse_size
 
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
 # the most that seconds per token of the chosen tree / of the best should be

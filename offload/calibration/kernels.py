@@ -27,10 +27,10 @@ from offload.memory.plan import MemoryPlan
 from offload.model.norms import find_norms
 from offload.model.path_attention import path_attention, path_rows
 from offload.model.streamed import StreamedModel
+from offload.sampling_options import Sampling
 from offload.streaming.device import Device
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import k_ary
-from offload.units import Sampling
 
 # rows of an attention that is compared: other sizes run the same code
 _COMPARED_NODES = 40

@@ -12,7 +12,7 @@ from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.checkpoint.t5 import has_encoder
 from offload.declaration import options_at
 from offload.errors import UserError
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 _NAME = "generation_config.json"
 _SUGGESTED = {key: one for key, one in options_at("harness", Sampling).items() if one.is_suggested}

@@ -33,8 +33,7 @@ from offload.checkpoint.shared_layers import with_shared_layers
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry, check_counts, check_types, objects
 from offload.encoding.base import PLAIN_OF
-from offload.errors import UserError, ensure, reason
-from offload.units import require
+from offload.errors import UserError, ensure, reason, require
 
 # families that share one layer structure, but for biases and norms of heads
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")

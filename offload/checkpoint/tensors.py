@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding, RecognisedWeight
 from offload.encoding.formats import FORMATS
-from offload.errors import UserError
-from offload.units import require
+from offload.errors import UserError, require
 
 # behind the name of a weight that is stored in several tensors, and before the number of one
 ROWS = ".rows."

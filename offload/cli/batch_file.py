@@ -19,7 +19,7 @@ from offload.engine.request import Prompt, Request, samples_of
 from offload.errors import UserError, did_you_mean, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
-from offload.units import MOST_SAMPLES, NARROWING, Sampling
+from offload.sampling_options import MOST_SAMPLES, NARROWING, Sampling
 
 _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)

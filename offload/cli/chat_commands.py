@@ -18,7 +18,7 @@ from offload.engine.chat import Chat
 from offload.errors import UserError, did_you_mean
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 LEAVE = ("/bye", "/exit", "/quit")
 _SAMPLING = options_at("chat", Sampling)

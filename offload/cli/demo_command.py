@@ -10,7 +10,8 @@ from offload.cli.libraries import libraries
 from offload.cli.progress import plural
 from offload.cli.prompt_input import read_prompt
 from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
-from offload.units import Sampling, parse_size
+from offload.sampling_options import Sampling
+from offload.units import parse_size
 
 
 @flags.command(

@@ -19,9 +19,9 @@ from offload.engine.sequence import PassFigures
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
+from offload.sampling_options import Sampling
 from offload.stats import Stats
 from offload.trees.verification import find_rule
-from offload.units import Sampling
 
 
 class DemoResult(NamedTuple):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from offload.declaration import GROUPS, Option, options_at, options_of
 from offload.options import RECORDS, TextOptions
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ROOT / "docs" / "flags.md"

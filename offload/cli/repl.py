@@ -23,7 +23,7 @@ from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 

@@ -11,7 +11,7 @@ from offload.declaration import listed, options_of
 from offload.errors import UserError
 from offload.options import SamplingOptions, TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
-from offload.units import DRAWING, NARROWING, Sampling
+from offload.sampling_options import DRAWING, NARROWING, Sampling
 
 _OFF = Sampling()
 

@@ -18,11 +18,12 @@ from offload.engine.service import Closing, Engine
 from offload.errors import UserError
 from offload.options import ServerOptions
 from offload.planning.options import LoadOptions
+from offload.sampling_options import Sampling
 from offload.server.app import create_app
 from offload.server.listening import EarlyAnswers
 from offload.server.network import Listening
 from offload.server.protocol import ServerSettings
-from offload.units import Sampling, parse_size
+from offload.units import parse_size
 
 
 def serve_model(

@@ -9,7 +9,7 @@ from offload.cli.console import Console, profile_lines
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.options import ModelChoice, ModelOptions, OutputOptions, TuneOptions
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 @flags.command(

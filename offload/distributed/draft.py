@@ -38,7 +38,7 @@ from offload.engine.sequence import num_shared
 from offload.errors import RankError
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 _ROWS_PER_PASS = 8  # at most
 

@@ -34,7 +34,7 @@ from offload.interrupts import held_back
 from offload.memory.plan import PROMPT_ROWS
 from offload.rank_roles import TIMED_ROWS, PaperCut, PipelineOptions, Roles, free_rows
 from offload.sampling.sampler import require_token
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 class Least(NamedTuple):

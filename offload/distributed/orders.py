@@ -16,7 +16,7 @@ from torch import Tensor
 from offload.declaration import options_of
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, UserError, ensure, reason
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 class RunMessage(NamedTuple):

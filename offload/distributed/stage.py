@@ -42,9 +42,9 @@ from offload.model.parts import BatchPart
 from offload.model.section import SectionModel
 from offload.rank_roles import TIMED_ROWS
 from offload.sampling.sampler import Logits, Sampler, or_no_token
+from offload.sampling_options import Sampling
 from offload.streaming.layers import Layers
 from offload.timer import timed
-from offload.units import Sampling
 
 _ENDS = (Kind.STOP, Kind.ERROR)
 _NUM_TIMES = 2

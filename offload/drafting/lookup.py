@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from offload.datastore.index import Trie, heaviest
 from offload.drafting.base import ByKind, Drafted, DraftState, DraftText
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
 from offload.trees.token_tree import TokenTree, children_of
 from offload.trees.topology import DynamicShape, Shape, Topology, in_level_order, level_order
-from offload.units import Sampling
 
 _GRID = np.array(
     [0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93, 0.97, 0.99]

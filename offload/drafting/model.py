@@ -22,10 +22,11 @@ from offload.drafting.static import fill
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape, chain
-from offload.units import ChildSampling, Sampling
 
 # the kind of sampling: its settings apart from the seed
 _Kind = tuple[Sampling, ChildSampling]

@@ -20,10 +20,10 @@ from torch import Tensor
 from offload.drafting.base import Drafted
 from offload.drafting.draft_model import Draft
 from offload.kernels.draw_without_replacement import largest_keys
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import Draw, Proposals, TokenTree, ancestors
 from offload.trees.topology import Topology
-from offload.units import ChildSampling
 
 # float64 numbers drawn at once: 4 MiB, which the memory plan counts on
 _MAX_KEYS = 1 << 19

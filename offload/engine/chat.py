@@ -14,8 +14,8 @@ from dataclasses import replace
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.engine.request import Request
-from offload.errors import UserError
-from offload.units import Sampling, require
+from offload.errors import UserError, require
+from offload.sampling_options import Sampling
 
 # what is wrong with it is wrong with every question
 _GREETING = {"role": "user", "content": "Hello"}

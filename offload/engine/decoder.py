@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack, overload
 
+from offload.declaration import whole_number
 from offload.engine.generation import Generation, Run, RunInfo
 from offload.engine.request import (
     Prompt,
@@ -26,10 +27,11 @@ from offload.engine.session import Session, load_session, require_sessions, save
 from offload.engine.text import TextStream
 from offload.engine.text_arguments import TextArguments
 from offload.engine.token_decoder import TokenDecoder
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.planning.selector import TreeChoice
+from offload.rules import check_lenience
+from offload.sampling_options import Sampling
 from offload.trees.verification import Rule, find_rule
-from offload.units import Sampling, check_lenience, require, whole_number
 
 
 class ValidatedRequest(NamedTuple):

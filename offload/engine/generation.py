@@ -16,8 +16,8 @@ from offload.engine.text import TextStream
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeChoice
+from offload.sampling_options import Sampling
 from offload.stats import Stats
-from offload.units import Sampling
 
 # Characters of a text in the repr of a result.
 _TEXT_SHOWN = 60

@@ -24,9 +24,9 @@ from offload.engine.resolve import NO_HOOKS, resolve
 from offload.errors import require
 from offload.options import ModelChoice, ModelOptions
 from offload.planning.options import LoadOptions
+from offload.rules import check_lenience
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, OpenSource
-from offload.units import check_lenience
 
 _LIBRARY = "transformers"
 

@@ -11,10 +11,10 @@ from offload.datastore.store import open_datastore
 from offload.drafting.lookup import Copying, GuessSources, Source
 from offload.drafting.retrieval import Ngrams, Retrieval
 from offload.engine.text import Tokenizer
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_match_length
-from offload.units import format_bytes, require
+from offload.units import format_bytes
 
 # Text that is counted in memory, which no plan has: a tenth of what runtimes take.
 MOST_TEXT_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from offload.engine.text import Tokenizer, encode_messages, encode_prompt
 from offload.errors import UserError, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
-from offload.units import MOST_SAMPLES, Sampling
+from offload.sampling_options import MOST_SAMPLES, Sampling
 
 # role (system, user, assistant, tool) and content; calls of tools beside it
 Message = Mapping[str, Any]

@@ -20,7 +20,7 @@ from offload.checkpoint.hub import fetch, is_here, open_headers, require_one_voc
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Hooks
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, ram_warning, require_no_states
@@ -43,9 +43,10 @@ from offload.planning.profile import (
 from offload.planning.room import budget_of, traffic_in
 from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
+from offload.sampling_options import Sampling
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.trees.spec import TreeSpec
-from offload.units import Sampling, parse_rate, require
+from offload.units import parse_rate
 
 # it brings torch along, which other machines are planned without
 if TYPE_CHECKING:

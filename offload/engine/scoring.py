@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.declaration import whole_number
 from offload.engine.sequence import num_shared
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target
-from offload.units import require, whole_number
 
 
 class TextScore(NamedTuple):

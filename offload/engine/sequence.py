@@ -24,11 +24,11 @@ from torch import Tensor
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Rows, Sampler
 from offload.stats import Stats, Transfers
 from offload.trees.topology import DynamicShape, Shape, chain
 from offload.trees.verification import Rule
-from offload.units import ChildSampling
 
 
 class TokenLogprob(NamedTuple):

@@ -32,10 +32,9 @@ from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED, Encoding
 from offload.engine.identities import Identities
 from offload.engine.sequence import CachePool
-from offload.errors import ReadError, UserError, ensure, reason
+from offload.errors import ReadError, UserError, ensure, reason, require
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
-from offload.units import require
 
 # The note that has the checksum of all that lies behind the header.
 SUM = "crc32"

@@ -23,7 +23,7 @@ from offload.engine.scheduler import write_all
 from offload.engine.template_process import TemplateFailed
 from offload.engine.text import render_chat
 from offload.errors import RunError, UserError, require
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 try:
     from lm_eval import utils

@@ -11,8 +11,9 @@ from enum import StrEnum
 from itertools import accumulate
 
 from offload.checkpoint.sizes import ModelShape
+from offload.sampling_options import NOISE_POSITIONS
 from offload.trees.growth import PACES, most_rows
-from offload.units import NOISE_POSITIONS, format_bytes
+from offload.units import format_bytes
 
 # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
 PROMPT_ROWS = 512

@@ -20,7 +20,8 @@ from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
 from offload.checkpoint.t5 import TRAINED_CONTEXT, has_encoder
-from offload.errors import UserError
+from offload.declaration import whole_number
+from offload.errors import UserError, require
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
     PATH_SCRATCH_BYTES,
@@ -35,16 +36,9 @@ from offload.memory.plan import (
 )
 from offload.memory.prompt_rows import Rates, with_prompt_rows
 from offload.memory.tiers import ExpertPoolSize, Filling, MemoryTier, fill_all
-from offload.units import (
-    DTYPES,
-    EXPERTS,
-    ByteSize,
-    drafting_of,
-    format_bytes,
-    is_decimal,
-    require,
-    whole_number,
-)
+from offload.options import DTYPES, EXPERTS
+from offload.rules import drafting_of
+from offload.units import ByteSize, format_bytes, is_decimal
 
 # code that runs for the first time, tokenizer, scratch of the matrix library: measured
 RUNTIME_BYTES = 112 << 20

@@ -20,12 +20,11 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.t5 import has_encoder
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import Masks, StreamedModel
-from offload.units import require
 
 _HOST = torch.device("cpu")
 

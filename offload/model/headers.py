@@ -14,8 +14,7 @@ from offload.checkpoint.hub import (
 )
 from offload.checkpoint.safetensors import Checkpoint, read_config
 from offload.checkpoint.sizes import config_sizes
-from offload.errors import UserError
-from offload.units import require
+from offload.errors import UserError, require
 
 # layers or experts to build, and any other size: beyond every model
 _MOST_MODULES = 1024

@@ -22,8 +22,10 @@ from offload.rank_roles import (
     require_exact_rule,
     require_place,
 )
+from offload.rules import check_lenience, drafting_of
+from offload.sampling_options import Sampling
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
-from offload.units import ByteSize, Rate, Sampling, check_lenience, drafting_of, parse_rate
+from offload.units import ByteSize, Rate, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 

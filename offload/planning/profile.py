@@ -25,8 +25,8 @@ from offload.errors import UserError, ensure, reason
 from offload.machine import cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
+from offload.sampling_options import Sampling
 from offload.trees.topology import check_acceptance
-from offload.units import Sampling
 
 SCHEMA = 3  # raise it when a field changes its meaning
 _MOST_THREADS = 4096  # of any machine

@@ -36,6 +36,8 @@ from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import Profile
 from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
 from offload.planning.seen import ObservedPass, ObservedPasses
+from offload.rules import ChildSampling, drafting_of
+from offload.sampling_options import Sampling
 from offload.trees.spec import (
     AUTO_DEPTH,
     AUTO_NODES,
@@ -53,7 +55,6 @@ from offload.trees.topology import (
     check_acceptance,
     isotonic,
 )
-from offload.units import ChildSampling, Sampling, drafting_of
 
 LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252, section 4)
 LOOKUP_DEPTH = 32  # of such trees; copied passages may be long

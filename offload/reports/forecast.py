@@ -42,9 +42,9 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
+from offload.sampling_options import Sampling
 from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
-from offload.units import Sampling
 
 SOURCE = "counted for a pair of 16 and 1 million weights, greedy, an ideal draft"
 _RUNS = (1, 2, 4, 8)

@@ -16,7 +16,7 @@ from offload.checkpoint.hub import open_headers
 from offload.engine.build import resident_model
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 # two steps of bf16, 2^-7 of the value each, for logits around 10 in size
 BF16_NOISE = 0.15

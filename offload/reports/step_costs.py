@@ -24,9 +24,9 @@ from offload.planning.cost_model import (
     fit_overlap_penalty,
     step_time,
 )
+from offload.sampling_options import Sampling
 from offload.stats import Stats
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
-from offload.units import Sampling
 
 # takes the rounds done and the rounds in all
 Progress = Callable[[int, int], None]

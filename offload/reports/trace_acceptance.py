@@ -24,10 +24,10 @@ from offload.engine.sequence import Sequence as Text
 from offload.model.target import BatchEntry
 from offload.planning.acceptance import NUM_RANKS
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Proposals, TokenTree
 from offload.trees.topology import DynamicShape, chain, sequences
 from offload.trees.verification import ratio
-from offload.units import Sampling
 
 # an unlikely token may take many draws; after so many the last outcome stands
 _MAX_DRAWS = 64

@@ -38,8 +38,8 @@ from offload.reports.windows import (
     summarise,
     trace_windows,
 )
+from offload.sampling_options import Sampling
 from offload.trees.spec import TreeSpec
-from offload.units import Sampling
 
 # depth of the largest tree
 DEPTH = 24

@@ -36,8 +36,8 @@ from offload.planning.profile import (
 )
 from offload.planning.search import best_smoothing
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
+from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape, isotonic
-from offload.units import Sampling
 
 # tokens of a window: what is given, and what is written or read behind it
 NUM_PROMPT = 64

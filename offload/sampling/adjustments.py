@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 Send = Callable[[Tensor], Tensor]
 

@@ -31,8 +31,9 @@ from transformers.generation.logits_process import (
 
 from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
+from offload.rules import ChildSampling
 from offload.sampling.adjustments import Adjustment, Penalties
-from offload.units import NOISE_POSITIONS, ChildSampling, Sampling
+from offload.sampling_options import NOISE_POSITIONS, Sampling
 
 
 class Logits:

@@ -32,6 +32,7 @@ from offload.engine.job import Ticket
 from offload.engine.scheduler import EngineFigures
 from offload.engine.service import Engine
 from offload.errors import RunError
+from offload.sampling_options import Sampling
 from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
 from offload.server.network import Guard, answer
 from offload.server.protocol import (
@@ -49,7 +50,6 @@ from offload.server.protocol import (
     refusal_of,
 )
 from offload.server.stream import ClientGone, EventStream, arrivals
-from offload.units import Sampling
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

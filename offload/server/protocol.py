@@ -23,8 +23,8 @@ from offload.engine.scheduler import EngineFigures
 from offload.engine.service import Closing, Engine, QueueFull
 from offload.errors import RunError, UserError
 from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling_options import Sampling
 from offload.server.listening import LOADING, is_loopback
-from offload.units import Sampling
 
 _KINDS = {
     401: "authentication_error",

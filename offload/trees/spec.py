@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from offload.errors import UserError, require
+from offload.rules import drafting_of
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
@@ -21,7 +22,6 @@ from offload.trees.topology import (
     chain,
     sequences,
 )
-from offload.units import drafting_of
 
 # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.rules import RULES, ChildSampling, check_lenience, drafting_of
 from offload.sampling.sampler import Rows, Sampler, chunk_with, require_token
 from offload.trees.token_tree import Draw, Floats, Offer, TokenTree, children_of
-from offload.units import RULES, ChildSampling, check_lenience, drafting_of
 
 
 class Acceptance(NamedTuple):

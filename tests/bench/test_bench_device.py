@@ -22,7 +22,7 @@ from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.load import load
 from offload.errors import UserError
 from offload.reports.proof import draw_gaps
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 def run_tiny(*options: object) -> tuple[int, dict[str, Any], Outcome]:

@@ -47,8 +47,8 @@ from offload.checkpoint.inflate import inflated_config
 from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.memory.planner import ModelFiles
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.units import Sampling
 
 V = 50
 SIDES: tuple[Any, ...] = ("higher", "lower")

@@ -21,7 +21,7 @@ from offload.checkpoint.packaged import PAIR
 from offload.engine.load import load
 from offload.machine import rss_bytes
 from offload.reports.proof import draw_gaps, rounding
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 OTHER = list(range(900, 950))
 

@@ -26,8 +26,8 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
 from offload.reports.estimate import Estimate, estimate
+from offload.sampling_options import Sampling
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape
-from offload.units import Sampling
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.model.invariant import InvariantRows
 from offload.model.row_sizes import find_sizes
 from offload.model.streamed import StreamedModel
+from offload.sampling_options import Sampling
 from offload.streaming.disk import DiskReader
-from offload.units import Sampling
 
 linear = functional.linear
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

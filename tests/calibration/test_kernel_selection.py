@@ -35,8 +35,8 @@ from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Curve, Traffic
 from offload.planning.selector import TreeSelector
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.units import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions
 from offload.planning.room import budget_of
 from offload.planning.selector import FindProfile
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.units import Sampling
 
 UNKNOWN = [
     (Sampling(temperature=1, min_p=0.2), "min-p"),

@@ -29,7 +29,7 @@ from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 class Hub:

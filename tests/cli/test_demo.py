@@ -17,7 +17,7 @@ from offload.cli.demo import budget as run_budget
 from offload.cli.main import main
 from offload.engine.text import load_tokenizer
 from offload.reports.proof import draw_gaps, rounding
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
 # Every tree on one prompt; on the others those that take few sweeps.

@@ -14,7 +14,7 @@ from offload.cli.demo_run import compare, open_demo
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.reports.tune import tune
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 RUN = ("generate", "-m", str(PAIR / "target"), "-d", str(PAIR / "draft"), "--raw", "-p", "import", "-n", "12")
 HOW = ("--tree", "chain:3", "--context", "64", "--temp", "0")

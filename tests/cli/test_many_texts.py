@@ -32,7 +32,7 @@ from offload.cli.results_file import ResultsFile
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 Write = Callable[..., Path]
 

@@ -12,7 +12,7 @@ from offload.cli.sampling import sampling_words
 from offload.distributed.pipeline_decoder import check_stages
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 FLAGS = {
     "temperature": ("--temp", 2), "min_p": ("--min-p", 0.1), "repeat_penalty": ("--repeat-penalty", 1.4),

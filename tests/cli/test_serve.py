@@ -22,9 +22,9 @@ from shell import ROOT, process, shell, start
 from offload.cli.serve_command import read_keys
 from offload.cli.serving import served_sampling, serving_lines
 from offload.errors import UserError
+from offload.sampling_options import Sampling
 from offload.server.listening import EarlyAnswers, bind
 from offload.server.protocol import loading
-from offload.units import Sampling
 
 PATIENCE_S = 120
 

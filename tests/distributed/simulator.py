@@ -21,7 +21,7 @@ from offload.distributed.head import Head, RowPrice, RunEvent
 from offload.distributed.orders import text_of
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.rank_roles import PipelineOptions, Roles
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 VOCABULARY = 7
 Way = tuple[int, int, Channel]  # sender, receiver, channel

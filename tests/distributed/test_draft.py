@@ -22,7 +22,7 @@ from offload.engine.build import resident_model
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 NUM_TOKENS, LEAST = 5, -6.0  # of the bigram model; log f of paths that are looked at
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=3)

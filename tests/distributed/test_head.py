@@ -15,7 +15,7 @@ from offload.distributed.transport import Channel, Kind, Message
 from offload.errors import RankError, UserError
 from offload.memory.plan import PROMPT_ROWS
 from offload.rank_roles import Roles, parse_pipeline
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 STEADY = Speeds(is_random=False)
 FOUR = Roles(5, (0, 1, 2, 3), 4)

@@ -20,7 +20,7 @@ from offload.distributed.transport import Channel, Kind, Message
 from offload.engine.build import resident_model
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import NO_TOKEN, Logits, Sampler
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 WARM = Sampling(temperature=0.9, top_k=40, seed=11)
 

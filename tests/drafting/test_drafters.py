@@ -14,10 +14,10 @@ from offload.drafting.lookup import Copying, GuessSources, LookupDrafter, PassSe
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape, Shape, chain, k_ary, sequences
-from offload.units import Sampling
 
 REPEATED = [3, 1, 4, 1, 5, 9, 2, 6, 7, 8] * 3
 BRANCHING = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]

@@ -21,11 +21,12 @@ from offload.engine.load import load
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.growth import GrowthSchedule, most_rows
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape, k_ary
-from offload.units import ChildSampling, Sampling
 
 NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
 PROMPT = [7, 11, 3, 42, 5]

@@ -21,8 +21,8 @@ from offload.drafting.lookup import (
 )
 from offload.drafting.retrieval import Ngrams, Retrieval
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
-from offload.units import Sampling
 
 VOCAB_SIZE, DEPTH = 4, 3
 

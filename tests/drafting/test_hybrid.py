@@ -29,11 +29,11 @@ from offload.engine.build import resident_model
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
 from offload.trees.token_tree import Draw, TokenTree
 from offload.trees.topology import DynamicShape, best_first, chain
 from offload.trees.verification import find_rule
-from offload.units import Sampling
 
 PROMPT = [*range(11, 29), 5, *range(11, 25)]
 GUESSED = [25, 26, 27, 28, 5, 11, 12, 13]

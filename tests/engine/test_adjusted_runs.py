@@ -13,8 +13,8 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.sampling.sampler import AdjustedRows, Rows, Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
-from offload.units import Sampling
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 32
 TREES = ["8x3", "dynamic:16x6", "chain:4"]

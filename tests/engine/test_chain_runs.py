@@ -14,8 +14,8 @@ from offload.engine.request import Request
 from offload.errors import UserError
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import StepTime
+from offload.sampling_options import Sampling
 from offload.trees.spec import MAX_CHAIN
-from offload.units import Sampling
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5], 60
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 3}

@@ -20,8 +20,8 @@ from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.sequence import num_shared
 from offload.errors import UserError
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.units import Sampling
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
 NUM_NEW, CONTEXT = 20, 384

@@ -10,7 +10,7 @@ from matrix import matrix
 from safetensors.torch import load_file, save_file
 
 import offload
-from offload.units import RULES
+from offload.rules import RULES
 
 PROMPT, LENGTH = [7, 11, 3, 42, 5], 24
 WARM = {"temperature": 0.8, "seed": 3}

@@ -14,7 +14,7 @@ from offload.engine.generation import Run
 from offload.engine.request import Request
 from offload.engine.step import BatchShare, share_out
 from offload.model.target import Target
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
 PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(range(9, 150)), [101, 2]]

@@ -17,9 +17,9 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
 from offload.machine import rss_bytes
 from offload.model.target import Target
+from offload.sampling_options import Sampling
 from offload.streaming import disk as host_store
 from offload.streaming.layers import Layers
-from offload.units import Sampling
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from offload.errors import UserError
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling.grammar_mask import GrammarMask
 from offload.sampling.sampler import AdjustedRows, Rows, Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
-from offload.units import Sampling
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -20,7 +20,8 @@ from offload.engine.decoder import Decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, least_budget
-from offload.units import RULES, Sampling
+from offload.rules import RULES
+from offload.sampling_options import Sampling
 
 SOURCE = Path(heapq.__file__).read_text(encoding="utf-8")
 PROMPT = SOURCE[7000:7800] + "\n\n# The same again\n" + SOURCE[7000:7100]

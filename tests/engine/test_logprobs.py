@@ -13,7 +13,7 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.request import Request
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5], 12
 HOWS = [Sampling(), Sampling(temperature=0.9, top_p=0.8, repeat_penalty=1.4, seed=3)]

@@ -14,7 +14,7 @@ from offload.engine.scheduler import Scheduler, write_all
 from offload.engine.sequence import Sequence as Text
 from offload.engine.text import TextStream
 from offload.errors import UserError
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 LONG, SHORT, NUM_NEW = list(range(20, 60)), [7, 3, 90], 6
 

@@ -17,8 +17,8 @@ from offload.engine.sequence import Caches
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Traffic
 from offload.planning.selector import TreeSelector
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.units import Sampling
 
 GREEDY, LONG, OTHER = Sampling(), list(range(9, 150)), list(range(150, 90, -1))
 

@@ -17,7 +17,7 @@ from offload.memory.planner import ModelFiles
 from offload.planning.options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, save_profile
 from offload.reports.estimate import estimate
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 PROMPT = [7, 11, 3, 42, 5]
 LOAD: dict[str, Any] = {"ram": "1GiB", "context": 64, "threads": 1, "experts": "demand", "lookup": False}

@@ -20,7 +20,7 @@ from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
 from offload.model.parts import BatchPart
 from offload.sampling.sampler import Logits
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 _SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24,
                           "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -18,7 +18,7 @@ from offload.planning.options import LoadOptions
 from offload.reports import estimate as estimating
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 LINK = 1e9
 HOW: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none"}

@@ -17,7 +17,7 @@ import offload
 from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.decoder import Decoder
 from offload.sampling.sampler import Sampler
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 TREES = ("none", "64x16", "grown:64x16", "chain:8", "sequences:4x4")
 PROMPTS = (PROMPT, "import os\n\n\ndef walk(top):\n", "class Stack(list):\n    def push(self, item):\n")

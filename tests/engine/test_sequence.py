@@ -17,9 +17,9 @@ from offload.engine.text import TextStream
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape, Shape, chain, k_ary
 from offload.trees.verification import find_rule
-from offload.units import Sampling
 
 PROMPT, OTHER = [7, 11, 3, 42, 5], [9, 2, 77]
 WARM = Sampling(temperature=0.8, seed=3)

@@ -22,7 +22,7 @@ from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.step import SpeculationStep
 from offload.engine.text import TextStream
 from offload.errors import ReadError, UserError
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 PATIENCE_S, FOR_EVER = 60, 200
 

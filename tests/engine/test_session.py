@@ -24,7 +24,7 @@ from offload.engine.session import Models, _caches, check_session
 from offload.errors import UserError
 from offload.model.target import BatchEntry
 from offload.planning.options import LoadOptions
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 PROMPT = list(range(20, 60))
 NUM_NEW, NUM_FIRST = 24, 9

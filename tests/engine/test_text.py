@@ -20,7 +20,7 @@ from offload.engine.request import Request, samples_of
 from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
-from offload.units import MOST_SAMPLES, Sampling
+from offload.sampling_options import MOST_SAMPLES, Sampling
 
 PIECES = ["the", " the", "he", "END", "EN", "D\n", "日", "日本", "é", b"\xe6\x97", b"\xa5x"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"

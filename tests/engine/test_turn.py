@@ -14,8 +14,8 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.engine.text import TextStream
 from offload.model.target import Target
+from offload.sampling_options import Sampling
 from offload.streaming.layers import Layers
-from offload.units import Sampling
 
 LENGTH, PATIENCE_S = 40, 60
 IN_USE = "in use by another thread: wait"

@@ -261,7 +261,7 @@ def in_line(folder: Path, model: Path, fields: dict[str, Any]) -> str:
 
 def in_chat(text: str) -> None:
     from offload.cli.chat_commands import ChatCommands
-    from offload.units import Sampling
+    from offload.sampling_options import Sampling
 
     chat = SimpleNamespace(sampling=Sampling(), max_new_tokens=None, stop=None)
     ChatCommands(chat, MagicMock(), MagicMock()).obey("/set", text)  # type: ignore[arg-type]

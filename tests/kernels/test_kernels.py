@@ -24,11 +24,12 @@ from offload.kernels.keyed_gumbel import (
 from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel, match_rows_reference
 from offload.kernels.registry import REFERENCES
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import k_ary
 from offload.trees.verification import match
-from offload.units import ChildSampling, Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

@@ -29,7 +29,7 @@ import offload
 from offload.checkpoint.families import REFUSED as REFUSED_BY_NAME
 from offload.checkpoint.safetensors import Checkpoint
 from offload.model.meta import attention_windows, build_meta_model
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 NUM_NEW = 30  # with the prompt more than twice the sliding window

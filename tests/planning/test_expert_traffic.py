@@ -25,9 +25,9 @@ from offload.planning.hardware import Hardware
 from offload.planning.room import traffic_in
 from offload.planning.search import TreeSearch
 from offload.planning.selector import TreeSelector, routing_in
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance
-from offload.units import Sampling
 
 MB, GB = 10**6, 10**9
 LINK = 2e9

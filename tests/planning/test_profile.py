@@ -29,7 +29,7 @@ from offload.planning.profile import (
     save_profile,
     write_atomically,
 )
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
 IDENTITY = Identity(target="a" * 32, draft="b" * 32, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)

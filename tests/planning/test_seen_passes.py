@@ -19,9 +19,9 @@ from offload.planning.profile import Profile
 from offload.planning.search import TreeSearch
 from offload.planning.seen import ObservedPass, with_misses
 from offload.planning.selector import TreeSelector
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
-from offload.units import Sampling
 
 GB = 10**9
 MOST_NODES, ALLOWED = 512, 1.07

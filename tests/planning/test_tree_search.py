@@ -36,6 +36,8 @@ from offload.planning.cost_model import (
 from offload.planning.profile import Profile
 from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, search
 from offload.planning.selector import TreeSelector
+from offload.rules import RULES
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
@@ -49,7 +51,6 @@ from offload.trees.topology import (
     sequences,
     tree_of,
 )
-from offload.units import RULES, Sampling
 
 RULE = "match"
 P_K = check_acceptance(DEFAULT_ACCEPTANCE)

@@ -10,7 +10,7 @@ from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.load import load
 from offload.errors import UserError
 from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 def test_gaps_are_zero_for_drawn_tokens_and_large_for_others() -> None:

@@ -13,11 +13,12 @@ from offload.engine.decoder import Decoder
 from offload.planning.acceptance import bursts
 from offload.reports import trace_acceptance as tracer
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape
-from offload.units import ChildSampling, Sampling
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")

@@ -41,9 +41,9 @@ from offload.reports.windows import (
     trace_window,
     trace_windows,
 )
+from offload.sampling_options import Sampling
 from offload.trees.spec import TreeSpec, parse_tree
 from offload.trees.topology import DynamicShape
-from offload.units import Sampling
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 

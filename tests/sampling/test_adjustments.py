@@ -12,7 +12,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from offload.errors import UserError
 from offload.sampling.adjustments import Penalties, Send, stay
 from offload.sampling.sampler import Sampler
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 SIZE = 40
 PROMPT, NEW, PATHS = [3, 3, 7, 11], [5, 7, 5], [[], [5], [5, 5], [9], [9, 3], [9, 9]]

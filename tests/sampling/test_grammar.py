@@ -16,11 +16,12 @@ from torch import Tensor
 
 from offload.drafting.static import draw_children
 from offload.errors import UserError
+from offload.rules import ChildSampling
 from offload.sampling import grammar_source as module
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling.grammar_mask import GrammarMask, Grammars
 from offload.sampling.sampler import Sampler
-from offload.units import ChildSampling, Sampling
+from offload.sampling_options import Sampling
 
 END = 2  # of the tokenizer of tiny models
 

@@ -31,10 +31,10 @@ from offload.model.parts import BatchPart
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import _block_columns, lacks_products
 from offload.sampling.sampler import Logits, Sampler, chunk_with
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Offer, TokenTree, ancestors
 from offload.trees.topology import best_first, chain
 from offload.trees.verification import Acceptance, Trial, Verify, match, walk
-from offload.units import Sampling
 
 NUM_NODES, MAX_ROWS = 45, 7
 TREE = best_first((0.5, 0.3, 0.1), NUM_NODES, 6)

@@ -18,7 +18,7 @@ from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import noise_bytes
 from offload.sampling.sampler import Sampler
-from offload.units import LEAST_TEMPERATURE, Sampling
+from offload.sampling_options import LEAST_TEMPERATURE, Sampling
 
 MASK = (1 << 64) - 1
 P_MIN = 1e-3  # everything here is deterministic: a p-value is met once and for all

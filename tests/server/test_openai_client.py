@@ -9,7 +9,7 @@ import pytest
 from reciting import CONTEXT, NUM_SAID, SAID, recited
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes, until  # noqa: F401
 
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 
 @pytest.fixture(scope="module")

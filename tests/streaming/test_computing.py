@@ -19,7 +19,7 @@ from offload.engine.request import Request
 from offload.engine.service import Engine
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 __all__ = ["base"]  # a fixture
 COMPUTES = ((StreamedModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))

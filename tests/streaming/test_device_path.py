@@ -26,9 +26,9 @@ from offload.errors import UserError
 from offload.memory import planner
 from offload.memory.planner import LayerTier, MemoryPlan
 from offload.model.streamed import StreamedModel
+from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import Layers
-from offload.units import Sampling
 
 TREES = ("none", "8x3", "64x16")
 NUM_NEW = 48

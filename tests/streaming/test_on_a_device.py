@@ -26,6 +26,7 @@ from offload.kernels.registry import KERNELS
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
 from offload.reports.trace_acceptance import given_trace
+from offload.sampling_options import Sampling
 from offload.streaming.device import CudaDevice
 from offload.streaming.pinned import (
     PinnedAllocator,
@@ -33,7 +34,6 @@ from offload.streaming.pinned import (
     RegisteredPinning,
     forget_cuda_error,
 )
-from offload.units import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

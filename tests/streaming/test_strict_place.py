@@ -28,10 +28,11 @@ from offload.engine.build import resident_model
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
+from offload.rules import RULES, drafting_of
 from offload.sampling import sampler as sampling
+from offload.sampling_options import Sampling
 from offload.streaming.disk import DiskReader
 from offload.trees.topology import DynamicShape
-from offload.units import RULES, Sampling, drafting_of
 
 __all__ = ["base", "device"]  # fixtures
 LOAD = {"context": 128, "threads": 1, **BUDGETS}

@@ -24,7 +24,7 @@ from offload.engine.request import Request
 from offload.model.kv_cache import KVCache
 from offload.sampling import sampler
 from offload.sampling.adjustments import Penalties
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 __all__ = ["base", "device"]  # fixtures
 WARM = Sampling(temperature=0.8, seed=4)

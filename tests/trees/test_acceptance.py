@@ -28,11 +28,12 @@ from tables import (
 from tables import acceptance as accepted
 
 from offload.drafting.static import draw_children
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Floats, TokenTree
 from offload.trees.topology import Topology, chain, k_ary
 from offload.trees.verification import Rule, Trials, acceptance, division_factor, find_rule, k_sequential, match, ratio
-from offload.units import ChildSampling, Sampling
 
 PAPER = ([1.0, 0.0], [0.5, 0.5])  # P, Q
 ALIKE = ([0.6, 0.4], [0.6, 0.4])

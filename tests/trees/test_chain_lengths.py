@@ -16,12 +16,13 @@ from offload.drafting.base import Drafted
 from offload.drafting.hybrid import graft
 from offload.drafting.lookup import Guess, TrieCursor
 from offload.planning.chains import ChainPolicy
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.stats import RunningMean
 from offload.trees.token_tree import Floats, Proposals, TokenTree
 from offload.trees.topology import chain
 from offload.trees.verification import Acceptance, Rule, find_rule
-from offload.units import ChildSampling, Sampling
 
 NUM_TOKENS, MOST = 2_500, 5
 RATIO_RULES = ("sequoia", "specinfer", "spectr")

@@ -37,11 +37,12 @@ from torch import Tensor
 
 from offload.drafting.static import draw_children
 from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Floats, Offer, Proposals, TokenTree
 from offload.trees.topology import Topology, chain, k_ary
 from offload.trees.verification import Acceptance, Rule, Trials, find_rule, k_sequential_trials, pick, ratio_trials
-from offload.units import ChildSampling, Sampling
 
 NUM_RUNS = 5_000
 TWO_CHILDREN = k_ary(2, 3)

@@ -22,12 +22,13 @@ from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
 from offload.model.kv_cache import KVCache
+from offload.rules import RULES, ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees import verification as rules
 from offload.trees.token_tree import Draw, Proposals, TokenTree
 from offload.trees.topology import Topology, best_first, k_ary
 from offload.trees.verification import find_rule
-from offload.units import RULES, ChildSampling, Sampling
 
 TREES = ("none", "16x4", "chain:6", "sequences:3x3")
 SMALL_VOCAB = 8

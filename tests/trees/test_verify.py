@@ -15,11 +15,12 @@ from offload.drafting.static import draw_children
 from offload.errors import UserError
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES, KernelSet
+from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Proposals, TokenTree
 from offload.trees.topology import Topology, best_first, chain, k_ary
 from offload.trees.verification import Acceptance, match, ratio
-from offload.units import ChildSampling, Sampling
 
 GREEDY = Sampler(Sampling(), 10)
 #         0

@@ -16,7 +16,7 @@ from offload.cli.serve_command import read_keys
 from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import ExpertUses, Identity, Machine, Profile, format_json
-from offload.units import Sampling
+from offload.sampling_options import Sampling
 
 _MACHINE = {"name": "mine", "gpu_bytes": "24GiB", "memory_bytes_per_s": "1000GB/s", "flops_per_s": 165e12,
     "link_bytes_per_s": 25e9, "ram_bytes": "64GiB", "disk_bytes_per_s": "3GB/s", "memory_share": 0.8,

@@ -1,0 +1,70 @@
+"""The rules of verification by name: how each lets drafts choose children, and what judges these.
+
+The functions that judge need torch, this table does not.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+from offload.declaration import number
+from offload.errors import UserError, require
+from offload.sampling_options import Sampling
+
+
+class ChildSampling(Enum):
+    """How a drafter chooses the children of a node."""
+
+    COUPLED = "coupled"  # the best by log q + G, with the very noise that the target draws with
+    TOP_K = "top-k"  # the likeliest
+    WITHOUT_REPLACEMENT = "without replacement"  # drawn from q, no token twice
+    WITH_REPLACEMENT = "with replacement"  # independent draws from q
+
+    @property
+    def keeps_distributions(self) -> bool:
+        """Return whether verification needs q itself and not just the tokens."""
+        return self in (ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT)
+
+
+class RuleTerms(NamedTuple):
+    """The two halves of a rule, which must fit."""
+
+    drafting: ChildSampling
+    test: str  # name of the function in `offload.trees.verification` that judges the children
+
+
+# All rules of verification by name. The functions need torch, this table does not.
+RULES: dict[str, RuleTerms] = {
+    "match": RuleTerms(ChildSampling.COUPLED, "match"),
+    "sequoia": RuleTerms(ChildSampling.WITHOUT_REPLACEMENT, "ratio"),
+    "specinfer": RuleTerms(ChildSampling.WITH_REPLACEMENT, "ratio"),
+    "spectr": RuleTerms(ChildSampling.WITH_REPLACEMENT, "k_sequential"),
+    "topk": RuleTerms(ChildSampling.TOP_K, "match"),
+}
+
+
+def drafting_of(rule: str) -> ChildSampling:
+    """Return the child sampling that goes with a rule. Raises `UserError` for an unknown rule."""
+    if not isinstance(rule, str) or rule not in RULES:
+        raise UserError(
+            f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match"
+        )
+    return RULES[rule].drafting
+
+
+def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None) -> float:
+    """Return `lenience`, checked to be one that the rule can use. Raises `UserError`.
+
+    Args:
+        sampling: how tokens will be drawn; None is not known yet.
+    """
+    lenience = number(lenience, "`lenience`")
+    require(
+        0 < lenience <= 1, "`lenience` must lie in (0, 1]", lenience, "1 is exact, and the default"
+    )
+    is_drawn = sampling is not None and not sampling.is_greedy
+    if lenience < 1 and is_drawn and not drafting_of(rule).keeps_distributions:
+        raise UserError(
+            f"`lenience` {lenience:g} scales a ratio that `rule` {rule} does not take where tokens are drawn: "
+            "use `rule` sequoia, or `temperature` 0"
+        )
+    return lenience
