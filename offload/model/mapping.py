@@ -163,8 +163,7 @@ def _parts(
     else:
         entries = _fused(where, parameter, found, by_pattern[pattern])
     parts = _placed(shape, entries, is_whole=pattern is None)
-    turned = (shape[0], *shape[:0:-1])
-    if parts is None and len(shape) == 3 and entries[0].shape in (turned, turned[1:]):
+    if parts is None and _is_transposed(entries[0].shape, shape):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
     if parts is None:
         shapes = sorted({str(list(entry.shape)) for entry in entries})
@@ -174,6 +173,14 @@ def _parts(
             "config.json and weights do not belong together"
         )
     return parts
+
+
+def _is_transposed(stored: Shape, shape: Shape) -> bool:
+    """Tell whether a stack's experts, or one of them, are stored with their dimensions exchanged."""
+    if len(shape) != 3:
+        return False
+    turned = (shape[0], shape[2], shape[1])
+    return stored in (turned, turned[1:])
 
 
 def _placed(
