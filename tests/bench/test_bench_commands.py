@@ -131,7 +131,7 @@ def test_rules_that_keep_distributions_take_the_static_tree() -> None:
     effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
     names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
     assert [case.name for case in effort.cases()] == names
-    assert decode._largest(decode.FULL.cases()) == "128x20"
+    assert decode.FULL.need().tree == "128x20"
 
 
 def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:

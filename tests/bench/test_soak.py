@@ -81,4 +81,4 @@ def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = json.loads(outcome.out.splitlines()[-1])
     assert [row["process"] for row in result["rows"]] == ["server", "library"]
     assert result["settings"]["proof"]["num_exact"] > 0 and "gate: " in outcome.out
-    assert len((tmp_path / "rows").read_text().splitlines()) == 2 * result["rows"][0]["num_looks"]
+    assert len((tmp_path / "rows").read_text().splitlines()) == 2 * result["rows"][0]["num_looks"] + len(result["rows"])

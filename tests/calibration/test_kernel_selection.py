@@ -106,14 +106,14 @@ def test_what_runs_is_told_and_why_others_do_not() -> None:
 def test_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, in Triton's interpreter where there is no GPU."""
     monkeypatch.setattr(FakeDevice, "place", torch.device(DEVICE))
-    chosen, outcomes = choose_kernels(SMALL, FakeDevice())
-    assert chosen == KERNELS and not any(outcome.reason for outcome in outcomes), outcomes
+    chosen = choose_kernels(SMALL, FakeDevice())
+    outcomes = chosen.comparisons
+    assert chosen.kernels == KERNELS and not any(outcome.reason for outcome in outcomes), outcomes
     assert {outcome.kernel for outcome in outcomes} == set(KERNELS._fields)
     stems = {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
-    of_weights = {
-        stem for stem in stems if stem.startswith(("expand_", "encode_", "int4_", "exponents_"))
-    }  # chosen elsewhere
-    assert set(KERNELS._fields) == stems - of_weights
+    # of weights, and of states on a CPU
+    chosen_elsewhere = ("expand_", "encode_", "int4_", "exponents_", "gated_")
+    assert set(KERNELS._fields) == {stem for stem in stems if not stem.startswith(chosen_elsewhere)}
     attended = [outcome.shape for outcome in outcomes if outcome.kernel == "path_attention"]
     assert len(attended) == 2 * 3 and any("window 3" in shape for shape in attended)
 
@@ -130,9 +130,9 @@ def test_a_kernel_that_computes_something_else_is_not_used(name: str, monkeypatc
         return out.roll(1, 0 if out.shape[0] > 1 else -1)
 
     monkeypatch.setattr(comparisons, "KERNELS", KERNELS._replace(**{name: wrong}))
-    chosen, outcomes = choose_kernels(SMALL, FakeDevice())
-    assert chosen == KERNELS._replace(**{name: getattr(REFERENCES, name)})
-    assert {one.kernel for one in outcomes if one.reason} == {name}
+    chosen = choose_kernels(SMALL, FakeDevice())
+    assert chosen.kernels == KERNELS._replace(**{name: getattr(REFERENCES, name)})
+    assert {one.kernel for one in chosen.comparisons if one.reason} == {name}
 
 
 @needs_triton
