@@ -51,7 +51,7 @@ _HOMES = {
     "ReadError": "errors",
     "Request": "engine.request",
     "RunError": "errors",
-    "Sampling": "units",
+    "Sampling": "sampling_options",
     "UserError": "errors",
     "load": "engine.load",
 }

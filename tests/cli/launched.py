@@ -19,7 +19,7 @@ from offload.errors import RankError, ReadError, UserError
 NUM_WORDS, FATAL_WORD, WORD_S, KILLED_AFTER_S = 120, 5, 0.1, 2
 
 
-def write_text(model: str, draft: None, options: Any, console: Any, request: Any, **_: object) -> None:
+def write_text(loading: Any, console: Any, request: Any, **_: object) -> None:
     """In place of `offload.cli.text_run.write_text`."""
     import torch
 
@@ -35,7 +35,7 @@ def write_text(model: str, draft: None, options: Any, console: Any, request: Any
     num_words, failure = NUM_WORDS if what else FATAL_WORD, None
     silence_s = 4 if what == "stop" else 20
     same = ModelIdentity(dict.fromkeys(PARTS, "same"), {"sum": "same"})
-    with joined(place, same, options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
+    with joined(place, same, loading.options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
         print(f"pid {place.rank} {os.getpid()}", file=sys.stderr, flush=True)
         try:
             for number in range(num_words):

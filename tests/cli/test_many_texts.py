@@ -269,7 +269,7 @@ def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
 
 @pytest.mark.parametrize("line, refusal", [
     ({"text": PROMPT}, "'text'"),
-    ({"prompt": PROMPT, "max_token": 9}, "got 'max_token'. Did you mean max_tokens: mend or take it out"),
+    ({"prompt": PROMPT, "max_token": 9}, "got 'max_token'. Did you mean max_tokens"),
     ({"prompt": PROMPT, "messages": []}, "one of prompt and messages"),
     ({"id": 3}, "one of prompt and messages"),
     ({"prompt": ""}, "not empty"),

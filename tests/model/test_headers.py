@@ -23,12 +23,17 @@ CORE = ("llama", "llama-tied", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "l
 def test_a_config_alone_tells_what_the_headers_tell(family: str, is_folder: bool, tmp_path: Path) -> None:
     """Of every family that is known to run."""
     config = FAMILIES[family]() if family in FAMILIES else config_of(family)
-    stored = open_checkpoint(save(build(config), tmp_path / "whole"))
+    model = build(config)
+    # such as MiniMax's decays: they are made of the config, though files may hold them
+    buffers = {name for name, _ in model.named_buffers()}
+    stored = open_checkpoint(save(model, tmp_path / "whole"))
     (tmp_path / "alone").mkdir()
     alone = tmp_path / "alone" / ("config.json" if is_folder else "any name.json")
     alone.write_text((tmp_path / "whole" / "config.json").read_text())
     found = describe(str(alone.parent if is_folder else alone))
-    told, expected = ({name: (e.dtype, e.shape) for name, e in one.tensors.items()} for one in (found, stored))
+    told, expected = (
+        {name: (e.dtype, e.shape) for name, e in one.tensors.items() if name not in buffers} for one in (found, stored)
+    )
     assert told == expected
     shapes = [model_shape(one) for one in (found, stored)]
     assert len({(s.num_weights, s.routed_weights, s.routed_share, s.kv_bytes_per_token) for s in shapes}) == 1
