@@ -39,7 +39,7 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
     costs = read_costs()
     cases = defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("full"):
+        if not item.get_closest_marker("full") and not item.get_closest_marker("always"):
             cases[function_of(item.nodeid)].append(item)
     for function in cases.keys() & costs.keys():
         own = cases[function]

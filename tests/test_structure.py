@@ -144,12 +144,14 @@ RULES: list[Rule] = [
 ]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds(rule: Rule) -> None:
     breaches = [breach for path, source in sources() for breach in rule(path, source)]
     assert not breaches, "\n" + "\n".join(breaches)
 
 
+@pytest.mark.always
 def test_a_class_name_means_one_thing() -> None:
     """In the product; the bench measures it with records of its own."""
     homes: dict[str, list[str]] = {}

@@ -20,7 +20,6 @@ from offload.bench.latency.decode import Case, timed_run
 from offload.checkpoint.packaged import PROMPT
 from offload.engine.decoder import Decoder
 from offload.memory.plan import LayerTier
-from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.device import CudaDevice, Device
 from offload.units import parse_size
@@ -154,7 +153,7 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
     timed_run(decoder, ids, case, 2, seed=0)  # the first steps with a tree record its widths
     num_new = job.amounts.num_new if tree != "none" else max(4, job.amounts.num_new // 8)
     _, result = timed_run(decoder, ids, case, num_new, seed=0)
-    job.setting.prove([Written(ids, result.token_ids, Sampling(), "match")])
+    job.setting.prove([Written(ids, result.token_ids)])
     stats = result.stats
     num_sweeps = max(1, stats.num_sweeps)
     draft_s = stats.draft_s / num_sweeps
@@ -175,7 +174,7 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
         timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
-        job.setting.prove([Written(ids, new_ids, Sampling(), "match")])
+        job.setting.prove([Written(ids, new_ids)])
         timeline.write(job.trace)
         yield row(f"two steps in {job.trace}", float(len(timeline.events())), None, None, "events")
 

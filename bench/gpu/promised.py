@@ -29,10 +29,10 @@ from offload.bench.harness.promises import (
     verdicts,
 )
 from offload.bench.harness.record import Row
+from offload.bench.harness.steps import kernel_rows
 from offload.bench.harness.synthetic import LLAMA_2_70B
 from offload.bench.latency.exact import gates
 from offload.bench.peers.accelerate_offload import accelerate_s
-from offload.calibration.trial import rows_of
 from offload.checkpoint.packaged import PROMPT
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
@@ -130,7 +130,7 @@ def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -
         yield row("layers", len(plan.layer_bytes), None, None, "") | {
             "notes": decoder.notes,
             "plan": plan.as_dict(),
-            "kernels": rows_of(decoder.comparisons),
+            "kernels": kernel_rows(decoder),
         }
         for name in wanted:
             yield from attempt(name, PROMISED[name], parts.ON_DECODER[name](job, decoder))

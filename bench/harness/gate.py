@@ -35,8 +35,8 @@ class Written(NamedTuple):
 
     prompt_ids: list[int]
     new_ids: list[int]
-    sampling: Sampling
-    rule: str
+    sampling: Sampling = Sampling()
+    rule: str = "match"
     is_invariant: bool = False  # written by a decoder that promises the same bits whatever the tree
 
     @classmethod

@@ -6,13 +6,14 @@ proved.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.timeline import Timeline
 from offload.calibration.curves import draft_curve
+from offload.calibration.trial import rows_of
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
@@ -71,7 +72,12 @@ class PassRunner:
 
     def written(self) -> Written:
         text = self._text
-        return Written(text.tokens[: text.num_prompt_tokens], text.new_ids, Sampling(), "match")
+        return Written(text.tokens[: text.num_prompt_tokens], text.new_ids)
+
+
+def kernel_rows(decoder: Decoder) -> list[dict[str, Any]]:
+    """Return which kernels a decoder took beside their references, and why not the others."""
+    return rows_of(decoder.comparisons)
 
 
 def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Curve:

@@ -27,9 +27,8 @@ from offload.bench.harness.picture import draw_decoding, require_pictures
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.steps import record_steps
+from offload.bench.harness.steps import kernel_rows, record_steps
 from offload.bench.harness.tables import Column
-from offload.calibration.trial import rows_of as rows_of_kernels
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.errors import UserError
@@ -178,12 +177,12 @@ def measure(
     if trace:
         tree = tree_under(decoder.rule.name, cases[-1].tree)
         timeline, new_ids = record_steps(decoder, first_ids, tree, _TRACED_STEPS)
-        measured.written.append(Written(first_ids, new_ids, Sampling(), decoder.rule.name))
+        measured.written.append(Written(first_ids, new_ids, rule=decoder.rule.name))
         measured.traces.append(timeline.write)
     measured.settings.update(
         num_threads=decoder.num_threads,
         streamed_bytes=decoder.plan.streamed_bytes,
-        kernels=rows_of_kernels(decoder.comparisons),
+        kernels=kernel_rows(decoder),
     )
     return measured
 

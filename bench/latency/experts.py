@@ -28,7 +28,6 @@ from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, least_budget
-from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 
 CONTEXT = 512
@@ -135,10 +134,7 @@ def _written(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Written]
     if failed := [row["reason"] for row in rows if row["reason"] and row["experts"] != "layers"]:
         raise UserError(f"experts on demand: {failed[0]}")
     texts = {(run.prompt, tuple(run.token_ids)) for row in rows for run in row["runs"]}
-    return [
-        Written(prompts[at], [*ids], Sampling(), "match", is_invariant=True)
-        for at, ids in sorted(texts)
-    ]
+    return [Written(prompts[at], [*ids], is_invariant=True) for at, ids in sorted(texts)]
 
 
 def _finished(row: Row) -> Row:

@@ -15,7 +15,6 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from offload.bench.harness.command import Bench, command, say_link, say_table
-from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import held_out_files, read_source
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
@@ -86,7 +85,7 @@ def against_grid(
     with setting.open("auto", **options) as decoder:
         choice = decoder.tree_choice(Sampling())
     grid = _grid(tuned, effort, choice)
-    written = list[Written]()
+    written = []
     steps: dict[Size, list[float]] = {size: [] for size in grid}
     largest = max(tree.num_nodes for tree in grid.values())
     with setting.open(f"{largest}x{DEPTH}", **options) as decoder:

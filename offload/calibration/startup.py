@@ -44,6 +44,7 @@ def calibrate(
     draft: StreamedModel | None,
     fetch: Callable[[SlabLayout], np.ndarray],
     settings: RunSettings,
+    *,
     threads: ThreadPolicy,
     choice: KernelChoice,
     link: Callable[[], float],

@@ -8,7 +8,7 @@ are told, and nothing is left behind.
 
 from threading import Event, Timer
 
-from offload.checkpoint.generation_config import suggested_sampling
+from offload.checkpoint.generation_config import served_sampling
 from offload.cli.console import Console, ModelNames
 from offload.cli.progress import plural
 from offload.cli.sampling import sampling_words
@@ -18,7 +18,6 @@ from offload.engine.service import Closing, Engine
 from offload.errors import UserError
 from offload.options import ServerOptions
 from offload.planning.options import LoadOptions
-from offload.sampling_options import Sampling
 from offload.server.app import create_app
 from offload.server.listening import EarlyAnswers
 from offload.server.network import Listening
@@ -107,15 +106,3 @@ def _wait(
             brake.set()
         finally:
             clock.cancel()
-
-
-def served_sampling(model: str) -> Sampling:
-    """Return how tokens are drawn for requests that do not say.
-
-    That is as the model suggests, else as OpenAI does, with temperature 1.
-
-    A model's own file goes first because chances are tuned for it: what runs at 0.6 by its makers'
-    advice is worse at 1. Raises `UserError` for a suggestion that makes no sense.
-    """
-    suggested = suggested_sampling(model, 0)
-    return Sampling(temperature=1.0) if suggested.is_greedy else suggested

@@ -113,26 +113,26 @@ def _settle(
     pair.notes.extend(choice.notes)
     threads = thread_policy(target, draft, run.tree.num_nodes, options.threads, run.device)
 
-    same_bits = partial(
-        settle_invariance,
-        target,
-        pair.store.fetch,
-        options,
-        threads,
-        device=run.device,
-        is_alone=team.is_alone,
-    )
-    invariance = same_bits(least, hooks.on_phase)
+    same_bits = partial(settle_invariance, target, pair.store.fetch, options, threads)
+    invariance = same_bits(least, hooks.on_phase, device=run.device, is_alone=team.is_alone)
     is_chosen = trees.spec.is_chosen
     measuring = "measuring how fast layers come, choosing a tree"
     hooks.on_phase(measuring if is_chosen else "planning memory")
     if is_chosen:
-        fetch = pair.store.fetch
-        calibrate(trees, target, draft, fetch, settings, threads, choice, run.measure_link)
+        calibrate(
+            trees,
+            target,
+            draft,
+            pair.store.fetch,
+            settings,
+            threads=threads,
+            choice=choice,
+            link=run.measure_link,
+        )
     plan = run.plan_for(trees.nodes_to_plan(*settings))
     trees.settle(plan)
     if plan.is_streamed and not least.is_streamed:
-        invariance = same_bits(plan, hooks.on_phase)
+        invariance = same_bits(plan, hooks.on_phase, device=run.device, is_alone=team.is_alone)
     pair.notes.extend(invariance.notes)
     team.settle(plan)
     return DecoderConfig(

@@ -19,8 +19,9 @@ import pytest
 from reciting import recited, settings
 from shell import ROOT, process, shell, start
 
+from offload.checkpoint.generation_config import served_sampling
 from offload.cli.serve_command import read_keys
-from offload.cli.serving import served_sampling, serving_lines
+from offload.cli.serving import serving_lines
 from offload.errors import UserError
 from offload.sampling_options import Sampling
 from offload.server.listening import EarlyAnswers, bind
