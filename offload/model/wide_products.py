@@ -5,7 +5,8 @@ oneDNN multiplies bfloat16 on processors with AVX-512 and float16 on fewer still
 adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60: a pass over a tree
 would take ten times as long. So a block of the weight is widened, stays in the processor's cache,
 and is multiplied there. Sums are in float32 and rounded once, as where the library does it. What is
-held and read stays 16 bits wide.
+held and read stays 16 bits wide. For a few rows widening takes longer than multiplying: where a
+compiled function has the same bits, it does both at once (`kernels/few_rows.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch.backends import mkldnn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from offload.kernels import few_rows
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
 from offload.model.scratch import Scratch
@@ -41,6 +43,12 @@ _BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // num_cores())
 _LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _STEP_COLUMNS = 16
 _STEP_ROWS = 16
+# Rows that are multiplied as they are widened: from there on the library's product is as fast.
+_MOST_FEW = 32
+# numbers of a weight: compiling takes a second, which smaller models do not win back
+_LEAST_FEW = 1 << 16
+_LEAST_SHARED = 1 << 19  # the same: one thread takes less time than another takes to be asked
+_FEW_AT_ONCE = 1 << 18  # that one thread multiplies before it asks for more
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
@@ -73,6 +81,11 @@ def linear(
     rows_TK = input.reshape(-1, input.shape[-1])
     out = input.new_empty(*input.shape[:-1], len(weight))
     out_TN = out.view(-1, len(weight))
+    if max(len(rows_TK), sum(parts)) <= _MOST_FEW:
+        length = _chain_length(weight, bias is not None)
+        if length:
+            _multiply_few(rows_TK, weight, bias, length, out_TN)
+            return out
     most_rows = min(
         INNER_ROWS,
         max(_STEP_ROWS, _ROWS_BYTES // (4 * rows_TK.shape[1]) // _STEP_ROWS * _STEP_ROWS),
@@ -101,6 +114,43 @@ def _together(pieces: Sequence[int], most_rows: int) -> Iterator[list[int]]:
         some.append(piece)
     if some:
         yield some
+
+
+def _chain_length(weight_NK: Tensor, has_bias: bool) -> int:
+    """Return how a few rows are multiplied with the bits of the library's product, or 0."""
+    kind = (weight_NK.shape, weight_NK.stride(), weight_NK.dtype, has_bias)
+    length = _CHAIN_LENGTHS.get(kind)
+    if length is None:
+        length = 0
+        if weight_NK.numel() >= _LEAST_FEW and few_rows.can_multiply(weight_NK):
+            block_BK = weight_NK[: _block_columns(weight_NK)]
+            length = few_rows.find_length(block_BK, has_bias=has_bias)
+        _CHAIN_LENGTHS[kind] = length
+    return length
+
+
+def _multiply_few(
+    row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, length: int, out_TN: Tensor
+) -> None:
+    num_columns, width = weight_NK.shape
+    bias = None if bias_N is None else bias_N.float()
+    multiply = few_rows.columns_of(row_TK.float(), weight_NK, bias, length, out_TN)
+    if weight_NK.numel() < _LEAST_SHARED:
+        multiply(0, num_columns)
+        return
+    step = few_rows.COLUMNS
+    at_once = max(step, _FEW_AT_ONCE // width // step * step)
+    starts = iter(range(0, num_columns, at_once))
+
+    def work() -> None:
+        for lo in starts:  # which the threads share
+            multiply(lo, min(lo + at_once, num_columns))
+
+    TEAM.run(work, most=-(-num_columns // at_once))
+
+
+# Lengths of chains by shape, strides, type and whether there is a bias: see `few_rows`.
+_CHAIN_LENGTHS: dict[tuple[torch.Size, tuple[int, ...], torch.dtype, bool], int] = {}
 
 
 class _OfThread(local):
