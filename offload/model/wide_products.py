@@ -1,12 +1,11 @@
-"""Products of 16-bit numbers where the processor has no instructions for them: in float32, block by
-block.
+"""Products of 16-bit numbers where the processor has no instructions for them: in float32.
 
 oneDNN multiplies bfloat16 on processors with AVX-512 and float16 on fewer still. Elsewhere torch
-adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60: a pass over a tree
-would take ten times as long. So a block of the weight is widened, stays in the processor's cache,
-and is multiplied there. Sums are in float32 and rounded once, as where the library does it. What is
-held and read stays 16 bits wide. For a few rows widening takes longer than multiplying: where a
-compiled function has the same bits, it does both at once (`kernels/few_rows.py`).
+adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60 to 80: a pass over a
+tree would take ten times as long. So weights are widened as they are multiplied, by machine code
+(`kernels/widened_products.py`). Where that cannot be (shapes, processors), a block of the weight is
+widened, stays in the processor's cache, and is multiplied there by the library. Sums are in float32
+and rounded once, as where the library does it. What is held and read stays 16 bits wide.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from torch.backends import mkldnn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from offload.kernels import few_rows
+from offload.kernels.widened_products import can_multiply, product_of
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
 from offload.model.scratch import Scratch
@@ -43,12 +42,10 @@ _BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // num_cores())
 _LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _STEP_COLUMNS = 16
 _STEP_ROWS = 16
-# Rows that are multiplied as they are widened: from there on the library's product is as fast.
-_MOST_FEW = 32
-# numbers of a weight: compiling takes a second, which smaller models do not win back
-_LEAST_FEW = 1 << 16
-_LEAST_SHARED = 1 << 19  # the same: one thread takes less time than another takes to be asked
-_FEW_AT_ONCE = 1 << 18  # that one thread multiplies before it asks for more
+# products of numbers that one thread makes at least before it asks for more
+_SHARE = 1 << 21
+_MOST_SHARES = 8 * num_cores()
+_ROWS_TO_WIDEN = 8  # that take as long as widening the weight does
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
@@ -74,22 +71,21 @@ def linear(
 ) -> Tensor:
     """Compute `functional.linear` with sums in float32; a few rows and a block are wide at once.
 
-    `parts` says how many rows each product has, of which the last may be padded with zeros; without
-    it one has all. A product of more rows than may be wide at once is made in pieces of so many. A
-    block is widened once for all pieces that are wide at once.
+    `parts` says how many rows each product of the library has, of which the last may be padded with
+    zeros; without it one has all. A product of more rows than may be wide at once is made in pieces
+    of so many. A block is widened once for all pieces that are wide at once.
     """
     rows_TK = input.reshape(-1, input.shape[-1])
     out = input.new_empty(*input.shape[:-1], len(weight))
     out_TN = out.view(-1, len(weight))
-    if max(len(rows_TK), sum(parts)) <= _MOST_FEW:
-        length = _chain_length(weight, bias is not None)
-        if length:
-            _multiply_few(rows_TK, weight, bias, length, out_TN)
-            return out
     most_rows = min(
         INNER_ROWS,
         max(_STEP_ROWS, _ROWS_BYTES // (4 * rows_TK.shape[1]) // _STEP_ROWS * _STEP_ROWS),
     )
+    if can_multiply(weight):
+        for some_TK, some_TN in zip(rows_TK.split(most_rows), out_TN.split(most_rows), strict=True):
+            _multiply_widening(some_TK, weight, bias, some_TN)
+        return out
     pieces = [piece for part in parts or [len(rows_TK)] for piece in _pieces_of(part, most_rows)]
     lo = 0
     for some in _together(pieces, most_rows):
@@ -116,41 +112,25 @@ def _together(pieces: Sequence[int], most_rows: int) -> Iterator[list[int]]:
         yield some
 
 
-def _chain_length(weight_NK: Tensor, has_bias: bool) -> int:
-    """Return how a few rows are multiplied with the bits of the library's product, or 0."""
-    kind = (weight_NK.shape, weight_NK.stride(), weight_NK.dtype, has_bias)
-    length = _CHAIN_LENGTHS.get(kind)
-    if length is None:
-        length = 0
-        if weight_NK.numel() >= _LEAST_FEW and few_rows.can_multiply(weight_NK):
-            block_BK = weight_NK[: _block_columns(weight_NK)]
-            length = few_rows.find_length(block_BK, has_bias=has_bias)
-        _CHAIN_LENGTHS[kind] = length
-    return length
-
-
-def _multiply_few(
-    row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, length: int, out_TN: Tensor
+def _multiply_widening(
+    row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
 ) -> None:
-    num_columns, width = weight_NK.shape
+    num_columns = len(weight_NK)
     bias = None if bias_N is None else bias_N.float()
-    multiply = few_rows.columns_of(row_TK.float(), weight_NK, bias, length, out_TN)
-    if weight_NK.numel() < _LEAST_SHARED:
-        multiply(0, num_columns)
-        return
-    step = few_rows.COLUMNS
-    at_once = max(step, _FEW_AT_ONCE // width // step * step)
+    product = product_of(row_TK.float(), weight_NK, bias, out_TN)
+    num_products = (len(row_TK) + _ROWS_TO_WIDEN) * weight_NK.numel()
+    num_shares = max(1, min(num_products // _SHARE, _MOST_SHARES))
+    at_once = -(-num_columns // (num_shares * product.columns)) * product.columns
     starts = iter(range(0, num_columns, at_once))
 
     def work() -> None:
+        scratch = _THREAD.block
+        scratch.begin()
+        room = scratch.take((product.num_room,), row_TK.device)
         for lo in starts:  # which the threads share
-            multiply(lo, min(lo + at_once, num_columns))
+            product.multiply(lo, min(lo + at_once, num_columns), room)
 
     TEAM.run(work, most=-(-num_columns // at_once))
-
-
-# Lengths of chains by shape, strides, type and whether there is a bias: see `few_rows`.
-_CHAIN_LENGTHS: dict[tuple[torch.Size, tuple[int, ...], torch.dtype, bool], int] = {}
 
 
 class _OfThread(local):

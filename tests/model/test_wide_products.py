@@ -22,6 +22,12 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, generator=CHANCE).to(dtype)
 
 
+@pytest.fixture(autouse=True, params=["as it widens", "block by block"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "block by block":
+        monkeypatch.setattr(wide_products, "can_multiply", lambda weight_NK: False)
+
+
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A processor that has no products of 16 bits."""

@@ -1,0 +1,106 @@
+"""Products that widen weights as they go: chains of fused operations, whatever rows and columns lie beside."""
+
+import numpy as np
+import pytest
+import torch
+from rounding import Promise, assert_same_bits
+from torch import Tensor
+
+from offload.kernels import widened_products
+from offload.kernels.widened_products import can_multiply, product_of
+from offload.model import wide_products
+
+CHANCE = torch.Generator().manual_seed(7)
+TYPES = (torch.bfloat16, torch.float16)
+CHAIN = 192
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=CHANCE)
+
+
+@pytest.fixture(autouse=True)
+def _where_it_can() -> None:
+    if not can_multiply(numbers(32, 16).bfloat16()):
+        pytest.skip("this processor: no registers of eight float32 with fused products, or no llvmlite")
+
+
+def chained(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, length: int = CHAIN) -> Tensor:
+    """Add up as the kernel promises: a product is exact in float64, so each step rounds once."""
+    sums = None if bias_N is None else np.broadcast_to(bias_N.numpy(), (len(row_TK), len(weight_NK)))
+    for start in range(0, row_TK.shape[1], length):
+        chain = np.zeros((len(row_TK), len(weight_NK)), np.float32)
+        for at in range(start, min(start + length, row_TK.shape[1])):
+            products = row_TK[:, at, None].double() * weight_NK[:, at].double()
+            chain = (products.numpy() + chain).astype(np.float32)
+        sums = chain if sums is None else sums + chain
+    return torch.from_numpy(sums).to(weight_NK.dtype)
+
+
+def multiplied(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    out_TN = weight_NK.new_full((len(row_TK), len(weight_NK)), torch.nan)
+    product = product_of(row_TK, weight_NK, bias_N, out_TN)
+    room = torch.full((product.num_room + 1,), 1e30)
+    for lo in range(0, len(weight_NK), product.columns):
+        product.multiply(lo, min(lo + product.columns, len(weight_NK)), room)
+    assert room[-1] == 1e30, "no more room is taken than was asked for"
+    return out_TN
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize(("num_rows", "num_columns", "width"), [(1, 40, 64), (4, 32, 208), (7, 51, 400), (5, 96, 192)])
+def test_chains_are_added_as_promised(
+    num_rows: int, num_columns: int, width: int, lanes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widened_products, "_lanes", lambda: lanes)
+    row_TK, weight_NK, bias_N = numbers(num_rows, width), numbers(num_columns, width).to(dtype), numbers(num_columns)
+    weight_NK[3, :4] = torch.tensor([6e-8, -6e-8, 0.0, -0.0])  # the least float16 there are
+    for bias in (None, bias_N):
+        wanted_TN = chained(row_TK, weight_NK, bias)
+        assert_same_bits(multiplied(row_TK, weight_NK, bias), wanted_TN, Promise.SAME_PRODUCTS)
+
+
+def test_chains_of_other_lengths_have_other_bits() -> None:
+    """Planted: what would be told apart above."""
+    row_TK, weight_NK = numbers(4, 400), numbers(64, 400).float()
+    like_NK = torch.cat([weight_NK[:, :200], -weight_NK[:, :200].flip(1)], 1).bfloat16()
+    row_TK[:, 200:] = row_TK[:, :200].flip(1)  # so that nothing but the rounding is left
+    assert not torch.equal(chained(row_TK, like_NK, None), chained(row_TK, like_NK, None, CHAIN + 16))
+    assert_same_bits(multiplied(row_TK, like_NK), chained(row_TK, like_NK, None), Promise.SAME_PRODUCTS)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    row_TK, weight_NK = numbers(70, 320), numbers(300, 320).bfloat16()
+    whole_TN = multiplied(row_TK, weight_NK)
+    for lo, hi in ((0, 1), (0, 69), (33, 38), (69, 70)):
+        assert_same_bits(multiplied(row_TK[lo:hi], weight_NK), whole_TN[lo:hi], Promise.INVARIANT)
+
+
+def test_zeros_keep_their_sign_and_what_is_no_number_is_none() -> None:
+    row_TK, weight_NK = torch.zeros(1, 32), -torch.ones(64, 32).bfloat16()
+    assert not multiplied(row_TK, weight_NK).signbit().any(), "0.0 + -0.0 is 0.0"
+    row_TK[0, 3] = torch.inf
+    weight_NK[5, 3] = 0.0
+    found_N = multiplied(row_TK, weight_NK)[0]
+    assert found_N[5].isnan() and found_N.isneginf().sum() == 63
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_is_what_blocks_are_within_rounding(num_rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    row_TK, weight_NK = numbers(num_rows, 448).bfloat16(), numbers(512, 448).bfloat16()
+    bias_N = numbers(512).bfloat16() if has_bias else None
+    found_TN = wide_products.linear(row_TK, weight_NK, bias_N)
+    monkeypatch.setattr(wide_products, "can_multiply", lambda weight_NK: False)
+    blocks_TN = wide_products.linear(row_TK, weight_NK, bias_N)
+    torch.testing.assert_close(found_TN, blocks_TN)
+
+
+def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_multiply(numbers(64, 40).bfloat16()), "rows of no whole registers"
+    assert not can_multiply(numbers(7, 32).bfloat16()), "too few columns"
+    assert not can_multiply(numbers(32, 64).bfloat16().t())
+    assert not can_multiply(numbers(64, 32))
+    monkeypatch.setattr(widened_products, "HAS_LLVM", False)
+    assert not can_multiply(numbers(64, 32).bfloat16())
