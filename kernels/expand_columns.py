@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
-from offload.kernels.expand_integers import BLOCK, expand_row_block, turn
-from offload.kernels.grouped import scale_groups
+from offload.kernels.expand_integers import BLOCK, expand_row_block, scale_groups, turn
 from offload.kernels.jit import triton
 from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 

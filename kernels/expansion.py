@@ -17,16 +17,14 @@ from offload.kernels.expand_codebook import (
     expand_codebook_compiled,
     expand_codebook_kernel,
     expand_codebook_reference,
+    expand_e2m1_compiled,
+    expand_e2m1_kernel,
+    expand_e2m1_reference,
 )
 from offload.kernels.expand_columns import (
     expand_columns_compiled,
     expand_columns_kernel,
     expand_columns_reference,
-)
-from offload.kernels.expand_e2m1 import (
-    expand_e2m1_compiled,
-    expand_e2m1_kernel,
-    expand_e2m1_reference,
 )
 from offload.kernels.expand_exponents import (
     expand_exponents_compiled,

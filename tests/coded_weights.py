@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.checkpoint.tensors import FORMATS
 from offload.encoding.base import RecognisedWeight
-from offload.encoding.formats import FORMATS
 from offload.kernels.compiled import HAS_NUMBA, share_rows
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import HAS_TRITON

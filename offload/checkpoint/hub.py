@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.download import in_cache, is_hub_id, not_on_the_hub
+from offload.checkpoint.family_tensors import with_shared_layers
 from offload.checkpoint.files import read_small
 from offload.checkpoint.gguf import gguf_file, open_gguf
 from offload.checkpoint.safetensors import (
@@ -29,7 +30,6 @@ from offload.checkpoint.safetensors import (
     read_json,
     weights_of,
 )
-from offload.checkpoint.shared_layers import with_shared_layers
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry, check_counts, check_types, objects
 from offload.encoding.base import PLAIN_OF

@@ -24,13 +24,12 @@ from offload.checkpoint.download import (
     download_unindexed,
     is_hub_id,
 )
+from offload.checkpoint.family_tensors import with_shared_layers, with_turned_stacks
 from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
 from offload.checkpoint.remembered import remembered
-from offload.checkpoint.shared_layers import with_shared_layers
 from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
-from offload.checkpoint.turned_stacks import with_turned_stacks
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
 from offload.encoding.exponents import Exponents
 from offload.errors import UnreadError, UserError, reason

@@ -20,11 +20,16 @@ from offload.checkpoint.expert_sizes import (
 )
 from offload.checkpoint.families import require_family
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
-from offload.checkpoint.index_sizes import IndexShape, index_shape
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
 from offload.checkpoint.remembered import remembered
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.state_sizes import (
+    NO_STATES,
+    IndexShape,
+    RecurrentShape,
+    index_shape,
+    recurrent_shape,
+)
 from offload.checkpoint.t5 import decoder_config, has_encoder
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
 from offload.encoding.base import PLAIN_OF, Encoding

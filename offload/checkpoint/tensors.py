@@ -17,14 +17,26 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding, RecognisedWeight
-from offload.encoding.formats import FORMATS
+from offload.encoding import bitsandbytes, exponents, floats, integers
+from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding, Format, RecognisedWeight
 from offload.errors import UserError, require
 
 # behind the name of a weight that is stored in several tensors, and before the number of one
 ROWS = ".rows."
 # what files call a mixture, as a pattern: Step calls it `moe`, and its router `moe.gate`
 MIXTURE = r"\b(?:experts|moe(?=\.(?:gate|up|down)_proj\b))\."
+# in the order in which they are asked to recognise a weight
+FORMATS: tuple[Format, ...] = (
+    *exponents.FORMATS,
+    floats.FLOAT8,
+    floats.NVFP4,
+    integers.COMPRESSED_INTEGERS,
+    integers.GPTQ,
+    integers.AWQ,
+    floats.MXFP4,
+    bitsandbytes.BITSANDBYTES_4,
+    bitsandbytes.BITSANDBYTES_8,
+)
 
 
 class TensorEntry(NamedTuple):

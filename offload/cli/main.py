@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 import typer
 
-from offload.cli import flags, output, rank_process
+from offload.cli import flags, rank_process
 from offload.cli.app import app, every_command
+from offload.cli.failures import is_stuck, leave, machine_failure
 from offload.cli.flags import error_line
 from offload.cli.live_line import print_error
-from offload.cli.machine_failure import machine_failure
 from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
@@ -62,13 +62,13 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        output.leave(0)
+        leave(0)
     except Exception as error:
-        if isinstance(error, OSError) and output.is_stuck():
+        if isinstance(error, OSError) and is_stuck():
             print(
                 error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr
             )
-            output.leave(EXIT_FAILED)
+            leave(EXIT_FAILED)
         if (line := machine_failure(error)) is not None:
             # by who named the file
             is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG

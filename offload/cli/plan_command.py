@@ -45,7 +45,7 @@ def plan(
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
         if machine.cluster is not None:
-            from offload.cli.ranks_lines import cluster_lines
+            from offload.cli.plan_lines import cluster_lines
             from offload.reports.forecast import forecast
 
             of_cluster = forecast(model, draft, options, machine.cluster, tokens_per_sweep)

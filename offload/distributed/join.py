@@ -1,8 +1,9 @@
-"""From processes that only know where to meet to ranks that talk.
+"""From processes that only know where to meet to ranks that talk and have the same weights.
 
 Their handshakes are compared first; these lie in the store of torch.distributed, as JSON. A rank
 that does not come in time is named; one with another version, other files or other options is
-refused, on every rank alike and before anything is sent.
+refused, on every rank alike and before anything is sent. Weights are proved to be the same to the
+last byte, if need be by reading all of them once.
 """
 
 import json
@@ -11,7 +12,8 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
@@ -19,12 +21,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from offload.checkpoint.identity import PARTS, ModelIdentity, proved
-from offload.distributed.transport import Channel, Gloo, Groups, choose_interface
+from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
+from offload.distributed.orders import all_gather_objects, try_together
+from offload.distributed.transport import Channel, Gloo, Groups, Transport, choose_interface
 from offload.distributed.watch import limit
+from offload.engine.resolve import ResolvedRun
 from offload.errors import TOLD, RankError, UserError, reason
 from offload.interrupts import terminated_at_once, terminated_later
-from offload.rank_roles import RankInfo
+from offload.rank_roles import RankInfo, require_place
+from offload.streaming.summing import with_sum
 
 # the version of messages and handshakes; it changes where an older rank would misread them
 PROTOCOL = 2
@@ -113,6 +118,53 @@ class Joined(NamedTuple):
         return "; ".join(
             f"ranks {_listed(ranks)} read one disk, its speed is divided" for ranks in shared
         )
+
+
+def meet_ranks(
+    run: ResolvedRun, resources: ExitStack, transport: Transport | None
+) -> tuple[Transport, tuple[str, ...]]:
+    """Return the way to all other ranks, who meet where torchrun's environment says, and notes.
+
+    It is open as long as `resources`. A transport that is there already is taken as it is.
+
+    Raises `UserError` where ranks do not come, or have other files or options.
+    """
+    if transport is not None:
+        return transport, ()
+    target = run.files.target
+    options = run.options
+    run.hooks.on_phase("waiting for the other ranks")
+    identity = identity_of(target)
+    has_draft = "given" if run.files.draft else "none"
+    alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
+    alike |= {"--dtype": options.dtype, "--context": str(options.context)}
+    agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
+    joint = resources.enter_context(joined(require_place(), identity, agreed, target.shards))
+    _prove(run, joint, identity)
+    return joint.transport, tuple(filter(None, [joint.note()]))
+
+
+def _prove(run: ResolvedRun, joint: Joined, identity: ModelIdentity) -> None:
+    """Prove that all ranks have the same weights, of which each will read its share alone.
+
+    All are read once where nothing else proves it.
+
+    Raises `UserError` on all of them where they have not.
+    """
+    told = [handshake.proofs for handshake in joint.handshakes]
+    if all(proved(told[0], own) for own in told):
+        return
+    run.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
+    read = partial(
+        with_sum,
+        run.files.target,
+        identity,
+        open_source=run.open_source,
+        limit_bytes_per_s=run.options.limit_bytes_per_s,
+        on_bytes=run.hooks.on_bytes,
+    )
+    mine = try_together(joint.transport, lambda: identity if identity.has_sum else read())
+    require_same_weights(all_gather_objects(joint.transport, dict(mine.proofs)), is_final=True)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from offload.distributed.draft import load_draft, serve_draft
 from offload.distributed.head import Head, RowPrice
-from offload.distributed.meeting import meet_ranks
+from offload.distributed.join import meet_ranks
 from offload.distributed.orders import agree_on, all_gather_objects, try_together
 from offload.distributed.pipeline_decoder import PipelineDecoder, check_stages, settled_of
 from offload.distributed.pipeline_rank import PipelineRank, refuse_encoders, with_layers

@@ -15,6 +15,7 @@ import torch
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.distributed.exchange import Exchange, cut_model
+from offload.distributed.join import meet_ranks
 from offload.distributed.layout import (
     Sharding,
     gathers_of,
@@ -22,7 +23,6 @@ from offload.distributed.layout import (
     shard_files,
     share_layers,
 )
-from offload.distributed.meeting import meet_ranks
 from offload.distributed.orders import (
     agree_on,
     all_gather_objects,

@@ -26,8 +26,8 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, ram_warning, require_no_states
 from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
+from offload.planning.budget import budget_of, traffic_in, with_experts
 from offload.planning.cost_model import Costs, costs_on
-from offload.planning.expert_ways import with_experts
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
@@ -40,7 +40,6 @@ from offload.planning.profile import (
     require_same_run,
     unprofiled,
 )
-from offload.planning.room import budget_of, traffic_in
 from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
 from offload.sampling_options import Sampling

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
-from offload.checkpoint.index_sizes import index_layers
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, recurrent_layers
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
+from offload.checkpoint.state_sizes import RecurrentLayer, index_layers, recurrent_layers
 from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED, Encoding
 from offload.engine.identities import Identities

@@ -35,8 +35,8 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from offload.checkpoint.cuts import Section
+from offload.checkpoint.family_tensors import FAMILIES
 from offload.checkpoint.safetensors import Checkpoint, unsupported
-from offload.checkpoint.shared_layers import FAMILIES
 from offload.checkpoint.t5 import ENCODER_DECODERS
 from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason

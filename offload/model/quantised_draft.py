@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload.checkpoint.held import FEW_ROWS, group_of, is_held, padded_rows
-from offload.kernels.encode_int4 import encode_int4, least_step
-from offload.kernels.int4_blocks import WordLayout, expand_int4, int4_product, layout_for
+from offload.kernels.int4_blocks import (
+    WordLayout,
+    encode_int4,
+    expand_int4,
+    int4_product,
+    layout_for,
+    least_step,
+)
 from offload.model.expanded import ExpandedWeights
 from offload.model.places import ParameterSlot, is_plain_product
 from offload.timer import timed

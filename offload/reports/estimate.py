@@ -18,6 +18,7 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
+from offload.planning.budget import prompt_costs
 from offload.planning.cost_model import (
     Costs,
     Prediction,
@@ -30,7 +31,6 @@ from offload.planning.cost_model import (
 from offload.planning.hardware import Hardware
 from offload.planning.model_facts import ModelFacts
 from offload.planning.options import LoadOptions
-from offload.planning.room import prompt_costs
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.reports.packing import Packing, packing_of
 from offload.trees.spec import label_of

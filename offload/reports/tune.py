@@ -17,6 +17,7 @@ from offload.engine.opening import open_run
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun, resolve
 from offload.errors import require
+from offload.planning.budget import traffic_in
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
     Identity,
@@ -26,7 +27,6 @@ from offload.planning.profile import (
     save_profile,
     unprofiled,
 )
-from offload.planning.room import traffic_in
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
 from offload.reports.windows import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reciting import at_sweep, generate, only_object, recited
 
-from offload.cli.machine_failure import machine_failure
+from offload.cli.failures import machine_failure
 
 
 def file_refused() -> NoReturn:

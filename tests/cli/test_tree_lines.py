@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from offload.cli.tree_lines import ShownPass, tree_lines, usual_pass
+from offload.cli.demo_run import ShownPass, tree_lines, usual_pass
 from offload.engine.sequence import PassFigures
 
 #        root

@@ -12,14 +12,14 @@ from tiny import FAMILIES, build, save
 
 from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.distributed import meeting
+from offload.distributed import join as meeting
 from offload.engine.hooks import Hooks
 from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, UserError
 from offload.memory.planner import ModelFiles
 from offload.planning import options
+from offload.planning.budget import budget_of
 from offload.planning.options import LoadOptions
-from offload.planning.room import budget_of
 from offload.rank_roles import RankInfo
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from offload.kernels import encode_int4
+from offload.kernels import int4_blocks as encode_int4
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.encode_int4 import encode_int4_compiled, encode_int4_reference
-from offload.kernels.int4_blocks import WordLayout, expand_int4_reference
+from offload.kernels.int4_blocks import WordLayout, encode_int4_compiled, encode_int4_reference, expand_int4_reference
 
 LAYOUTS = (WordLayout(64, has_product=False), WordLayout(32, has_product=False))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,12 +17,11 @@ from ranking import rank_trees
 
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.planning.budget import traffic_in, with_experts
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
-from offload.planning.expert_ways import with_experts
 from offload.planning.hardware import Hardware
-from offload.planning.room import traffic_in
 from offload.planning.search import TreeSearch
 from offload.planning.selector import TreeSelector, routing_in
 from offload.sampling_options import Sampling

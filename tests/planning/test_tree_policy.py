@@ -20,11 +20,11 @@ from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
 from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
+from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
-from offload.planning.room import budget_of
 from offload.planning.search import TreeSearch, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports import estimate as estimating
@@ -313,9 +313,9 @@ def test_there_is_one_way_from_options_to_a_run() -> None:
     """What used to be assembled by each caller; a second way would soon mean another run."""
     ways = {
         "TreeSelector(": ["engine/resolve.py", "reports/forecast.py"],
-        "budget_of(": ["engine/resolve.py", "planning/room.py"],
+        "budget_of(": ["engine/resolve.py", "planning/budget.py"],
         "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
-        "with_experts(": ["engine/resolve.py", "planning/expert_ways.py"],
+        "with_experts(": ["engine/resolve.py", "planning/budget.py"],
         "with_rates(": ["calibration/link.py", "engine/resolve.py"],
         "find_profile(": ["engine/resolve.py", "planning/profile.py"],
     }

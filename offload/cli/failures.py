@@ -1,11 +1,13 @@
-"""What the machine refuses wherever it likes: files, memory, threads. One line each, whatever
-asked for them.
+"""What the machine refuses wherever it likes, files, memory, threads, and standard output that fails.
 
-Where a refusal is expected it has a message of its own; this is what is left, so that none ends in
-a traceback.
+Where a refusal is expected it has a message of its own; this is what is left, one line each,
+whatever asked for it, so that none ends in a traceback.
 """
 
 import errno
+import os
+import sys
+from typing import NoReturn
 
 _REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -43,3 +45,24 @@ def machine_failure(error: BaseException) -> str | None:
         where = f" ({error.filename!s:.200})" if error.filename else ""
         return f"the system refused{where}: {what}; {_REMEDIES.get(error.errno or 0, _LOOK)}"
     return None
+
+
+def is_stuck() -> bool:
+    """Return whether standard output cannot be written to.
+
+    Then that has failed, and no other file.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def leave(code: int) -> NoReturn:
+    """End where the reader of stdout has gone or has no room.
+
+    The interpreter must not try to write more at exit.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
