@@ -82,7 +82,8 @@ def linear(
         INNER_ROWS,
         max(_STEP_ROWS, _ROWS_BYTES // (4 * rows_TK.shape[1]) // _STEP_ROWS * _STEP_ROWS),
     )
-    if can_multiply(weight):
+    # other widths are refused by the library, and there may be no rows for an expert
+    if len(rows_TK) and rows_TK.shape[1] == weight.shape[1] and can_multiply(weight):
         for some_TK, some_TN in zip(rows_TK.split(most_rows), out_TN.split(most_rows), strict=True):
             _multiply_widening(some_TK, weight, bias, some_TN)
         return out
@@ -116,8 +117,8 @@ def _multiply_widening(
     row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
 ) -> None:
     num_columns = len(weight_NK)
-    bias = None if bias_N is None else bias_N.float()
-    product = product_of(row_TK.float(), weight_NK, bias, out_TN)
+    bias = None if bias_N is None else bias_N.float().contiguous()
+    product = product_of(row_TK.float().contiguous(), weight_NK, bias, out_TN)
     num_products = (len(row_TK) + _ROWS_TO_WIDEN) * weight_NK.numel()
     num_shares = max(1, min(num_products // _SHARE, _MOST_SHARES))
     at_once = -(-num_columns // (num_shares * product.columns)) * product.columns

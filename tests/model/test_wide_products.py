@@ -51,6 +51,16 @@ def test_a_wide_product_is_rounded_once(shape: tuple[int, ...], dtype: torch.dty
         assert (error <= torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-4).all()
 
 
+def test_rows_that_lie_otherwise_and_no_rows_at_all() -> None:
+    rows, weight, bias = numbers(96, 5), numbers(64, 96), numbers(128)[::2]
+    wanted = linear(rows.t().contiguous(), weight, bias.contiguous())
+    for turned in (rows.t(), rows.t().expand(2, -1, -1)[1], torch.cat([rows, rows]).t()[:, :96]):
+        assert_same_bits(linear(turned, weight, bias), wanted, Promise.SAME_PRODUCTS)
+    assert linear(rows.t()[:0], weight, bias).shape == (0, 64)
+    with pytest.raises(RuntimeError, match="96.* must match .*80"):
+        linear(numbers(5, 80), weight)
+
+
 @pytest.mark.parametrize("parts", [(4,), (16, 4), (200, 100), (16, 300, 4)])
 @pytest.mark.parametrize("num_padded", [0, 3])
 def test_parts_are_products_of_their_own(parts: tuple[int, ...], num_padded: int) -> None:
