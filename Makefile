@@ -28,6 +28,8 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload-tests
 # Which rows run today; the workers of a run, and who repeats it, draw the same.
 export TEST_SEED ?= $(shell date -u +%Y%m%d)
+# Compiled once and kept, whatever the environment says: every process that a test starts would compile all of it again.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -41,6 +43,7 @@ demo: $(VENV)/.installed-run
 test: lint
 	@mkdir -p build
 	@$(MAKE) --no-print-directory types > build/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m compileall -q -j 0 offload kernels bench; \
 	echo "== pytest, what runs each time"; $(PYTEST); tests=$$?; \
 	wait $$types; types=$$?; cat build/types.log; test $$tests -eq 0 && test $$types -eq 0
 

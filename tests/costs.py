@@ -1,12 +1,14 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
-`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take half a second
-or more together; `make test-costs` measures them anew. On average over the days a quick run has 0.4 s for each of them:
-as many cases as fit, drawn by the seed of the day, and on some days one more, so that a case of two seconds runs every
-fifth day. The others are marked `full`, and so is what takes longer than that by itself.
+`costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a fifth of a
+second or more together; `make test-costs` measures them anew. On average over the days a quick run has so many seconds
+for each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the seed
+of the day, and on some days one more, so that a case of two seconds runs every fifth day, or tenth. The others are
+marked `full`, and so is what takes longer than that by itself.
 """
 
 import resource
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,11 +16,14 @@ from typing import NamedTuple
 
 import pytest
 from matrix import random_of_the_day
+from planted.mistakes import read_mistakes
 
 _TABLE = Path(__file__).with_suffix(".tsv")
-_LISTED_S = 0.5
-# of all cases of one function in a quick run, on average over the days, and of one case at most
-_QUICK_S = 0.4
+_LISTED_S = 0.2
+# of all cases of one function in a quick run, on average over the days: those that guard a promise, and others
+_PROMISED_S = 0.4
+_QUICK_S = 0.2
+# of one case at most
 _SINGLE_S = 2.0
 
 
@@ -28,15 +33,16 @@ class Cost(NamedTuple):
     seconds: float
     num_cases: int
 
-    def num_quick(self, luck: float) -> int:
-        """Return how many cases a quick run can afford on a day with this luck in [0, 1)."""
+    def num_quick(self, luck: float, afforded_s: float) -> int:
+        """Return how many cases fit into these seconds, on average, on a day with this luck in [0, 1)."""
         each_s = self.seconds / self.num_cases
-        return int(_QUICK_S / each_s + luck) if each_s <= _SINGLE_S else 0
+        return int(afforded_s / each_s + luck) if each_s <= _SINGLE_S else 0
 
 
 def mark_costly(items: Iterable[pytest.Item]) -> None:
     """Mark what a quick run cannot afford `full`; what is marked by hand is left as it is."""
     costs = read_costs()
+    guards = {file for mistake in read_mistakes() for file in mistake.tests}
     cases = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("full") and not item.get_closest_marker("always"):
@@ -44,7 +50,8 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
     for function in cases.keys() & costs.keys():
         own = cases[function]
         chance = random_of_the_day(function)
-        num_quick = min(len(own), costs[function].num_quick(chance.random()))
+        afforded_s = _PROMISED_S if function.partition("::")[0] in guards else _QUICK_S
+        num_quick = min(len(own), costs[function].num_quick(chance.random(), afforded_s))
         drawn = chance.sample(range(len(own)), num_quick)
         for index in set(range(len(own))).difference(drawn):
             own[index].add_marker("full")
@@ -85,7 +92,8 @@ class Meter:
 
 def _processor_s() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    forked = sys.modules.get("forked")
+    return sum(one.ru_utime + one.ru_stime for one in used) + (sum(forked.SPENT_S) if forked else 0.0)
 
 
 def write_costs(measured: Path) -> None:
@@ -100,6 +108,4 @@ def write_costs(measured: Path) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
     write_costs(Path(sys.argv[1]))

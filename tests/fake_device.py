@@ -10,13 +10,18 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from offload.checkpoint.layout import SlabLayout
+from offload.errors import ReadError
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, RefusedError
 
@@ -156,3 +161,64 @@ class FakeWay:
 
 def fake_arena(limit_bytes: float = float("inf")) -> PinnedAllocator:
     return PinnedAllocator([FakeWay(limit_bytes)])
+
+
+class ThreadStore:
+    """Writes a layout's number into the slab, from threads, as `DiskReader` does; some reads take long, some fail.
+
+    The number stands in every byte from the first weight on, which begins `lead_bytes` behind the slab's own beginning.
+    """
+
+    note, is_direct = None, True
+
+    def __init__(self, layouts: Sequence[SlabLayout], lead_bytes: int) -> None:
+        self.delay_s, self.bytes_read = 0.0, 0
+        self.asked, self.failing = list[int](), set[int]()
+        self.num_reading = self.most_reading = 0
+        self._number_of = {id(layout): number for number, layout in enumerate(layouts)}
+        self._lead_bytes = lead_bytes
+        self._pool, self._lock = ThreadPoolExecutor(6), threading.Lock()
+
+    def number_of(self, layout: SlabLayout) -> int:
+        return self._number_of[id(layout)]
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        number = self.number_of(layout)
+        self.asked.append(number)
+        slab[:] = 0xEE
+        half = len(slab) // 2
+        return [self._pool.submit(self._fill, number, part) for part in (slab[self._lead_bytes : half], slab[half:])]
+
+    def _fill(self, number: int, part: np.ndarray) -> None:
+        with self._lock:
+            self.num_reading += 1
+            self.most_reading = max(self.most_reading, self.num_reading)
+        time.sleep(self.delay_s)
+        with self._lock:
+            self.num_reading -= 1
+        if number in self.failing:
+            raise ReadError(f"block {number} cannot be read")
+        part[:] = number
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def forget_waits(monkeypatch: pytest.MonkeyPatch, whose: str) -> dict[str, Any]:
+    """Let nobody wait for a device: its `compute` or `copies`, or `threads`; return how it has to be to show that."""
+    wait, synchronize, main = FakeDevice.wait, FakeDevice.synchronize, threading.main_thread()
+
+    def skip(self: FakeDevice, event: Any) -> None:
+        if threading.current_thread() is main:
+            synchronize(self, event)
+
+    def forget(self: FakeDevice, to: Any, event: Any) -> None:
+        if to is not getattr(self, whose):
+            wait(self, to, event)
+
+    if whose == "threads":
+        monkeypatch.setattr(FakeDevice, "synchronize", skip)
+        return {"haste": 0.0}
+    monkeypatch.setattr(FakeDevice, "wait", forget)
+    # Kernels run at once then, and copies when somebody must have them.
+    return {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005} if whose == "compute" else {}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_STATUS = struct.Struct("i")
+_STATUS = struct.Struct("id")  # a pid, or how a child has ended and the processor seconds that it took
 _PRELOADED = (
     "offload.engine.load",
     "offload.commands",
@@ -33,9 +33,11 @@ _PRELOADED = (
     "offload.cli.generate_command",
     "offload.cli.batch_run",
     "offload.cli.repl",
+    "offload.distributed.join",
     "transformers.models.llama.modeling_llama",
 )
 _SETTLED = ("TRANSFORMERS_VERBOSITY", "TRITON_INTERPRET", "PYTHONUNBUFFERED")  # read when modules are imported
+SPENT_S: list[float] = []  # by children that have ended: they are none of this process
 HAS_FORKS = hasattr(os, "pidfd_open")  # else every process is a cold one
 
 
@@ -60,7 +62,7 @@ class Warm(subprocess.Popen[Any]):
         files = [own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         self._channel = _server().connect()
         _send(self._channel, wish, files)
-        self.pid = _STATUS.unpack(_received(self._channel, _STATUS.size))[0]
+        self.pid, _ = _STATUS.unpack(_received(self._channel, _STATUS.size))
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -75,8 +77,9 @@ class Warm(subprocess.Popen[Any]):
         """Return (pid, a status as of `waitpid`), or (0, 0) where the process runs on and `flags` forbid to wait."""
         if flags & os.WNOHANG and not select.select([self._channel], [], [], 0)[0]:
             return 0, 0
-        status = _STATUS.unpack(_received(self._channel, _STATUS.size))[0]
+        status, seconds = _STATUS.unpack(_received(self._channel, _STATUS.size))
         self._channel.close()
+        SPENT_S.append(seconds)
         return self.pid, status
 
     def _take_status(self) -> None:
@@ -136,7 +139,7 @@ def _server() -> _Server:
 
 def _send(channel: socket.socket, wish: Mapping[str, Any], files: Sequence[int]) -> None:
     said = json.dumps(wish).encode()
-    channel.sendmsg([_STATUS.pack(len(said))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+    channel.sendmsg([_STATUS.pack(len(said), 0.0)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     channel.sendall(said)
 
 
@@ -160,9 +163,9 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
         for pidfd in [one for one in ready if one in running]:
             pid, channel = running.pop(pidfd)
             os.close(pidfd)
-            _, status = os.waitpid(pid, 0)
+            _, status, used = os.wait4(pid, 0)
             with contextlib.suppress(OSError):  # who asked has gone
-                channel.sendall(_STATUS.pack(status))
+                channel.sendall(_STATUS.pack(status, used.ru_utime + used.ru_stime))
             channel.close()
         if listener in ready:
             channel, _ = listener.accept()
@@ -178,7 +181,7 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
                 return {**wish, "files": [*files]}
             for file in files:
                 os.close(file)
-            channel.sendall(_STATUS.pack(pid))
+            channel.sendall(_STATUS.pack(pid, 0.0))
             running[os.pidfd_open(pid)] = (pid, channel)
         elif 0 in ready:
             return None

@@ -6,6 +6,7 @@ Why: a rule that nobody runs is a wish. Invariant: for each rule there is a plan
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -44,7 +45,7 @@ def few_imports(path: PurePosixPath, source: str) -> Iterator[str]:
     """Of the house, in one file: what knows more rooms decides what others should."""
     if path.parts[0] == "kernels" or str(path) in WIDE:
         return
-    rooms = {name for node in ast.walk(ast.parse(source)) for name in modules_of(node) if name.startswith("offload.")}
+    rooms = {name for node in ast.walk(parsed(source)) for name in modules_of(node) if name.startswith("offload.")}
     if len(rooms) > MAX_IMPORTS:
         yield f"{path}:1 imports {len(rooms)} modules of the house, at most {MAX_IMPORTS}"
 
@@ -53,7 +54,7 @@ def nothing_packed(path: PurePosixPath, source: str) -> Iterator[str]:
     """One statement a line: no tuple of names is given a tuple of values, but for names that change places."""
     if path.parts[0] != "offload":
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         pair = (node.targets[0], node.value) if isinstance(node, ast.Assign) else ()
         elements = [{*map(ast.unparse, one.elts)} for one in pair if isinstance(one, ast.Tuple)]
         if len(elements) == 2 and elements[0] != elements[1]:
@@ -78,7 +79,7 @@ def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def nothing_swallowed(path: PurePosixPath, source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         is_handler = isinstance(node, ast.ExceptHandler) and catches_everything(node.type) and does_nothing(node.body)
         is_suppress = isinstance(node, ast.Call) and last_name(node.func) == "suppress"
         if is_handler or (is_suppress and any(map(catches_everything, node.args))):
@@ -86,7 +87,7 @@ def nothing_swallowed(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def no_remote_code(path: PurePosixPath, source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         given: list[tuple[object, ast.expr]] = []
         if isinstance(node, ast.Call):
             given = [(keyword.arg, keyword.value) for keyword in node.keywords]
@@ -106,7 +107,7 @@ def docstrings(path: PurePosixPath, source: str) -> Iterator[str]:
     """Of the modules in offload/ with their public functions, classes and methods; a property's name may suffice."""
     if path.parts[0] != "offload":
         return
-    module = ast.parse(source)
+    module = parsed(source)
     if ast.get_docstring(module) is None:
         yield f"{path}:1 the module has no docstring"
     for node, name in public_definitions(module):
@@ -123,7 +124,7 @@ def kernels_stand_alone(path: PurePosixPath, source: str) -> Iterator[str]:
     """The import contract ends at `offload.kernels`, for the files themselves lie outside the package."""
     if path.parts[0] != "kernels":
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         for name in imported_names(node):
             if f"{name}.".startswith("offload.") and not f"{name}.".startswith("offload.kernels."):
                 yield f"{path}:{node.lineno} a kernel imports {name}: kernels/ stands at the bottom"
@@ -144,6 +145,12 @@ RULES: list[Rule] = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten_afterwards() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
+
+
 @pytest.mark.always
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds(rule: Rule) -> None:
@@ -158,7 +165,7 @@ def test_a_class_name_means_one_thing() -> None:
     for path, source in sources():
         if path.parts[0] == "bench":
             continue
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
@@ -177,7 +184,7 @@ def test_every_folder_is_read() -> None:
 def test_no_exception_outlives_its_reason() -> None:
     texts = {str(path): source for path, source in sources()}
     for path in WIDE:
-        rooms = {name for node in ast.walk(ast.parse(texts[path])) for name in modules_of(node)}
+        rooms = {name for node in ast.walk(parsed(texts[path])) for name in modules_of(node)}
         assert sum(name.startswith("offload.") for name in rooms) > MAX_IMPORTS, path
 
 
@@ -264,16 +271,18 @@ def sources() -> Iterator[tuple[PurePosixPath, str]]:
             yield PurePosixPath(path.relative_to(ROOT).as_posix()), path.read_text(encoding="utf-8")
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Once for all rules."""
+    return ast.parse(source)
+
+
 def functions(source: str) -> Iterator[Function]:
-    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
+    return (node for node in ast.walk(parsed(source)) if isinstance(node, Function))
 
 
 def decorators(function: Function) -> set[str]:
     return {last_name(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
-
-
-def is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def last_name(node: ast.AST | None) -> str:

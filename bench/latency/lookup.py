@@ -6,7 +6,6 @@ token per pass. Prompts are the second half of what there is: the first is for t
 dictated copies, of a store of 100 M tokens and of texts in which nothing repeats are in `LOG.md`.
 """
 
-import sysconfig
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from offload.bench.harness.command import Bench, Findings, command, one_of
-from offload.bench.harness.prompts import CODE, COPY, held_out_files, prompts, read_source
+from offload.bench.harness.prompts import (
+    CODE,
+    COPY,
+    held_out_files,
+    library_files,
+    prompts,
+    read_source,
+)
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Setting
@@ -63,18 +69,15 @@ def open_all(
     return found
 
 
-def library_files() -> list[Path]:
+def store_files() -> list[Path]:
     """Return the standard library without the files that prompts are cut from."""
     held_out = set(held_out_files())
-    every = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
-    return sorted(
-        path for path in every if "site-packages" not in path.parts and path not in held_out
-    )
+    return [path for path in library_files() if path not in held_out]
 
 
 def library_store(screen: Screen) -> Path:
     """Return the library's store for the packaged pair, built once. Raises `UserError`."""
-    files = library_files()
+    files = store_files()
     sizes = repr([(str(path), path.stat().st_size) for path in files]).encode()
     path = cache_folder() / f"bench-library-{zlib.crc32(sizes):08x}.store"
     if not path.exists():

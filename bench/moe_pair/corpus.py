@@ -6,14 +6,12 @@ would have.
 """
 
 import random
-import sysconfig
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from offload.bench.harness.prompts import held_out_files, read_source
+from offload.bench.harness.prompts import held_out_files, library_files, read_source
 from offload.checkpoint.packaged import PAIR
 
 END_OF_TEXT = 0
@@ -21,11 +19,8 @@ END_OF_TEXT = 0
 
 def library_ids(*, held_out: bool) -> Tensor:
     """Return ids of all files in random order, the end of text before each."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     kept_back = held_out_files()
-    learnt = {path for path in root.rglob("*.py") if "site-packages" not in path.parts} - set(
-        kept_back
-    )
+    learnt = set(library_files()).difference(kept_back)
     files = sorted(kept_back if held_out else learnt)
     texts = [read_source(path) for path in random.Random(0).sample(files, len(files))]
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)

@@ -32,22 +32,6 @@ def test_it_is_said_on_stderr_and_in_the_json() -> None:
         assert result["stats"]["alpha"]["num_positions"] > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            ("--lenience", "0.5", "--temp", "0.8"),
-            "--rule match does not take where tokens are drawn: use --rule sequoia",
-        ),
-        (("--lenience", "0"), "--lenience must lie in (0, 1], got 0"),
-        (("--lenience", "2", "--rule", "sequoia"), "--lenience must lie in (0, 1], got 2"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], words: str) -> None:
-    outcome = shell(*RUN, *flags)
-    assert outcome.code == 2 and words in outcome.err
-
-
 def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
     options = demo_options("1GiB", "chain:3", lenience=0.5)
     with (

@@ -1,4 +1,4 @@
-"""Flags of penalties, biases, log-probabilities and a system prompt: they reach the decoder, or are refused."""
+"""Flags of penalties, biases, log-probabilities and a system prompt: they reach the decoder."""
 
 from pathlib import Path
 from typing import Any
@@ -58,30 +58,6 @@ def test_a_chat_is_penalised_too(talker: Path) -> None:
     outcome = shell("chat", "-m", talker, *flags, stdin=script)
     assert outcome.code == 0
     assert "greedy, repeat penalty 1.5, presence penalty 0.25, seed 0" in outcome.err
-
-
-@pytest.mark.usefixtures("_no_weights")
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--logit-bias", "5"), "--logit-bias must be ID:NUMBER, got '5': try 42:-1.5"),
-        (("--logit-bias", "5:1", "--logit-bias", "5:2"), "a token of --logit-bias must have one number"),
-        (("--logit-bias", "5:nan"), "numbers of --logit-bias must lie between -100 and 100"),
-        (("--logit-bias", "5000:1"), "tokens of --logit-bias must lie in [0, 199), got 5000"),
-        (("--min-p", 0.1), "--top-p, --top-k and --min-p choose among tokens that are drawn: give --temp as well"),
-        (("--temp", 1, "--min-p", 1.5), "--min-p must lie in [0, 1], got 1.5"),
-        (("--repeat-penalty", 0), "--repeat-penalty must lie between 0.01 and 100, got 0"),
-        (("--presence-penalty", 1000), "--presence-penalty must lie between -100 and 100"),
-        (("--frequency-penalty", "nan"), "--frequency-penalty must lie between -100 and 100"),
-        (("--logprobs", 2), "--logprobs are part of what --json prints, got 2: give --json"),
-        (("--logprobs", -2, "--json"), "--logprobs must be 0 or more"),
-        (("--system", "Be.", "--raw"), "--system is put in by the chat template, which --raw leaves out"),
-        (("--system", "Be."), "the model has no chat template"),
-    ],
-    ids=str,
-)
-def test_what_makes_no_sense_is_refused(flags: tuple[object, ...], words: str, sound: Path) -> None:
-    assert_refused(generate(sound, "-p", "Count:", *flags), words)
 
 
 @pytest.mark.usefixtures("_no_weights")

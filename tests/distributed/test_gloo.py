@@ -88,7 +88,7 @@ def test_the_others_learn_within_seconds_why_a_rank_has_failed(how, line):
         [(told, is_refusal, waited_s)] = reports[rank]
         assert told.startswith(line) and is_refusal == (how == "refuse")
         assert waited_s < 5
-    assert (ranks.by_rank[2].exitcode == -signal.SIGKILL) == (how == "kill")
+    assert (ranks.by_rank[2].returncode == -signal.SIGKILL) == (how == "kill")
 
 
 def _fail(place, report, how):

@@ -1,12 +1,13 @@
 """What a user meets of all options, observed from outside: help, settings, doors, refusals and plans.
 
-Each function returns plain JSON. Nothing here names a module that holds options: what is observed stays comparable
-when they move.
+Each function returns plain JSON, and what is said of a bad value is one line. Nothing here names a module that holds
+options: what is observed stays comparable when they move.
 """
 
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,100 +144,75 @@ def between(text: str, begin: str, end: str) -> list[str]:
     return (behind.partition(end)[0] if end else behind).split(", ")
 
 
-BAD: dict[str, tuple[object, ...]] = {
-    name: tuple(name.split()[1:]) if name.startswith("generate") else tuple(name.split())
-    for name in (
-        "generate --temp -1", "generate --temp hot", "generate --temp nan", "generate --top-p 0.5",
-        "generate --temp 1 --top-p 2", "generate --temp 1 --top-k -1", "generate --temp 1 --top-k 1.5",
-        "generate --temp 1 --min-p 1.5", "generate --seed -1", "generate --repeat-penalty 0",
-        "generate --presence-penalty 101", "generate --frequency-penalty nan", "generate --logit-bias 5",
-        "generate --logit-bias 5:1 --logit-bias 5:2", "generate --logprobs 2", "generate --logprobs -2 --json",
-        "generate -n -2", "generate --stop=", "generate --system Be. --raw", "generate --samples 0",
-        "generate --samples 2", "generate --out x", "generate --parallel 0", "generate --parallel 999",
-        "generate --ram lots", "generate --ram 0", "generate --gpu-mem much", "generate --device tpu",
-        "generate --dtype int3", "generate --draft-dtype int3", "generate --experts some", "generate --context 0",
-        "generate --tree oak", "generate --rule luck", "generate --lenience 0", "generate --threads 0",
-        "generate --threads many", "generate --threads 9999", "generate --lookup-length 0:4",
-        "generate --link-limit fast", "generate --ranks some", "generate --pipeline async",
-        "generate --slow-layer -1", "generate --slow-layer 1", "generate --invariant --ranks shards",
-        "generate --profile nowhere.json", "generate --datastore /nowhere", "generate --regex a --grammar nowhere",
-        "generate --session /nowhere/kept", "generate -f nowhere.txt", "generate --nonsense",
-        "chat -n 0", "chat --min-p 0.5", "plan --hardware l41", "plan --tokens-per-sweep 4", "plan --disk-speed fast",
-        "plan --ranks lab.json --ram 1GiB", "serve --port 70000", "serve --host 0.0.0.0", "serve --max-body lots",
-        "serve --queue 0", "serve --grace -1", "tune", "tune --text nowhere.txt -d self:int8 --temp -1",
-    )
-}  # fmt: skip
-IN_PYTHON: list[dict[str, Any]] = [
-    {"ram": "lots"}, {"ram": 0}, {"tree": 5}, {"tree": "oak"}, {"rule": 5}, {"lenience": "a"}, {"context": 1.5},
-    {"parallel": 0}, {"threads": 0}, {"lookup": "yes"}, {"ngram": 5}, {"device": None}, {"device": "tpu"},
-    {"gpu_memory": "much"}, {"link_limit": "fast"}, {"draft_dtype": "int3"}, {"experts": None},
-]  # fmt: skip
-IN_REQUESTS: list[dict[str, Any]] = [
-    {"temperature": "a"}, {"temperature": -1}, {"top_p": 0}, {"top_k": "5"}, {"min_p": 2}, {"seed": -5},
-    {"repeat_penalty": 0}, {"presence_penalty": 101}, {"logit_bias": {5: "x"}}, {"logit_bias": 5},
-    {"max_new_tokens": -1}, {"max_new_tokens": "5"}, {"stop": 5}, {"stop": ""}, {"num_logprobs": -1},
-    {"regex": 5}, {"regex": "a", "grammar": "b"}, {"json_schema": "{"},
-]  # fmt: skip
-IN_BODIES: list[dict[str, Any]] = [
-    {"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": [1]}, {"seed": "x"},
-    {"presence_penalty": 3}, {"repeat_penalty": 0}, {"logit_bias": {"x": 1}}, {"logit_bias": {"5": 101}},
-    {"max_tokens": -1}, {"n": 0}, {"stop": [5]}, {"nonsense": 1}, {"messages": []}, {"offload": {"tree": 5}},
-]  # fmt: skip
-IN_LINES: list[dict[str, Any]] = [
-    {"max_tokens": -1}, {"max_tokens": "9"}, {"temperature": "hot"}, {"top_p": 0.5}, {"min_p": 2}, {"seed": -1},
-    {"logit_bias": {"x": 1}}, {"regex": ["a"]}, {"regex": "a", "json_schema": {}}, {"logprobs": -1},
-    {"stop": {"a": 1}}, {"stop": [3]}, {"id": 1.5}, {"temperature": 1, "repeat_penalty": 0},
-]  # fmt: skip
-IN_CHAT = ("temperature hot", "temperature -1", "top-k 1.5", "min-p 2", "seed -1", "max-tokens 0", "max-tokens many")
-
-
 def refusal(*arguments: object) -> str:
+    """What a command line is told, in one line on standard error and nothing else."""
     outcome = shell(*arguments)
-    assert outcome.code in (1, 2) and outcome.out == "", outcome
+    assert outcome.code == 2 and outcome.out == "", outcome
+    assert outcome.err.count("\n") == 1 and outcome.err.startswith("offload: ") and len(outcome.err) < 600
+    assert outcome.err[:-1].isprintable(), "nothing that moves a terminal's cursor"
     return outcome.err.strip()
 
 
-def error_lines(folder: Path, model: Path) -> dict[str, Any]:
-    """What is said of bad values, in the form of each door."""
-    return {
-        "flags": dict(by_flag(model)),
-        "variables": dict(by_variable(folder, model)),
-        "load": {json.dumps(one): said(offload.load, model, **one) for one in IN_PYTHON},
-        "Decoder.generate": {json.dumps(one): said(in_request, **one) for one in IN_REQUESTS},
-        "HTTP": {json.dumps(one): said(in_body, one) for one in IN_BODIES},
-        "a file of prompts": {json.dumps(one): in_line(folder, model, one) for one in IN_LINES},
-        "/set": {one: said(in_chat, one) for one in IN_CHAT},
+def said_at(door: str, asked: str, folder: Path, model: Path) -> str:
+    """What is said of a bad value, in the form of the door."""
+    at_doors: dict[str, Any] = {
+        "flags": by_flags,
+        "variables": by_variable,
+        "config.toml": by_file,
+        "a file of prompts": in_line,
+        "load": lambda asked, *_: said(in_load, in_python(asked)),
+        "Decoder.generate": lambda asked, *_: said(in_request, in_python(asked)),
+        "HTTP": lambda asked, *_: said(in_body, json.loads(asked)),
+        "/set": lambda asked, *_: said(in_chat, asked),
     }
+    return at_doors[door](asked, folder, model)
 
 
-def by_flag(model: Path) -> Iterator[tuple[str, str]]:
-    for name in BAD:
-        command, *arguments = name.split()
-        text = ("-p", "x") if command == "generate" and "-f" not in arguments else ()
-        yield name, refusal(command, "-m", model, *text, *arguments)
+def by_flags(line: str, folder: Path, model: Path) -> str:
+    """A model is named, and a prompt, where the line names neither."""
+    command, *arguments = shlex.split(line.replace("MODEL", str(model)).replace("FOLDER", str(folder)))
+    of_models = ("generate", "chat", "plan", "serve", "tune")
+    named = () if command not in of_models or "-m" in arguments else ("-m", model)
+    text = ("-p", "x") if command == "generate" and not {"-f", "-p"} & {*arguments} else ()
+    with patch("offload.checkpoint.packaged.inflate", None):  # no target of a demo is made in vain
+        return refusal(command, *named, *text, *arguments)
 
 
-def by_variable(folder: Path, model: Path) -> Iterator[tuple[str, str]]:
+def by_variable(line: str, folder: Path, model: Path) -> str:
+    variable, value = line.split("=")
+    with patch.dict("os.environ", {variable: value}):
+        return refusal("generate", "-m", model, "-p", "x")
+
+
+def by_file(line: str, folder: Path, model: Path) -> str:
     file = folder / "offload" / "config.toml"
-    file.parent.mkdir(exist_ok=True)
-    for variable, value in (("OFFLOAD_RAM", "lots"), ("OFFLOAD_TEMP", "-1"), ("OFFLOAD_MAX_TOKENS", "many")):
-        with patch.dict("os.environ", {variable: value}):
-            yield f"{variable}={value}", refusal("generate", "-m", model, "-p", "x")
+    file.parent.mkdir()
+    file.write_text(line)
     with patch.dict("os.environ", XDG_CONFIG_HOME=str(folder)):
-        for line in ('ram = "lots"', "temp = -1", "min-p = 0.5", 'tree = "oak"', 'threads = "many"', "quiet = 3"):
-            file.write_text(line)
-            yield line, refusal("generate", "-m", model, "-p", "x").replace(str(file), "FILE")
-    file.unlink()
+        return refusal("generate", "-m", model, "-p", "x").replace(str(file), "FILE")
 
 
-def said(function: Any, *arguments: Any, **how: Any) -> str:
+def said(function: Any, asked: Any) -> str:
     with pytest.raises(Exception) as raised:
-        function(*arguments, **how)
+        function(asked)
     assert type(raised.value).__name__ in ("UserError", "Refusal", "TypeError")
     return str(raised.value)
 
 
-def in_request(**wishes: Any) -> None:
+def in_python(asked: str) -> dict[str, Any]:
+    """Keyword arguments; keys that are numbers are ids of tokens."""
+    keyed = json.loads(asked, object_pairs_hook=lambda pairs: {int(k) if k.isdigit() else k: v for k, v in pairs})
+    return dict(keyed)
+
+
+def in_load(options: dict[str, Any]) -> None:
+    """Before the model is looked for: one of the hub would be downloaded, hundreds of gigabytes perhaps."""
+    looked_for = AssertionError("a model is looked for although nothing could be done with it")
+    with patch("offload.checkpoint.hub.open_headers", side_effect=looked_for):
+        offload.load("some/model", "some/draft", **options)
+
+
+def in_request(wishes: dict[str, Any]) -> None:
     from offload.engine.decoder import Decoder
 
     check = SimpleNamespace(start=lambda request, **_: request.check() or request.stops or ())
@@ -253,9 +229,9 @@ def in_body(fields: dict[str, Any]) -> None:
     orders.order_chat(engine, ServerSettings(model_id="model"), body)  # type: ignore[arg-type]
 
 
-def in_line(folder: Path, model: Path, fields: dict[str, Any]) -> str:
+def in_line(asked: str, folder: Path, model: Path) -> str:
     prompts = folder / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "x", **fields}) + "\n")
+    prompts.write_text(json.dumps({"prompt": "x", **json.loads(asked)}) + "\n")
     return refusal("generate", "-m", model, "-f", prompts).replace(str(prompts), "FILE")
 
 

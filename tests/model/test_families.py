@@ -146,54 +146,17 @@ OWN: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 _SEEDS = {"minimax": 1, "phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
-WORKING = (
-    *("afmoe", "apertus", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "doge", "dots1"),
-    *("ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
-    *(
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt_neox",
-        "gpt_oss",
-        "granite",
-        "granitemoe",
-        "hunyuan_v1_moe",
-        "jetmoe",
-        "llama4_text",
-    ),
-    *("mimo_v2_flash", "minicpm3", "minimax_m2", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phimoe"),
-    *(
-        "arcee",
-        "aria_text",
-        "axk1",
-        "beam",
-        "bitnet",
-        "cohere2_moe",
-        "cohere_compass_text",
-        "exaone_moe",
-        "flex_olmo",
-        "flint",
-        "granite_swa",
-        "granitemoe_swa",
-        "granitemoeshared",
-        "helium",
-        "hy_v3",
-        "hyperclovax",
-        "internlm3",
-        "iquestcoder",
-        "jais2",
-        "kolibri1",
-        "laguna",
-        "mellum",
-        "minimax_m3_vl_text",
-        "ministral3",
-        "olmo",
-        "persimmon",
-        "seed_oss",
-        "solar_open",
-        "vaultgemma",
-    ),
-    *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu", *HYBRIDS, *INDEXED),
-)
+_PLAIN = """
+    afmoe apertus cohere cohere2 cwm deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5
+    ernie4_5_moe exaone4 gemma gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite
+    gpt_neox gpt_oss granite granitemoe hunyuan_v1_moe jetmoe llama4_text mimo_v2_flash minicpm3
+    minimax_m2 nanochat nemotron olmo2 olmo3 olmoe phi phimoe arcee aria_text axk1 beam bitnet
+    cohere2_moe cohere_compass_text exaone_moe flex_olmo flint granite_swa granitemoe_swa
+    granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna mellum
+    minimax_m3_vl_text ministral3 olmo persimmon seed_oss solar_open vaultgemma qwen2_moe smollm3
+    stablelm starcoder2 youtu
+"""
+WORKING = (*_PLAIN.split(), *HYBRIDS, *INDEXED)
 # Each of another kind: latent attention, sinks, chunks, layers that share keys, norms behind, gated inputs.
 CORE = ("deepseek_v3", "gpt_oss", "llama4_text", "gemma4_text", "olmo2", "gemma3n_text")
 

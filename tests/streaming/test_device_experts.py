@@ -8,14 +8,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, fake_arena
+from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
 
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
@@ -29,39 +28,10 @@ RECORDS = [
     [SlabLayout((), {"w": Placed("F32", (4,), LEAD_BYTES)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_EXPERTS)]
     for _ in range(NUM_LAYERS)
 ]
-_BLOCK_OF = {id(record): block for block, record in enumerate(record for layer in RECORDS for record in layer)}
 
 
-class ThreadStore:
-    """Writes an expert's number into the slab, from threads, as `DiskReader` does; some reads take long, some fail."""
-
-    note = None
-
-    def __init__(self) -> None:
-        self.delay_s, self.asked, self.failing = 0.0, list[int](), set[int]()
-        self.num_reading = self.most_reading = 0
-        self._pool, self._lock = ThreadPoolExecutor(6), threading.Lock()
-
-    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        block = _BLOCK_OF[id(layout)]
-        self.asked.append(block)
-        slab[:] = 0xEE
-        half = len(slab) // 2
-        return [self._pool.submit(self._fill, block, part) for part in (slab[LEAD_BYTES:half], slab[half:])]
-
-    def _fill(self, block: int, part: np.ndarray) -> None:
-        with self._lock:
-            self.num_reading += 1
-            self.most_reading = max(self.most_reading, self.num_reading)
-        time.sleep(self.delay_s)
-        with self._lock:
-            self.num_reading -= 1
-        if block in self.failing:
-            raise ReadError(f"expert {block} cannot be read")
-        part[:] = block
-
-    def close(self) -> None:
-        self._pool.shutdown()
+def own_store() -> ThreadStore:
+    return ThreadStore([record for layer in RECORDS for record in layer], LEAD_BYTES)
 
 
 @contextmanager
@@ -69,7 +39,7 @@ def pools(
     num_slots: int = 2, num_host_slots: int = 2, *, seed: int = 0, ahead_rows: int = NEVER, limit_bytes: float = 1e9,
     **more: Any,
 ) -> Iterator[tuple[ExpertPool, FakeDevice, ThreadStore]]:  # fmt: skip
-    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
+    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), own_store()
     device.open_allocator = lambda: fake_arena(limit_bytes)
     with ExitStack() as resources:
         resources.callback(store.close)
@@ -129,40 +99,19 @@ def test_every_kernel_sees_its_own_expert(num_slots: int, num_host_slots: int, a
                 assert not run(pool, device, chosen(6, num_chosen, seed))
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> dict[str, Any]:
-    """Nobody waits for what the mistake names; returns how the device has to be to show it."""
-    wait, synchronize, main = FakeDevice.wait, FakeDevice.synchronize, threading.main_thread()
-    if mistake == "host slot":
-
-        def skip(self: FakeDevice, event: Any) -> None:
-            if threading.current_thread() is main:
-                synchronize(self, event)
-
-        monkeypatch.setattr(FakeDevice, "synchronize", skip)
-        return {"haste": 0.0}
-    stream = "compute" if mistake == "ready" else "copies"
-
-    def forget(self: FakeDevice, to: Any, event: Any) -> None:
-        if to is not getattr(self, stream):
-            wait(self, to, event)
-
-    monkeypatch.setattr(FakeDevice, "wait", forget)
-    return {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005} if mistake == "ready" else {}
-
-
 # With 24 slots of the host nothing is read twice into one.
 @pytest.mark.parametrize(
-    ("mistake", "num_host_slots"), [("ready", 3), ("free", 3), ("host slot", 3), ("ready", 24), ("free", 24)]
+    ("whose", "num_host_slots"), [("compute", 3), ("copies", 3), ("threads", 3), ("compute", 24), ("copies", 24)]
 )
-def test_a_forgotten_wait_shows(mistake: str, num_host_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    how = planted(monkeypatch, mistake)
+def test_a_forgotten_wait_shows(whose: str, num_host_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = forget_waits(monkeypatch, whose)
 
     def wrong(seed: int) -> list[str]:
         with pools(3, num_host_slots, seed=seed, **how) as (pool, device, _):
-            pool.poison_released = mistake != "free"  # which would wait in order with what is computed
+            pool.poison_released = whose != "copies"  # which would wait in order with what is computed
             return run(pool, device, chosen(6, 3, seed), pause=lambda: time.sleep(0.001))
 
-    assert any(wrong(seed) for seed in range(10)), f"{mistake} went unnoticed"
+    assert any(wrong(seed) for seed in range(10)), f"nobody missed the wait of {whose}"
 
 
 def test_what_the_host_has_is_sent_without_waiting_for_anything() -> None:
@@ -227,7 +176,7 @@ def test_a_failed_read_reaches_whoever_wants_the_expert() -> None:
     for num_slots, ahead_rows in ((3, NEVER), (6, 1)):
         with pools(num_slots, 4, ahead_rows=ahead_rows) as (pool, device, store):
             store.failing = {NUM_EXPERTS + 3}
-            with pytest.raises(ReadError, match=f"expert {NUM_EXPERTS + 3} cannot be read"):
+            with pytest.raises(ReadError, match=f"block {NUM_EXPERTS + 3} cannot be read"):
                 run(pool, device, [[[0, 1], [2, 3, 4], [5]]])
             store.failing = set()
             assert not run(pool, device, chosen(5, 4)), "the pool must recover with the next pass"

@@ -7,7 +7,7 @@ gets to it, not when it was enqueued, and a released slot holds NaN.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, fake_arena
+from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
 
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
@@ -39,34 +39,8 @@ TIERS = {
 }
 
 
-class ThreadStore:
-    """Writes a layer's number into the slab, from threads, as `DiskReader` does; some reads take long, some fail."""
-
-    note, is_direct = None, True
-
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self.delay_s, self.bytes_read = delay_s, 0
-        self.asked: list[int] = []
-        self.failing: set[int] = set()
-        self._pool = ThreadPoolExecutor(3)
-
-    def layer_of(self, layout: SlabLayout) -> int:
-        return next(index for index, own in enumerate(LAYOUTS) if own is layout)
-
-    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        layer = self.layer_of(layout)
-        self.asked.append(layer)
-        half, slab[:LEAD_BYTES] = len(slab) // 2, 0xEE
-        return [self._pool.submit(self._fill, layer, part) for part in (slab[LEAD_BYTES:half], slab[half:])]
-
-    def _fill(self, layer: int, part: np.ndarray) -> None:
-        time.sleep(self.delay_s)
-        if layer in self.failing:
-            raise ReadError(f"layer {layer} cannot be read")
-        part[:] = layer
-
-    def close(self) -> None:
-        self._pool.shutdown()
+def own_store() -> ThreadStore:
+    return ThreadStore(LAYOUTS, LEAD_BYTES)
 
 
 def layers_over(
@@ -80,7 +54,7 @@ def layers_over(
 def streaming(
     tiers: list[LayerTier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
 ) -> Iterator[tuple[Layers, FakeDevice, ThreadStore]]:
-    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
+    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), own_store()
     stream = layers_over(store, tiers, num_slots, device, limit_bytes)
     stream.poison_released = True
     try:
@@ -125,45 +99,19 @@ def test_every_kernel_sees_its_own_layer(kind: str, num_slots: int) -> None:
             assert not sweeps(stream, device)
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    if mistake == "no ready wait":
-        wait = FakeDevice.wait
-        forget = lambda self, to, event: None if to is self.compute else wait(self, to, event)  # noqa: E731
-        monkeypatch.setattr(FakeDevice, "wait", forget)
-    elif mistake == "no free wait":
-        wait = FakeDevice.wait
-        forget = lambda self, to, event: None if to is self.copies else wait(self, to, event)  # noqa: E731
-        monkeypatch.setattr(FakeDevice, "wait", forget)
-    else:
-        synchronize, main = FakeDevice.synchronize, threading.main_thread()
-        forget = lambda self, event: synchronize(self, event) if is_main() else None  # noqa: E731
-        is_main = lambda: threading.current_thread() is main  # noqa: E731
-        monkeypatch.setattr(FakeDevice, "synchronize", forget)
-
-
 @pytest.mark.parametrize(
-    ("mistake", "kind"),
-    [
-        ("no ready wait", "host"),
-        ("no ready wait", "disk"),
-        ("no free wait", "host"),
-        ("no free wait", "mixed"),
-        ("pinned buffer read into before its copy is done", "disk"),
-    ],
+    ("whose", "kind"),
+    [("compute", "host"), ("compute", "disk"), ("copies", "host"), ("copies", "mixed"), ("threads", "disk")],
 )
-def test_a_forgotten_wait_shows(mistake: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, mistake)
-    how: dict[str, Any] = {}
-    if mistake == "no ready wait":  # kernels run at once, copies when somebody must have them
-        how = {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005}
-    elif mistake.startswith("pinned"):
-        how = {"haste": 0.0}
+def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of threads: a pinned buffer is read into before its copy is done."""
+    how = forget_waits(monkeypatch, whose)
 
     def wrong(seed: int) -> list[str]:
         with streaming(TIERS[kind], seed=seed, **how) as (stream, device, _):
-            return sweeps(stream, device, pause=lambda: time.sleep(0.001) if mistake.startswith("pinned") else None)
+            return sweeps(stream, device, pause=lambda: time.sleep(0.001 if whose == "threads" else 0))
 
-    assert any(wrong(seed) for seed in range(10)), f"{mistake} went unnoticed"
+    assert any(wrong(seed) for seed in range(10)), f"nobody missed the wait of {whose}"
 
 
 def test_the_pinned_buffers_wait_for_their_copies() -> None:
@@ -230,7 +178,7 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
 
 def test_a_piece_overwritten_before_its_copy_is_done_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
-    planted(monkeypatch, "bounce")
+    forget_waits(monkeypatch, "threads")
     with streaming(TIERS["host"], limit_bytes=0, haste=0.0) as (stream, device, _):
         assert sweeps(stream, device, pause=lambda: time.sleep(0.001))
 
@@ -240,7 +188,7 @@ def test_a_failed_read_reaches_whoever_wants_the_layer(kind: str, layer: int) ->
     with streaming(TIERS[kind]) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
         store.failing = {layer}
-        with pytest.raises(ReadError, match=f"layer {layer} cannot be read"):
+        with pytest.raises(ReadError, match=f"block {layer} cannot be read"):
             sweeps(stream, device, count=2)
         store.failing = set()
         assert not sweeps(stream, device, count=2), "the stream must recover with the next sweep"
@@ -315,10 +263,10 @@ def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
 
     class Filling(ThreadStore):
         def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-            order.append("host" if TIERS["disk first"][self.layer_of(layout)] is H else "device")
+            order.append("host" if TIERS["disk first"][self.number_of(layout)] is H else "device")
             return super().read(layout, slab)
 
-    store = Filling()
+    store = Filling(LAYOUTS, LEAD_BYTES)
     stream = layers_over(store, TIERS["disk first"], 2, Loading())
     stream.load_resident()
     first_host = order.index("host")
@@ -328,7 +276,7 @@ def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
 
 
 def test_loading_tells_what_landed() -> None:
-    store, landed = ThreadStore(), []
+    store, landed = own_store(), []
     stream = layers_over(store, TIERS["mixed"], 2, FakeDevice())
     stream.load_resident(landed.append)
     assert landed == [BLOCK_BYTES] * 4, "one on the device, three in host memory"
@@ -345,7 +293,7 @@ def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
 
 
 def test_closing_does_not_wait_for_reads_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, queued = ThreadStore(), list[Future[None]]()
+    store, queued = own_store(), list[Future[None]]()
     monkeypatch.setattr(store, "read", lambda *_: queued.append(Future()) or queued[-1:])
     stream = layers_over(store, TIERS["disk"], 2, FakeDevice())
     stream.load_resident()

@@ -72,7 +72,7 @@ def layers(kind: str, num_slots: int) -> Run:
     """Sweeps, one that is cut short, and the end."""
 
     def run(device: ClockDevice) -> None:
-        clocks, store = device.clocks, watched(layer_tests.ThreadStore(), device.clocks)
+        clocks, store = device.clocks, watched(layer_tests.own_store(), device.clocks)
         pinned = device.open_allocator()
         carrier = DeviceCarrier(store, LAYOUTS, TIERS[kind], device=device, pinned=pinned, num_host_slots=2)
         stream = Layers(carrier, num_slots)
@@ -94,7 +94,7 @@ def experts(num_slots: int, num_host_slots: int, ahead_rows: int = NEVER, *, poi
     """Passes that need few and all, and one that is cut short."""
 
     def run(device: ClockDevice) -> None:
-        clocks, store = device.clocks, watched(expert_tests.ThreadStore(), device.clocks)
+        clocks, store = device.clocks, watched(expert_tests.own_store(), device.clocks)
         with ExitStack() as resources:
             resources.callback(store.close)
             resources.callback(device.give_back)
