@@ -3,8 +3,8 @@
 `costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a fifth of a
 second or more together; `make test-costs` measures them anew. On average over the days a quick run has so many seconds
 for each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the seed
-of the day, and on some days one more, so that a case of two seconds runs every fifth day, or tenth. The others are
-marked `full`, and so is what takes longer than that by itself.
+of the day, and on some days one more, so that a case of two seconds runs every seventh day, or twentieth. The others
+are marked `full`, and so is what takes longer than that by itself.
 """
 
 import resource
@@ -21,8 +21,8 @@ from planted.mistakes import read_mistakes
 _TABLE = Path(__file__).with_suffix(".tsv")
 _LISTED_S = 0.2
 # of all cases of one function in a quick run, on average over the days: those that guard a promise, and others
-_PROMISED_S = 0.4
-_QUICK_S = 0.2
+_PROMISED_S = 0.3
+_QUICK_S = 0.1
 # of one case at most
 _SINGLE_S = 2.0
 

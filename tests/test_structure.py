@@ -45,7 +45,7 @@ def few_imports(path: PurePosixPath, source: str) -> Iterator[str]:
     """Of the house, in one file: what knows more rooms decides what others should."""
     if path.parts[0] == "kernels" or str(path) in WIDE:
         return
-    rooms = {name for node in ast.walk(parsed(source)) for name in modules_of(node) if name.startswith("offload.")}
+    rooms = {name for node in nodes(source) for name in modules_of(node) if name.startswith("offload.")}
     if len(rooms) > MAX_IMPORTS:
         yield f"{path}:1 imports {len(rooms)} modules of the house, at most {MAX_IMPORTS}"
 
@@ -54,7 +54,7 @@ def nothing_packed(path: PurePosixPath, source: str) -> Iterator[str]:
     """One statement a line: no tuple of names is given a tuple of values, but for names that change places."""
     if path.parts[0] != "offload":
         return
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         pair = (node.targets[0], node.value) if isinstance(node, ast.Assign) else ()
         elements = [{*map(ast.unparse, one.elts)} for one in pair if isinstance(one, ast.Tuple)]
         if len(elements) == 2 and elements[0] != elements[1]:
@@ -79,7 +79,7 @@ def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def nothing_swallowed(path: PurePosixPath, source: str) -> Iterator[str]:
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         is_handler = isinstance(node, ast.ExceptHandler) and catches_everything(node.type) and does_nothing(node.body)
         is_suppress = isinstance(node, ast.Call) and last_name(node.func) == "suppress"
         if is_handler or (is_suppress and any(map(catches_everything, node.args))):
@@ -87,7 +87,7 @@ def nothing_swallowed(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def no_remote_code(path: PurePosixPath, source: str) -> Iterator[str]:
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         given: list[tuple[object, ast.expr]] = []
         if isinstance(node, ast.Call):
             given = [(keyword.arg, keyword.value) for keyword in node.keywords]
@@ -124,7 +124,7 @@ def kernels_stand_alone(path: PurePosixPath, source: str) -> Iterator[str]:
     """The import contract ends at `offload.kernels`, for the files themselves lie outside the package."""
     if path.parts[0] != "kernels":
         return
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         for name in imported_names(node):
             if f"{name}.".startswith("offload.") and not f"{name}.".startswith("offload.kernels."):
                 yield f"{path}:{node.lineno} a kernel imports {name}: kernels/ stands at the bottom"
@@ -148,6 +148,7 @@ RULES: list[Rule] = [
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten_afterwards() -> Iterator[None]:
     yield
+    nodes.cache_clear()
     parsed.cache_clear()
 
 
@@ -184,7 +185,7 @@ def test_every_folder_is_read() -> None:
 def test_no_exception_outlives_its_reason() -> None:
     texts = {str(path): source for path, source in sources()}
     for path in WIDE:
-        rooms = {name for node in ast.walk(parsed(texts[path])) for name in modules_of(node)}
+        rooms = {name for node in nodes(texts[path]) for name in modules_of(node)}
         assert sum(name.startswith("offload.") for name in rooms) > MAX_IMPORTS, path
 
 
@@ -277,8 +278,13 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return [*ast.walk(parsed(source))]
+
+
 def functions(source: str) -> Iterator[Function]:
-    return (node for node in ast.walk(parsed(source)) if isinstance(node, Function))
+    return (node for node in nodes(source) if isinstance(node, Function))
 
 
 def decorators(function: Function) -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import ENOUGH, assert_refused, drop, generate
+from refusals import BOTH, ENOUGH, assert_refused, drop, generate
 from shell import shell
 
 from offload.commands import every_command
@@ -40,6 +40,19 @@ def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
     for path in paths:
         refused = shell(*path, option)
         assert_refused(refused, f"No such option: {option} (see {' '.join(('offload', *path))} --help)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("-m", "somebody/some-model"), ("somebody/some-model", "hub", "check the network")),
+        (("-m", "somebody/a..b"), ("somebody/a..b", "hub", "check the name")),
+        (("-m", "x", "another"), ("another", "--help)")),
+    ],
+)
+def test_words_of_libraries_are_lines_of_ours(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    for command in BOTH:
+        assert_refused(shell(*command, *arguments), *words)
 
 
 def test_model_that_is_a_file_is_refused(sound: Path, tmp_path: Path) -> None:
