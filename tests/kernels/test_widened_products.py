@@ -1,5 +1,9 @@
 """Products that widen weights as they go: chains of fused operations, whatever rows and columns lie beside."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +14,7 @@ from offload.kernels import widened_products
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.model import wide_products
 
+ROOT = Path(__file__).parents[2]
 CHANCE = torch.Generator().manual_seed(7)
 TYPES = (torch.bfloat16, torch.float16)
 CHAIN = 192
@@ -104,3 +109,27 @@ def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatc
     assert not can_multiply(numbers(64, 32))
     monkeypatch.setattr(widened_products, "HAS_LLVM", False)
     assert not can_multiply(numbers(64, 32).bfloat16())
+
+
+_GROWTH = """
+from pathlib import Path
+import torch
+from offload.kernels import widened_products
+def mapped():
+    pages = Path("/proc/self/smaps").read_text().split("libllvmlite")[1:]
+    return sum(int(page.split("Rss:")[1].split()[0]) for page in pages)
+give_back = widened_products._give_back
+widened_products._give_back = lambda library: (print(mapped()), give_back(library), print(mapped()))
+weight = torch.ones(64, 64).bfloat16()
+for bias in (None, torch.ones(64)):
+    out = torch.empty(1, 64).bfloat16()
+    product = widened_products.product_of(torch.ones(1, 64), weight, bias, out)
+    product.multiply(0, 64, torch.empty(product.num_room))
+    assert out.eq(64 + (bias is not None)).all()
+"""
+
+
+def test_the_compiler_takes_no_memory_once_the_code_is_made() -> None:
+    done = subprocess.run([sys.executable, "-c", _GROWTH], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, kept, again, kept_again = map(int, done.stdout.split())
+    assert min(first, again) > 20 << 10 and max(kept, kept_again) < 10 << 10, "KiB"
