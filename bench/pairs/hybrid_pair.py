@@ -95,8 +95,8 @@ def begun(name: str, dense: LlamaForCausalLM, seed: int) -> PreTrainedModel:
     for key, weight in dense.state_dict().items():
         if ".self_attn." not in key:
             # norms of the hybrid store what is added to one
-            is_less = name == HYBRID and key.endswith("norm.weight")
-            taken[key] = weight.float() - is_less
+            norms_less = float(name == HYBRID and key.endswith("norm.weight"))
+            taken[key] = weight.float() - norms_less
     _, unknown = model.load_state_dict(taken, strict=False)
     assert not unknown, f"a dense model has {unknown}"
     return model
