@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
     num_bytes = sum(path.stat().st_size for path in checkpoint.shards)
     # stored in 16 bits it doubles, and some is left
     if draft is not None and 3 * num_bytes >= available_ram_bytes():
-        how = {"device": "cpu", "dtype": "float32", "profile": "none"}
+        how: Any = {"device": "cpu", "dtype": "float32", "profile": "none"}
         with load(target, draft, ram, "chain:511", **how) as decoder:
             yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
         return

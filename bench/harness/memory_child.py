@@ -100,7 +100,7 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
             layers_s.append(time.perf_counter())
 
     hooks = Hooks(on_phase=meter.begin, on_layer=on_layer)
-    how = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
+    how: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
     started_s = time.perf_counter()
     with open_decoder(order.target, order.draft, options, hooks=hooks) as decoder:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]

@@ -52,8 +52,10 @@ def upcycled(
         weights[name] = torch.full((dense.config.head_dim,), scale)
     for index in range(dense.config.num_hidden_layers):
         mlp = f"model.layers.{index}.mlp."
-        parts = [weights.pop(f"{mlp}{part}_proj.weight") for part in ("gate", "up", "down")]
-        weights |= {mlp + part: weight for part, weight in _experts(*parts, sizes).items()}
+        gate, up, down = (
+            weights.pop(f"{mlp}{part}_proj.weight") for part in ("gate", "up", "down")
+        )
+        weights |= {mlp + part: weight for part, weight in _experts(gate, up, down, sizes).items()}
     model.load_state_dict(weights)
     return model
 
