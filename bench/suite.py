@@ -19,83 +19,43 @@ from typer.core import TyperGroup
 from offload.errors import UserError, did_you_mean
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-# name: file, what it measures
+# name: what it measures
 MEASURES = {
-    "decode": (
-        "latency.decode",
-        "tokens per second and latencies, for prompts, temperatures, trees and rules",
-    ),
-    "many": (
-        "latency.many",
-        "tokens per second over many texts, written at a time and one after another",
-    ),
-    "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
-    "passes": (
-        "latency.passes",
-        "seconds that a forward of target and draft takes by its rows, beside link and memory",
-    ),
-    "memory": (
-        "latency.memory",
-        "peak memory of fresh processes beside --ram, post by post, and growth over texts",
-    ),
-    "lookup": (
-        "latency.lookup",
-        "guesses without a model: copies, a datastore and counts, alone and beside a draft",
-    ),
-    "quantised": (
-        "latency.quantised",
-        "a pass and a token with the same target in bf16, fp8 and int4",
-    ),
-    "experts": (
-        "latency.experts",
-        "tokens per second with experts on demand beside whole layers, by room and tree",
-    ),
-    "ranks": (
-        "latency.ranks",
-        "a pass on one, two and three ranks with a link each, and over networks between them",
-    ),
-    "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
+    "decode": "tokens per second and latencies, for prompts, temperatures, trees and rules",
+    "many": "tokens per second over many texts, written at a time and one after another",
+    "peers": "other programs on the same files and prompts in the same memory",
+    "passes": "seconds that a forward of target and draft takes by its rows, beside link and memory",
+    "memory": "peak memory of fresh processes beside --ram, post by post, and growth over texts",
+    "lookup": "guesses without a model: copies, a datastore and counts, alone and beside a draft",
+    "quantised": "a pass and a token with the same target in bf16, fp8 and int4",
+    "experts": "tokens per second with experts on demand beside whole layers, by room and tree",
+    "ranks": "a pass on one, two and three ranks with a link each, and over networks between them",
+    "compare": "two stored results: what has become slower beyond noise",
 }
 STUDIES = {
-    "gate": (
-        "latency.exact",
-        "whether every tree writes the ids of transformers, every layer streamed",
-    ),
-    "soak": (
-        "soak.soak",
-        "whether anything drifts in hours of texts, chats, cancelled runs and clients",
-    ),
-    "main-job": (
-        "latency.main_job",
-        "the promises of the main job: streaming, memory, speed, prompt and start",
-    ),
-    "device": (
-        "gpu.promised",
-        "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
-    ),
-    "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
-    "prediction": (
-        "latency.prediction",
-        "what the plan promises beside what the paper measured on an L40",
-    ),
-    "expansion": (
-        "latency.expansion",
-        "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
-    ),
-    "recurrence": (
-        "latency.recurrence",
-        "what states of a recurrent layer cost beside its products",
-    ),
-    "moe-pair": (
-        "moe_pair.make",
-        "trains the mixture of experts and its draft that other commands measure with",
-    ),
-    "hybrid-pair": (
-        "hybrid_pair.acceptance",
-        "tokens a pass of a hybrid beside a twin with full attention, of equal loss",
-    ),
+    "gate": "whether every tree writes the ids of transformers, every layer streamed",
+    "soak": "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    "main-job": "the promises of the main job: streaming, memory, speed, prompt and start",
+    "device": "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
+    "kernels": "each kernel against what runs without it, on a CUDA device",
+    "prediction": "what the plan promises beside what the paper measured on an L40",
+    "expansion": "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
+    "recurrence": "what states of a recurrent layer cost beside its products",
+    "moe-pair": "trains the mixture of experts and its draft that other commands measure with",
+    "hybrid-pair": "tokens a pass of a hybrid beside a twin with full attention, of equal loss",
 }
 COMMANDS = {**MEASURES, **STUDIES}
+# files of commands that do not lie in `latency` under their own names
+_HOMES = {
+    "peers": "peers.peers",
+    "compare": "harness.compare",
+    "gate": "latency.exact",
+    "soak": "soak.soak",
+    "device": "gpu.promised",
+    "kernels": "gpu.kernels",
+    "moe-pair": "pairs.moe_pair",
+    "hybrid-pair": "pairs.hybrid_pair",
+}
 
 
 class LazyCommands(TyperGroup):
@@ -118,19 +78,16 @@ class LazyCommands(TyperGroup):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         from typer.core import CompletionItem
 
+        items = COMMANDS.items()
         return [
-            CompletionItem(name, help=told)
-            for name, (_, told) in COMMANDS.items()
-            if name.startswith(incomplete)
+            CompletionItem(name, help=told) for name, told in items if name.startswith(incomplete)
         ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for title, commands in (
-            ("Commands", MEASURES),
-            ("Studies, by which this program is developed", STUDIES),
-        ):
+        studies = "Studies, by which this program is developed"
+        for title, commands in (("Commands", MEASURES), (studies, STUDIES)):
             with formatter.section(title):
-                formatter.write_dl([(name, told) for name, (_, told) in commands.items()])
+                formatter.write_dl(list(commands.items()))
 
 
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
@@ -138,8 +95,12 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
 
     Every word of a bench's source counts as known, its flags among them. Raises `UserError`.
     """
+    source = ""
+    for module in (_home(name), "offload.bench.harness.command"):
+        spec = find_spec(module)
+        assert spec is not None and spec.origin is not None, "it is one of ours"
+        source += Path(spec.origin).read_text(encoding="utf-8")
     flags = [one.partition("=")[0] for one in arguments if one.startswith("--") and one != "--"]
-    source = _source(COMMANDS[name][0]) + _source("harness.command")
     known = {_as_flag(word) for word in re.findall(r"[a-z_]+(?:-[a-z]+)*", source)}
     # a parameter, a key of the table of flags, or a name of its own
     likely = re.findall(r'^    "?(\w+)"?: |"--([\w-]+)"', source, re.MULTILINE)
@@ -149,10 +110,8 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
             raise UserError(f"No such option: {flag}{meant} (see offload bench {name} --help)")
 
 
-def _source(module: str) -> str:
-    spec = find_spec(f"offload.bench.{module}")
-    assert spec is not None and spec.origin is not None, "it is one of ours"
-    return Path(spec.origin).read_text(encoding="utf-8")
+def _home(name: str) -> str:
+    return f"offload.bench.{_HOMES.get(name, 'latency.' + name.replace('-', '_'))}"
 
 
 def _as_flag(word: str) -> str:
@@ -165,13 +124,12 @@ def load_command(name: str) -> Any:
     Raises `UserError` where a library for measuring is missing.
     """
     try:
-        main = import_module(f"offload.bench.{COMMANDS[name][0]}").main
+        main = import_module(_home(name)).main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "offload":
             raise
-        raise UserError(
-            f"bench {name} needs {error.name.split('.')[0]}: pip install 'offload[bench]'"
-        ) from None
+        library = error.name.split(".")[0]
+        raise UserError(f"bench {name} needs {library}: pip install 'offload[bench]'") from None
     parser = typer.Typer(rich_markup_mode=None, add_completion=False)
     parser.command(epilog=getattr(main, "epilog", None))(main)
     return typer.main.get_command(parser)

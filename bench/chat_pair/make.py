@@ -2,33 +2,39 @@
 
 `python -m offload.bench.chat_pair.make OUT` writes `OUT/target` and `OUT/draft`, which the package
 carries as `offload/chat_pair`. Both begin as the packaged pair of code and keep some of its text,
-so the pair also goes on writing code. Invariant: a run that is cut goes on where it was.
+so the pair also goes on writing code. Questions come from two places: a page of dialogues beside
+this file, and docstrings of the standard library. Invariant: a run that is cut goes on where it
+was; an answer is text that a person wrote, and nothing is taken from outside the machine; the same
+Python gives the same dialogues in the same order.
 """
 
+import ast
+import inspect
 import json
+import random
+import re
 import sys
+import sysconfig
+from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from offload.bench.chat_pair.questions import (
-    Dialogue,
-    code_dialogues,
-    dialogue_text,
-    library_dialogues,
-    written_dialogues,
-)
+from offload.bench.harness.prompts import read_source
 from offload.bench.harness.screen import Screen
-from offload.bench.moe_pair.corpus import library_ids, windows
-from offload.bench.moe_pair.losses import next_token_loss
-from offload.bench.moe_pair.training import (
+from offload.bench.pairs.training import (
     Course,
-    distillation_loss,
+    draft_loss,
+    library_ids,
+    next_token_loss,
     packaged,
     train,
+    windows,
     write_rounded,
 )
 from offload.checkpoint.packaged import PAIR
@@ -47,33 +53,136 @@ _CODE_TOKENS = 256
 _WINDOW = 128
 _TARGET = Course(240, 2e-3)
 _DRAFT = Course(150, 2e-3)
+_NUM_TELLINGS = 3
+_MODULES = (
+    "bisect builtins copy functools glob heapq itertools json math os.path random re shutil"
+    " statistics string textwrap time"
+)
+_WHAT = ("What does {} do?", "What is {}?", "Explain {}", "Tell me what {} does")
+_HOW = ("How do I {}?", "How can I {} in Python?")
+_WRITE = ("Write a function to {}.", "Write code to {}.")
+_VERBS = (
+    "add apply append assign build call change check close compute convert copy count create decode"
+    " delete divide encode execute extend find format generate get insert iterate join load make"
+    " merge move open parse pop print push put query quote raise read register remove rename replace"
+    " reset return run select send serialize set shuffle sort split stop test truncate update wrap"
+    " write yield"
+)
+_SENTENCE_CHARS = range(12, 130)
+_CODE_CHARS = range(60, 420)
+_SIGNATURE_CHARS = 40
+
+
+class Dialogue(NamedTuple):
+    """One answer, and the questions that it is for."""
+
+    questions: tuple[str, ...]
+    answer: str
+
+
+def written_dialogues() -> list[Dialogue]:
+    """Return the dialogues of the page: a line of questions with bars between, then the answer."""
+    text = Path(__file__).with_name("dialogues.txt").read_text(encoding="utf-8")
+    found: list[Dialogue] = []
+    for asked, answer in re.findall(r"^(.+ \| .+)\n((?:(?!.+ \| ).*\n)+)", text, re.MULTILINE):
+        questions = [one.strip() for one in asked.split(" | ")]
+        bare = [one.rstrip("?.").lower() for one in questions]
+        found.append(Dialogue(tuple(dict.fromkeys([*questions, *bare])), answer.strip()))
+    return found
+
+
+def library_dialogues() -> list[Dialogue]:
+    """Return what docstrings of the standard library say of functions that people ask for."""
+    found = dict[str, Dialogue]()
+    for module_name in _MODULES.split():
+        # functions say that they are of the module that is written in C
+        home = {"os.path": "posixpath"}.get(module_name, f"_{module_name}")
+        module = import_module(module_name)
+        for name in sorted(vars(module)):
+            value = getattr(module, name)
+            is_own = getattr(value, "__module__", None) in (module_name, None, home)
+            if name.startswith("_") or not callable(value) or not is_own:
+                continue
+            full = name if module_name == "builtins" else f"{module_name}.{name}"
+            for one in _of_callable(full, value):
+                found.setdefault(one.questions[0], one)
+    return list(found.values())
+
+
+def _of_callable(name: str, value: Any) -> Iterator[Dialogue]:
+    sentence = _first_sentence(inspect.getdoc(value) or "")
+    if len(sentence) not in _SENTENCE_CHARS or (isinstance(value, type) and "rror" in name):
+        return
+    try:
+        signature = re.sub(r" -> .*|, /|\s*<[^>]*>", "", str(inspect.signature(value)))
+        signature = signature if len(signature) <= _SIGNATURE_CHARS else "(...)"
+    except (ValueError, TypeError):
+        signature = "()"
+    called = f"`{name}{signature}`"
+    asked = (*(one.format(name) for one in _WHAT), _WHAT[0].format(f"`{name}`"))
+    yield Dialogue(asked, f"{called}: {sentence}")
+    wish = _as_wish(sentence)
+    if wish:
+        yield Dialogue(tuple(one.format(wish) for one in _HOW), f"Use {called}.")
+
+
+def _first_sentence(doc: str) -> str:
+    paragraph = " ".join(doc.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[a-z)'])\.(?:\s|$)", paragraph)[0].rstrip(".")
+    is_plain = sentence.isascii() and ">>>" not in sentence and "->" not in sentence
+    return f"{sentence}." if is_plain and sentence[:1].isupper() else ""
+
+
+def _as_wish(sentence: str) -> str:
+    """Return what a person wants who needs it; nothing where it is no order."""
+    first, _, rest = sentence.rstrip(".").partition(" ")
+    word = first.lower()
+    if word not in _VERBS.split() or "," in rest or len(rest) > 70:
+        return ""
+    return f"{'get' if word in ('return', 'yield') else word} {rest}"
+
+
+def code_dialogues() -> list[Dialogue]:
+    """Return short functions of the standard library with what their docstrings ask for."""
+    found = dict[str, Dialogue]()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        source = read_source(path)
+        for node in ast.parse(source).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            wish = _as_wish(_first_sentence(ast.get_docstring(node) or ""))
+            code = ast.get_source_segment(source, node) or ""
+            if wish and len(code) in _CODE_CHARS and code.isascii():
+                asked = tuple(one.format(wish) for one in _WRITE)
+                found.setdefault(wish, Dialogue(asked, f"```python\n{code}\n```"))
+    return list(found.values())
+
+
 # how often each kind is told in one telling of everything
 _TOLD = ((written_dialogues, 10), (code_dialogues, 1), (library_dialogues, 1))
-_NUM_TELLINGS = 3
 
 
 def make_chat_pair(out: Path, screen: Screen) -> None:
     """Tune both models, or go on; write them and what they have learned."""
     out.mkdir(parents=True, exist_ok=True)
     screen.wait("reading the standard library")
-    batch = partial(_batch, _told_ids(), library_ids(held_out=False))
+    told = _told_ids()
+    library = library_ids(held_out=False)
+
+    def batch(step: int) -> Tensor:
+        """Return (windows, tokens) of answers, and some of the code that was learned."""
+        answers = windows(told, _STEP_TOKENS - _CODE_TOKENS, _WINDOW, step)
+        return torch.cat([answers, windows(library, _CODE_TOKENS, _WINDOW, step)])
+
     target = packaged("target")
-    train(
-        target,
-        lambda step: next_token_loss(target, batch(step)),
-        _TARGET,
-        out / "target.state",
-        partial(screen.count, label="tuning the target"),
-    )
+    progress = partial(screen.count, label="tuning the target")
+    own = out / "target.state"
+    train(target, lambda step: next_token_loss(target, batch(step)), _TARGET, own, progress)
     _write(target, out / "target")  # rounds it, so that the draft learns from what is stored
     draft = packaged("draft")
-    train(
-        draft,
-        lambda step: _draft_loss(draft, target, batch(step)),
-        _DRAFT,
-        out / "draft.state",
-        partial(screen.count, label="tuning its draft"),
-    )
+    progress = partial(screen.count, label="tuning its draft")
+    own = out / "draft.state"
+    train(draft, lambda step: draft_loss(draft, target, batch(step)), _DRAFT, own, progress)
     _write(draft, out / "draft")
     shares = {
         kind.__name__.removesuffix("_dialogues"): share_learned(target, kind()) for kind, _ in _TOLD
@@ -89,39 +198,28 @@ def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue], num_asked:
     num_right = 0
     for one in asked:
         ids = torch.tensor([tokenizer(f"{_END}Q: {one.questions[0]}\nA:\n")["input_ids"]])
+        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 160, "do_sample": False}
         with torch.no_grad():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=160, do_sample=False
-            )
+            out = model.generate(ids, **how)
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         num_right += said.strip() == one.answer
     return num_right / len(asked)
 
 
 def _told_ids() -> Tensor:
-    """Return ids of everything that is told, several times in another order."""
+    """Return ids of everything that is told, several times in another order.
+
+    Every question stands before its answer as the chat template has them.
+    """
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
-    kinds = [(dialogues(), times) for dialogues, times in _TOLD]
-    told = [one for dialogues, times in kinds for one in dialogues * times]
-    texts = [dialogue_text(told, seed, _END) for seed in range(_NUM_TELLINGS)]
+    told = [one for dialogues, times in _TOLD for one in dialogues() * times]
+    turns = [f"{_END}Q: {one}\nA:\n{it.answer}" for it in told for one in it.questions]
+    texts = ["".join(random.Random(n).sample(turns, len(turns))) for n in range(_NUM_TELLINGS)]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return torch.tensor([token for text in ids for token in text])
 
 
-def _batch(told: Tensor, code: Tensor, step: int) -> Tensor:
-    """Return (windows, tokens) of questions and answers, and some of the code that was learned."""
-    answers = windows(told, _STEP_TOKENS - _CODE_TOKENS, _WINDOW, step)
-    return torch.cat([answers, windows(code, _CODE_TOKENS, _WINDOW, step)])
-
-
-def _draft_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:
-    with torch.no_grad():
-        wanted_NV = target(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)
-    got_NV = draft(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)
-    return distillation_loss(got_NV, wanted_NV)
-
-
-def _write(model: PreTrainedModel, folder: Path) -> None:
+def _write(model: LlamaForCausalLM, folder: Path) -> None:
     """Round the model to bf16 and store it with the tokenizer and the chat template."""
     write_rounded(model, folder, ["tokenizer.json"])
     # what it half knows comes out better near the likeliest token

@@ -39,8 +39,7 @@ def main(
     options = parser.parse_args(arguments)
     steps = find_steps(options.rehearse)
     files = Files(options.out.absolute())
-    refusal = _prepare(files, options.resume)
-    if refusal is not None:
+    if refusal := _prepare(files, options.resume):
         print(f"error: {refusal}", file=sys.stderr)
         return EXIT_USAGE
     # Shells start background jobs with SIGINT ignored, and children would inherit that.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from offload.bench.harness.promises import WrongTokenError, row
 from offload.bench.harness.record import Row
+from offload.bench.harness.setting import least_ram
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -28,8 +29,6 @@ from offload.trees.spec import parse_tree
 
 TREES = ("none", "16x6", "grown:16x6")
 _LARGEST = TREES[1]
-_CONTEXT = 256
-_RAM_BYTES = 4 << 30
 # of experts on the device, on its host
 _SHARES = {"least": (0.0, 0.0), "a third": (0.3, 1.0), "all": (1.0, 0.0)}
 # standard deviation of weights: enough for text that is not one token for ever
@@ -38,8 +37,6 @@ _PROMPT = tuple(range(5, 29))
 
 
 class Size(NamedTuple):
-    """Sizes of the model, and how much it writes."""
-
     hidden_size: int
     num_experts: int
     num_layers: int
@@ -93,16 +90,16 @@ def _make(folder: Path, size: Size) -> list[int]:
 def _how(model: Path, about: str) -> dict[str, Any]:
     """Return budgets with so many expert slots on the device and its host, beside the least."""
     files = ModelFiles(*[open_checkpoint(model)] * 2)
-    how: dict[str, Any] = {"dtype": "float32", "context": _CONTEXT, "experts": "demand"}
+    how: dict[str, Any] = {"dtype": "float32", "context": 256, "experts": "demand"}
     num_nodes = parse_tree(_LARGEST).num_nodes
 
-    def plan(ram: int, gpu: int) -> MemoryPlan:
+    def plan(gpu: int, ram: int = 1 << 40) -> MemoryPlan:
         return MemoryBudget(ram=ram, gpu=gpu, **how).plan(files, num_nodes)
 
-    gpu_bytes = least_budget(lambda size: plan(1 << 40, size))
-    ram_bytes = least_budget(lambda size: plan(size, gpu_bytes))
+    gpu_bytes = least_budget(plan)
+    ram_bytes = least_ram(files, num_nodes, gpu=gpu_bytes, **how)
     here, behind = _SHARES[about]
-    experts = plan(ram_bytes, gpu_bytes)
+    experts = plan(gpu_bytes, ram_bytes)
     all_bytes = experts.num_experts * experts.expert_slot_bytes + sum(experts.layer_bytes)
     how["gpu_memory"] = gpu_bytes + int(here * all_bytes)
     how["ram"] = ram_bytes + int(behind * all_bytes)
@@ -139,16 +136,15 @@ def _of_pools(decoder: Decoder, wanted: list[int], about: str) -> Iterator[Row]:
 
     num_same = sum(len(written(tree, tree).token_ids) for tree in TREES)
     name = f"experts, {about}: float32 ids of all trees are those of transformers on the CPU"
-    told = row(name, num_same, len(TREES) * len(wanted), 1.0, "tokens", promise="exact")
+    told = row(name, num_same, "tokens", len(TREES) * len(wanted), 1.0, promise="exact")
     yield told | {"notes": decoder.notes, "plan": plan.as_dict()}
     asked = pool.num_hits + pool.num_misses
     missed = pool.num_misses
     with _waits() as seen:
         stats = written("none", "the timed run").stats
-    told = row(f"experts, {about}: one token", stats.tpot_s, None, None, "s")
-    yield told | {"stall_s": stats.stall_s}
+    yield row(f"experts, {about}: one token", stats.tpot_s, "s") | {"stall_s": stats.stall_s}
     hits = 1 - (pool.num_misses - missed) / (pool.num_hits + pool.num_misses - asked)
-    told = row(f"experts, {about}: found on the device", hits, None, None, "")
+    told = row(f"experts, {about}: found on the device", hits, "")
     yield told | {"num_slots": plan.num_expert_slots}
     name = f"experts, {about}: waits of the host a sweep, against layers"
-    yield row(name, len(seen) / (stats.num_sweeps + 1), plan.num_expert_layers, None, "")
+    yield row(name, len(seen) / (stats.num_sweeps + 1), "", plan.num_expert_layers)

@@ -10,7 +10,7 @@ Invariant: no time is told for what is wrong.
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import geometric_mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import typer
@@ -34,13 +34,6 @@ _NUM_ROUNDS = 7
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-class Verdict(NamedTuple):
-    """The outcome of all comparisons of a kernel."""
-
-    mean_ratio: float  # geometric; 0 where one of them went wrong
-    worst_ratio: float
-
-
 def time_kernel(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Row:
     """Time both sides in turn, if they agree. Raises what `compare` raises.
 
@@ -55,13 +48,13 @@ def time_kernel(comparison: KernelComparison, timer: Timer, device: Device | Non
     return row
 
 
-def verdicts(rows: Iterable[Row]) -> dict[str, Verdict]:
-    """Return the verdict of each kernel."""
+def verdicts(rows: Iterable[Row]) -> dict[str, Row]:
+    """Return the geometric mean and the worst ratio of each kernel; 0 where one went wrong."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         ratios.setdefault(row["kernel"], []).append(row["ratio"])
     return {
-        kernel: Verdict(geometric_mean(own) if min(own) else 0.0, min(own))
+        kernel: {"mean_ratio": geometric_mean(own) if min(own) else 0.0, "worst_ratio": min(own)}
         for kernel, own in ratios.items()
     }
 
@@ -103,31 +96,30 @@ def expand_all(
     much takes, in units of the kernel's time.
     """
     source, out = (torch.zeros(size, dtype=dtype, device=device.place) for _ in range(2))
-    bits = _BITS[out.element_size()]
     copy_s = timer(partial(out.copy_, source))
     for sample in samples(*size, device.place):
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
         run = partial(sample.expand, kernels, got)
         run_reference = partial(sample.expand, REFERENCE, wanted)
 
-        def agrees(
-            got: torch.Tensor = got,
-            wanted: torch.Tensor = wanted,
-            works: tuple[Callable[[], None], ...] = (run, run_reference),
-        ) -> bool:
-            for work in works:
-                work()
-            return torch.equal(got.view(bits), wanted.view(bits))
-
-        comparison = KernelComparison(
-            f"expand {sample.kind}", sample.name, run, run_reference, agrees
-        )
+        agrees = partial(_same_bits, run, run_reference, got, wanted)
+        name = f"expand {sample.kind}"
+        comparison = KernelComparison(name, sample.name, run, run_reference, agrees)
         row = time_kernel(comparison, timer, device)
         kernel_s = row["kernel_s"]
         yield row | {
             "bytes_per_s": out.nbytes / kernel_s if kernel_s else 0.0,
             "of_copy": copy_s / kernel_s if kernel_s else 0.0,
         }
+
+
+def _same_bits(
+    run: Callable[[], None], other: Callable[[], None], got: torch.Tensor, wanted: torch.Tensor
+) -> bool:
+    run()
+    other()
+    bits = _BITS[got.element_size()]
+    return torch.equal(got.view(bits), wanted.view(bits))
 
 
 def _milliseconds(head: str, key: str) -> Column:
@@ -151,9 +143,8 @@ EXPANDED_COLUMNS = (
 def main(bench: Bench) -> None:
     """Every kernel against what runs without it; the exit status is 1 where one of them is wrong."""
     if not torch.cuda.is_available():
-        raise UserError(
-            "bench kernels needs a CUDA device, this machine shows none: run it where there is one"
-        )
+        rule = "bench kernels needs a CUDA device, this machine shows none"
+        raise UserError(f"{rule}: run it where there is one")
     if not HAS_TRITON:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
@@ -167,8 +158,7 @@ def main(bench: Bench) -> None:
     for row in expanded:
         del row["bytes_per_s"], row["of_copy"]
     rows = [bench.row(row) for row in (*rows, *expanded)]
-    found = {kernel: verdict._asdict() for kernel, verdict in verdicts(rows).items()}
-    told = {"bench": "kernels", "device": device.name, "verdicts": found}
+    told = {"bench": "kernels", "device": device.name, "verdicts": verdicts(rows)}
     bench.end({**told, "rows": rows, "rates": rates})
     if any(row["reason"] for row in rows):
         raise typer.Exit(1)

@@ -25,20 +25,11 @@ _ASK_GPU = (
 
 
 def facts() -> Iterator[Row]:
-    """Yield one row per fact."""
-    asked = {
-        "versions": _versions,
-        "nvidia-smi": _driver,
-        "torch": _torch,
-        "compiler": _compiler,
-        "memory": _memory,
-    }
-    for name, ask in asked.items():
-        yield from attempt(name, (), ask())
-
-
-def _memory() -> Iterator[Row]:
-    yield row("memory called available", available_ram_bytes() / 1e9, None, None, "GB")
+    yield from attempt("versions", (), _versions())
+    yield from attempt("nvidia-smi", (), _driver())
+    yield from attempt("torch", (), _torch())
+    yield from attempt("compiler", (), _compiler())
+    yield row("memory called available", available_ram_bytes() / 1e9, "GB")
 
 
 def _versions() -> Iterator[Row]:
@@ -48,12 +39,12 @@ def _versions() -> Iterator[Row]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "missing"
-    yield row("cores", len(os.sched_getaffinity(0)), None, None, "") | {"versions": found}
+    yield row("cores", len(os.sched_getaffinity(0)), "") | {"versions": found}
 
 
 def _driver() -> Iterator[Row]:
     told = _said("nvidia-smi", f"--query-gpu={_ASK_GPU}", "--format=csv,noheader")
-    yield row("nvidia-smi", 0.0, None, None, "") | {"notes": told}
+    yield row("nvidia-smi", 0.0, "") | {"notes": told}
 
 
 def _torch() -> Iterator[Row]:
@@ -62,7 +53,7 @@ def _torch() -> Iterator[Row]:
     started = time.perf_counter()
     found = torch.cuda.get_device_properties(0)
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
-    yield row("device memory that is free", free_bytes / 1e9, None, None, "GB") | {
+    yield row("device memory that is free", free_bytes / 1e9, "GB") | {
         "name": found.name,
         "capability": [found.major, found.minor],
         "cuda": torch.version.cuda,
@@ -77,7 +68,7 @@ def _compiler() -> Iterator[Row]:
     told = "no gcc, no cc: Triton cannot compile launchers"
     if found:
         told = _said(found, "--version").splitlines()[0]
-    yield row("compiler", 0.0, None, None, "") | {"notes": told, "is_met": bool(found)}
+    yield row("compiler", 0.0, "") | {"notes": told, "is_met": bool(found)}
 
 
 def _said(*command: str) -> str:

@@ -30,8 +30,6 @@ _GIB = 2**30
 
 
 class Amounts(NamedTuple):
-    """How much is measured."""
-
     sizes: tuple[int, ...] = passes.ON_DEVICE.sizes
     # the one of these sizes whose compute must hide behind the link
     hidden_size: int = 768
@@ -75,9 +73,9 @@ class Job:
 def link(job: Job) -> Iterator[Row]:
     found = copy_rates(job.device, job.amounts.layer_bytes)
     job.copy_bytes_per_s = found.bytes_per_s
-    yield row(found.how, found.bytes_per_s / 1e9, None, None, "GB/s")
-    pace = found.odd_bytes_per_s / 1e9, found.bytes_per_s / 1e9
-    yield row("copies from behind a page, as weights lie in files", *pace, None, "GB/s")
+    yield row(found.how, found.bytes_per_s / 1e9, "GB/s")
+    name = "copies from behind a page, as weights lie in files"
+    yield row(name, found.odd_bytes_per_s / 1e9, "GB/s", found.bytes_per_s / 1e9)
 
 
 def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -94,7 +92,7 @@ def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
     job.setting.prove([runner.written()])
     name = f"a pass of {size} rows: enqueued by the host, against its whole time"
     told = {"stall_s": found.stall_s, "compute_s": found.seconds - found.stall_s}
-    yield row(name, found.host_s, found.seconds, _ENQUEUED_SHARE, "s") | told
+    yield row(name, found.host_s, "s", found.seconds, _ENQUEUED_SHARE) | told
 
 
 def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -121,7 +119,7 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
             name, ceiling_s = "products / rate", max(link_s, compute_s)
         about = f"sweep of {size} rows against {name}"
         limit = 1.05 if is_link else None
-        yield row(about, found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise)
+        yield row(about, found[size]["sweep_s"], "s", ceiling_s, limit, promise=promise)
 
 
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -129,7 +127,7 @@ def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
     for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
         name = f"draft step of {one['num_draft_rows']} rows against reading its weights"
         promise = "step" if one["num_draft_rows"] == job.amounts.draft_width else None
-        yield row(name, one["draft_step_s"], one["weights_s"], 1.5, "s", promise=promise)
+        yield row(name, one["draft_step_s"], "s", one["weights_s"], 1.5, promise=promise)
 
 
 def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -160,7 +158,7 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
     link_s = decoder.plan.streamed_bytes / (job.copy_bytes_per_s or 1e12)
     slower_s = max(draft_s, stats.sweep_s / num_sweeps, link_s)
     name = f"{tree}: draft + sweep against the slower of both"
-    yield row(name, stats.decode_s / num_sweeps, slower_s, 1.15, "s", promise=promise) | {
+    yield row(name, stats.decode_s / num_sweeps, "s", slower_s, 1.15, promise=promise) | {
         "s_per_token": stats.tpot_s,
         "tokens_per_sweep": stats.tokens_per_sweep,
         "draft_s": draft_s,
@@ -176,7 +174,7 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
         timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
         job.setting.prove([Written(ids, new_ids)])
         timeline.write(job.trace)
-        yield row(f"two steps in {job.trace}", float(len(timeline.events())), None, None, "events")
+        yield row(f"two steps in {job.trace}", float(len(timeline.events())), "events")
 
 
 def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -186,9 +184,9 @@ def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
     held = partial(torch.cuda.memory_allocated, place) if place.type == "cuda" else lambda: 0
     num_same, lost_bytes = repeated_scores(decoder, job.amounts.sizes[1], num_sweeps, held)
     name = "soak: sweeps with poisoned slots that repeat their scores"
-    yield row(name, num_same, num_sweeps, 1.0, "sweeps", promise="soak")
+    yield row(name, num_same, "sweeps", num_sweeps, 1.0, promise="soak")
     name = "soak: device memory that was not given back"
-    yield row(name, lost_bytes / 2**20, 1.0, 1.0, "MiB", promise="soak")
+    yield row(name, lost_bytes / 2**20, "MiB", 1.0, 1.0, promise="soak")
 
 
 def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -213,7 +211,7 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
         ("... of it in tensors, against what the plan counts", allocated, counted, None),
     ):
         promise = "memory" if limit else None
-        yield row(name, num_bytes / _GIB, most / _GIB, limit, "GiB", promise=promise)
+        yield row(name, num_bytes / _GIB, "GiB", most / _GIB, limit, promise=promise)
 
 
 ON_DECODER = {one.__name__: one for one in (enqueue, sweeps, drafting, trees, trace, soak, memory)}

@@ -18,7 +18,7 @@ import typer
 
 from offload.bench.gpu import experts, parts
 from offload.bench.gpu.parts import TINY, Amounts, Job
-from offload.bench.harness.command import PLACE, Bench, command, one_of
+from offload.bench.harness.command import PLACE, Bench, command, flag, one_of
 from offload.bench.harness.models import PRETEND, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.promises import (
     attempt,
@@ -65,13 +65,13 @@ def accelerate(job: Job) -> Iterator[Row]:
         ways["weights page-locked for it"] = True
     for how, is_pinned in ways.items():
         peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)
-        yield row(f"accelerate, CPU offload, one token, {how}", peer_s, None, None, "s")
+        yield row(f"accelerate, CPU offload, one token, {how}", peer_s, "s")
         if job.best_s is None:
             rule = "no tree has seconds per token to compare"
             raise UserError(f"{rule}: look at what became of the part `trees`")
         name = f"best tree against accelerate, {how} (s/token)"
         promise = None if is_pinned else "against accelerate"
-        told = row(name, job.best_s, peer_s, 0.1, "s", promise=promise)
+        told = row(name, job.best_s, "s", peer_s, 0.1, promise=promise)
         yield told | {"times": peer_s / job.best_s}
 
 
@@ -124,10 +124,10 @@ def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -
     started = time.perf_counter()
     amounts = job.amounts
     with job.setting.open(amounts.largest, context=amounts.context, invariant=invariant) as decoder:
-        yield row("loading", time.perf_counter() - started, None, None, "s")
+        yield row("loading", time.perf_counter() - started, "s")
         plan = decoder.plan
         job.num_resident = plan.num_resident
-        yield row("layers", len(plan.layer_bytes), None, None, "") | {
+        yield row("layers", len(plan.layer_bytes), "") | {
             "notes": decoder.notes,
             "plan": plan.as_dict(),
             "kernels": kernel_rows(decoder),
@@ -143,12 +143,10 @@ def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -
 def main(
     bench: Bench,
     layers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help=f"default: what fits; {QUICK_LAYERS} with --quick"),
+        int | None, flag("N", f"default: what fits; {QUICK_LAYERS} with --quick")
     ] = None,
     part: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PART", help=f"of {', '.join(PROMISED)}; default: all"),
+        list[str] | None, flag("PART", f"of {', '.join(PROMISED)}; default: all")
     ] = None,
 ) -> None:
     """What a device gives, each promise beside its ceiling; exits with 1 where one is missed."""
@@ -189,7 +187,6 @@ def main(
 
 
 def _open_job(bench: Bench, resources: ExitStack, layers: int | None, wanted: Sequence[str]) -> Job:
-    """Open the models on the device. Raises `UserError`."""
     asked = bench.given("device")
     ram = bench.given("ram")
     amounts = TINY if asked == PRETEND else Amounts()

@@ -11,7 +11,6 @@ from offload.bench.harness.record import add_row
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add the option that names the file."""
     parser.addoption(
         "--rows", type=Path, metavar="FILE", help="append a line of JSON for each test"
     )
@@ -39,7 +38,7 @@ class _Rows:
 
     def _add(self, report: Any, seconds: float) -> None:
         is_met = {"passed": True, "failed": False}.get(report.outcome)
-        told = row(f"test {report.nodeid}", seconds, None, None, "s") | {"is_met": is_met}
+        told = row(f"test {report.nodeid}", seconds, "s") | {"is_met": is_met}
         if report.failed:
             told["error"] = str(report.longrepr).strip().splitlines()[-1][:200]
         add_row(self._path, told)

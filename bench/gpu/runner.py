@@ -2,22 +2,31 @@
 
 The file of rows has a mark where each step begins and ends, and rows between are that step's. A
 step that was begun several times counts with all its rows; of two with the same name the later one
-holds.
+holds. A step is a child in a process group: asked to stop when its time is over, then killed.
+
+Invariant: when `run_child` returns or raises, nothing of the group runs any more; when this process
+is killed, the child is killed with it.
 """
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from offload.bench.gpu.child import GRACE_S, run_child
 from offload.bench.gpu.steps import Step
+from offload.bench.harness.process import die_with_parent
 from offload.bench.harness.promises import verdict_lines, verdicts
 from offload.bench.harness.record import Row, add_row, read_rows
+from offload.checkpoint.files import replacing
 
 DONE = "done"
+GRACE_S = 5.0  # between asking and making
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Files:
@@ -29,13 +38,23 @@ class Files:
         self.summary = folder / "summary.txt"
         self.log = folder / "log.txt"
 
-    def named_in(self, step: Step) -> list[str]:
-        """Return a step's command with the names of these files."""
-        named = {"{rows}": str(self.rows), "{out}": str(self.folder)}
-        words = list(step.command)
-        for mark, path in named.items():
-            words = [word.replace(mark, path) for word in words]
-        return words
+    def end(self, step: Step, status: str, wall_s: float = 0.0) -> None:
+        """Mark that a step is over, or was not begun at all."""
+        told = {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)}
+        add_row(self.rows, told)
+
+    def is_wrong(self, step: str, is_invariant: bool | None = None) -> bool:
+        """Return whether a token was wrong: nothing that is measured with it counts.
+
+        Args:
+            is_invariant: asks of the way of computing that gives rows the same bits in every pass,
+                or of the other one; a row that says of neither is of both.
+        """
+        return any(
+            row.get("promise") == "exact" and row.get("is_met") is False
+            for row in rows_of(read_rows(self.rows), step)
+            if is_invariant is None or row.get("is_invariant", is_invariant) is is_invariant
+        )
 
 
 class _Clock:
@@ -61,16 +80,16 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
     """
     found = statuses(read_rows(files.rows))
     done = {name for name, (status, _) in found.items() if status == DONE}
-    open_steps = [step for step in steps if step.name not in done or _is_wrong(files, step.name)]
+    open_steps = [step for step in steps if step.name not in done or files.is_wrong(step.name)]
     clock = _Clock(budget_s, sum(step.budget_s for step in open_steps))
     with files.log.open("ab") as log:
         for step in open_steps:
             limit_s = clock.limit_s(step)
-            wrong = [one for one in step.skips_after if _is_wrong(files, one, step.is_invariant)]
+            wrong = [one for one in step.skips_after if files.is_wrong(one, step.is_invariant)]
             if wrong:
-                _mark_end(files, step, f"skipped: wrong tokens in {wrong[0]}")
+                files.end(step, f"skipped: wrong tokens in {wrong[0]}")
             elif limit_s < step.least_s:
-                _mark_end(files, step, f"skipped: {max(0.0, limit_s):.0f} s are left")
+                files.end(step, f"skipped: {max(0.0, limit_s):.0f} s are left")
             else:
                 clock.take(step, _run_step(step, files, limit_s, log))
             write_summary(steps, files)
@@ -90,9 +109,8 @@ def write_summary(steps: Sequence[Step], files: Files) -> str:
         lines.append(f"{step.name:14}{wall_s:7.1f} s  {counts}  {status}")
         measured += own
     text = "\n".join([*lines, "", *verdict_lines(verdicts(measured))]) + "\n"
-    part = files.summary.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, files.summary)
+    with replacing(files.summary) as part:
+        part.write_text(text, encoding="utf-8")
     return text
 
 
@@ -102,34 +120,63 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     log.write(f"== {step.name}\n".encode())
     log.flush()
     add_row(files.rows, {"step": step.name, "event": "begin", "limit_s": round(limit_s, 1)})
+    names = {"{rows}": str(files.rows), "{out}": str(files.folder)}
+    words = [sys.executable, *step.command]
+    for mark, name in names.items():
+        words = [word.replace(mark, name) for word in words]
     started = time.monotonic()
     status = "interrupted"
     try:
-        exit_status, is_over = run_child([sys.executable, *files.named_in(step)], limit_s, log)
+        exit_status, is_over = run_child(words, limit_s, log)
         status = status_of(exit_status, is_over, rows_of(read_rows(files.rows), step.name))
     finally:
-        _mark_end(files, step, status, time.monotonic() - started)
+        files.end(step, status, time.monotonic() - started)
     print(f"{step.name}: {status}", flush=True)
     return time.monotonic() - started
 
 
-def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> None:
-    """Mark that a step is over, or was not begun at all."""
-    told = {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)}
-    add_row(files.rows, told)
+def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[int | None, bool]:
+    """Run to the end or the limit; return the exit status, and whether time was over.
 
+    The status is negative after a signal, and None where not even SIGKILL has ended it, as in a
+    stuck driver.
 
-def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool:
-    """Return whether a token was wrong: nothing that is measured with it counts.
-
-    Args:
-        is_invariant: asks of the way of computing that gives rows the same bits in every pass, or
-            of the other one; a row that says of neither is of both.
+    Raises:
+        KeyboardInterrupt: the wait was interrupted; the child has been ended as at its limit.
     """
-    rows = rows_of(read_rows(files.rows), step)
-    if is_invariant is not None:
-        rows = [row for row in rows if row.get("is_invariant", is_invariant) is is_invariant]
-    return any(row.get("promise") == "exact" and row.get("is_met") is False for row in rows)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=_CHECKOUT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    try:
+        return child.wait(limit_s), False
+    except subprocess.TimeoutExpired:
+        return _end(child), True
+    except KeyboardInterrupt:
+        _end(child)
+        raise
+    finally:
+        with suppress(ProcessLookupError):  # all that it has started have ended
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+
+
+def _end(child: "subprocess.Popen[bytes]") -> int | None:
+    """Ask the group to end, wait, then kill it; a second Ctrl-C shortens the wait."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            return child.wait(GRACE_S)
+    return None
 
 
 def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:

@@ -65,7 +65,6 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
     gate = ("gate",)
     return (
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", *rows), 25, 5),
-        Step("copies", ("-m", "offload.bench.gpu.copies", *rows), 45, 15),
         Step("gate", parts("gate"), 140, 60),
         Step("device", parts(promised, *trace), 260, 120, gate),
         Step("plain", parts("plain"), 90, 50, gate, is_invariant=False),

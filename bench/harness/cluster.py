@@ -9,23 +9,19 @@ Invariant: when a cluster is closed, or this process dies, none of its processes
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.bench.harness.gate import Written
-from offload.bench.harness.metrics import Burst
+from offload.bench.harness.metrics import Burst, followed
 from offload.bench.harness.process import Talker, environment, free_port
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.bench.harness.setting import Setting, least_ram
 from offload.distributed.layout import shard_files, share_layers
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
-from offload.errors import UserError
 from offload.machine import peak_rss_bytes, rss_bytes
-from offload.memory.plan import PROMPT_ROWS, MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
+from offload.memory.plan import PROMPT_ROWS
 from offload.planning.options import LoadOptions
 from offload.sampling_options import Sampling
 from offload.stats import RankFigures
@@ -34,8 +30,6 @@ _SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are n
 
 
 class Order(NamedTuple):
-    """One text to be written."""
-
     prompt_ids: list[int]
     num_tokens: int
     tree: str = "none"
@@ -46,26 +40,20 @@ class Order(NamedTuple):
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, seed=self.seed)
 
-    def written(self, new_ids: list[int]) -> Written:
-        """Return the run to be proved; in float32 texts must be the same on any cluster."""
-        return Written(self.prompt_ids, new_ids, self.sampling, "match", is_invariant=True)
-
 
 class Answer(NamedTuple):
-    """A text, and what each rank did for it."""
-
+    order: Order
     new_ids: list[int]
     bursts: list[Burst]
     stats: dict[str, Any]
     # of each rank: before, when the first tokens had come, and at the end
     figures: list[list[RankFigures]]
 
-    @classmethod
-    def read(cls, told: Sequence[Any]) -> "Answer":
-        """Return the answer of a rank, which came as JSON."""
-        ids, bursts, stats, figures = told
-        ranks = [[RankFigures(*one) for one in moment] for moment in figures]
-        return cls(ids, [Burst(*one) for one in bursts], stats, ranks)
+    @property
+    def written(self) -> Written:
+        """The run to be proved; in float32 texts must be the same on any cluster."""
+        order = self.order
+        return Written(order.prompt_ids, self.new_ids, order.sampling, is_invariant=True)
 
 
 class Cluster:
@@ -99,46 +87,38 @@ class Cluster:
     def ask(self, order: Order) -> Answer:
         """Have a text written. Raises `RunError` where a rank has failed."""
         self._ranks[0].tell(order)
-        return Answer.read(self._ranks[0].hear())
+        ids, bursts, stats, figures = self._ranks[0].hear()
+        ranks = [[RankFigures(*one) for one in moment] for moment in figures]
+        return Answer(order, ids, [Burst(*one) for one in bursts], stats, ranks)
 
     def peak_rss_bytes(self) -> list[int]:
-        """Return the peak resident memory of each rank so far."""
         return [peak_rss_bytes(rank.process.pid) for rank in self._ranks]
 
     def close(self) -> None:
         for rank in self._ranks:
-            assert rank.process.stdin is not None
-            rank.process.stdin.close()
+            rank.end_input()
         for rank in self._ranks:
             rank.close()
         self._log.close()
 
 
-def shard_budgets(
-    target: Path, draft: Path | None, num_ranks: int, num_nodes: int, **how: Any
-) -> list[int]:
-    """Return the least budgets with which each rank streams nearly all of its share."""
-    files = ModelFiles(open_checkpoint(target), None if draft is None else open_checkpoint(draft))
+def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:
+    """Return the least budgets with which each rank streams nearly all of its share.
+
+    Prompts are to be taken in passes of the usual size.
+    """
+    files = setting.files
     even = share_layers(files.target, [1 / num_ranks] * num_ranks)
     budgets = list[int]()
     for rank in range(num_ranks):
-        own = files if num_ranks == 1 else shard_files(files, even, rank)
-        least = least_budget(partial(_with_usual_rows, own, num_nodes, how))
+        least = least_ram(
+            files if num_ranks == 1 else shard_files(files, even, rank),
+            num_nodes,
+            lambda plan: plan.max_prompt_rows >= min(PROMPT_ROWS, plan.context),
+            **how,
+        )
         budgets.append(int(_SPARE_SHARE * least))
     return budgets
-
-
-def _with_usual_rows(
-    files: ModelFiles, num_nodes: int, how: Mapping[str, Any], ram: int
-) -> MemoryPlan:
-    """Return a plan with prompts in passes of the usual size.
-
-    Raises `UserError` where memory asks for smaller ones.
-    """
-    plan = MemoryBudget(ram=ram, **how).plan(files, num_nodes)
-    if plan.max_prompt_rows < min(PROMPT_ROWS, plan.context):
-        raise UserError("a prompt's passes would be smaller")
-    return plan
 
 
 def run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
@@ -151,24 +131,18 @@ def run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
             print(json.dumps(answer), flush=True)
 
 
-def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
-    """Write one text; return it with what each rank has moved for it."""
-    run = decoder.run(
-        order.prompt_ids, order.sampling, max_new_tokens=order.num_tokens, tree=order.tree
-    )
-    times = list[float]()
-    started = time.perf_counter()
+def write(decoder: Decoder, order: Order, own_bytes: int) -> tuple[Any, ...]:
+    """Write one text; return it with what each rank has moved for it, see `Answer`."""
     figures = [_figures(decoder, own_bytes, 0)]
-    for _ in run:
-        times.append(time.perf_counter() - started)
-        if len(times) == 1:
+
+    def on_burst(number: int) -> None:
+        if number == 1:
             figures.append(_figures(decoder, own_bytes, 0))
-    result = run.result()
+
+    how: Any = {"max_new_tokens": order.num_tokens, "tree": order.tree}
+    bursts, result = followed(decoder.run(order.prompt_ids, order.sampling, **how), on_burst)
     figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
-    counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
-    # the last piece may be text alone
-    bursts = [Burst(*pair) for pair in zip(times, counts, strict=False)]
-    return Answer(result.token_ids, bursts, result.stats.as_dict(), figures)
+    return result.token_ids, bursts, result.stats.as_dict(), figures
 
 
 def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigures]:

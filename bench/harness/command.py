@@ -19,23 +19,25 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from offload.bench.harness.compare import changes, require_same, tell
-from offload.bench.harness.gate import Proof, Written
+from offload.bench.harness.gate import Written
 from offload.bench.harness.models import find_setting, place_of, resident_pair, synthetic_setting
-from offload.bench.harness.plain_reader import Reading, plain_rate
+from offload.bench.harness.picture import require_pictures
 from offload.bench.harness.prompts import Prompt, prompts
+from offload.bench.harness.rates import PLAIN_READER
 from offload.bench.harness.record import (
     STDOUT,
     Guard,
     ProcessorClock,
+    Result,
     Row,
     add_row,
-    new_result,
     read,
     store,
     writable,
 )
 from offload.bench.harness.screen import Screen
-from offload.bench.harness.setting import CEILING_BYTES, Need, Setting
+from offload.bench.harness.setting import Need, Setting
+from offload.bench.harness.steps import Timeline
 from offload.bench.harness.tables import Column, say_checks, say_table
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -44,48 +46,50 @@ from offload.rank_roles import find_place
 Thing = TypeVar("Thing")
 
 
+def flag(metavar: str | None, told: str, *names: str, **more: Any) -> Any:
+    """Return what a flag is to its parser."""
+    return typer.Option(*names, metavar=metavar, help=told, **more)
+
+
 def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -> tuple[Any, Any]:
     return Annotated[kind, typer.Option(*names, help=told, **more)], default
 
 
 _TO_WRITE: dict[str, Any] = {"metavar": "FILE", "callback": writable}
-_MODEL = "target; default: the packaged one, inflated"
-_LAYERS = "instead: so many layers of a synthetic Llama-2-70B, made in memory"
-_ROWS = "append each row when it is known, one JSON object a line"
+_NAMED: dict[str, Any] = {"metavar": "MODEL"}
+_SIZE: dict[str, Any] = {"metavar": "SIZE"}
+_COUNT: dict[str, Any] = {"metavar": "N"}
+_DEVICE = "auto, cpu, cuda, cuda:N, or pretend, to rehearse"
+_ROLES: dict[str, Any] = {"metavar": "ROLES", "envvar": "OFFLOAD_RANKS"}
+_SOURCES = "code, copy, or a text or .jsonl file; several"
 _JSON = "store the result; '-': print it, as is done where no terminal is"
 _COMPARE = "flag what is slower than there beyond noise; exits with 1"
+_QUICK = "up to four minutes on two cores, larger errors"
+_LAYERS = "instead: so many layers of a synthetic Llama-2-70B, made in memory"
 # the flags that several benches have; name: how it is given, and its default
 FLAGS: dict[str, tuple[Any, Any]] = {
-    "model": _flag(str | None, _MODEL, "--model", "-m", metavar="MODEL"),
-    "draft": _flag(
-        str | None, "small model with the same vocabulary", "--draft", "-d", metavar="MODEL"
+    "model": _flag(
+        str | None, "target; default: the packaged one, inflated", "--model", "-m", **_NAMED
     ),
-    "size": _flag(str, "how large to make the packaged target", metavar="SIZE", default="2GB"),
-    "layers": _flag(int | None, _LAYERS, metavar="N"),
-    "device": _flag(
-        str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"
-    ),
-    "gpu_mem": _flag(str | None, "memory budget on the GPU, such as 24GiB", metavar="SIZE"),
-    "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
-    "ranks": _flag(
-        str | None, "of offload launch: shards", metavar="ROLES", envvar="OFFLOAD_RANKS"
-    ),
-    "source": _flag(
-        list[str] | None,
-        "code, copy, or a text or .jsonl file; several",
-        "--prompts",
-        metavar="SET",
-    ),
-    "num_prompts": _flag(int | None, "of every set", metavar="N", min=1),
-    "max_tokens": _flag(
-        int | None, "new ones per prompt", "-n", "--max-tokens", metavar="N", min=2
-    ),
+    "draft": _flag(str | None, "small model with the same vocabulary", "--draft", "-d", **_NAMED),
+    "size": _flag(str, "how large to make the packaged target", default="2GB", **_SIZE),
+    "layers": _flag(int | None, _LAYERS, **_COUNT),
+    "device": _flag(str, _DEVICE, default="auto", metavar="DEVICE"),
+    "gpu_mem": _flag(str | None, "memory budget on the GPU, such as 24GiB", **_SIZE),
+    "ram": _flag(str | None, "memory budget; default: a quarter of the target", **_SIZE),
+    "ranks": _flag(str | None, "of offload launch: shards", **_ROLES),
+    "source": _flag(list[str] | None, _SOURCES, "--prompts", metavar="SET"),
+    "num_prompts": _flag(int | None, "of every set", min=1, **_COUNT),
+    "max_tokens": _flag(int | None, "new ones per prompt", "-n", "--max-tokens", min=2, **_COUNT),
     "picture": _flag(Path | None, "draw what was measured", **_TO_WRITE),
     "trace": _flag(Path | None, "steps for ui.perfetto.dev", **_TO_WRITE),
-    "quick": _flag(
-        bool, "up to four minutes on two cores, larger errors", "--quick", default=False
+    "quick": _flag(bool, _QUICK, "--quick", default=False),
+    "rows_file": _flag(
+        Path | None,
+        "append each row when it is known, one JSON object a line",
+        "--rows",
+        **_TO_WRITE,
     ),
-    "rows_file": _flag(Path | None, _ROWS, "--rows", **_TO_WRITE),
     "json_file": _flag(Path | None, _JSON, "--json", **_TO_WRITE),
     "compare": _flag(Path | None, _COMPARE, metavar="OLD.json"),
 }
@@ -113,14 +117,15 @@ class Findings:
     notes: Sequence[str] = ()
     # the tables, where one of `columns` and `rows` does not show it all
     tables: Sequence[tuple[Sequence[Column], Sequence[Row]]] | None = None
-    draw: Callable[[], None] | None = None
+    # of a few steps, for `--trace`
+    traces: Sequence[Timeline] = ()
+    # draws the picture that was asked for
+    draw: Callable[[Path], None] | None = None
     # exit with 1
     has_failed: bool = False
 
 
 class Bench:
-    """One bench under way."""
-
     def __init__(self, name: str, given: Mapping[str, Any], resources: ExitStack) -> None:
         self.name = name
         self._given = given
@@ -134,12 +139,13 @@ class Bench:
         self._old = None if given.get("compare") is None else read(given["compare"])
         if self._old is not None:
             require_same(self._old, name, {})
+        if given.get("picture") is not None:
+            require_pictures()
 
     def given(self, name: str) -> Any:
         return self._given[name]
 
     def effort(self, full: Thing, quick: Thing) -> Thing:
-        """Return how much is to be measured."""
         return quick if self.quick else full
 
     def setting(
@@ -163,9 +169,8 @@ class Bench:
         ram = ram or ask("ram")
         place = place_of(ask("device", "cpu"), ask("gpu_mem"))
         if ask("layers") is not None and (ask("model") or ask("draft")):
-            raise UserError(
-                "--layers makes the models: leave out --model and --draft, or leave it out"
-            )
+            rule = "--layers makes the models"
+            raise UserError(f"{rule}: leave out --model and --draft, or leave it out")
         with self.screen:
             if ask("layers") is not None:
                 synthetic = synthetic_setting(ask("layers"), ram, place["opened"])
@@ -177,7 +182,6 @@ class Bench:
         return setting._replace(ranks=ask("ranks"), **place)
 
     def prompts(self, num_each: int, part: slice = slice(None)) -> tuple[list[Prompt], list[str]]:
-        """Return prompts of the sets that were asked for, and their names."""
         found = prompts(self._given.get("source") or ["code"], num_each, part)
         return found, [prompt.name for prompt in found]
 
@@ -192,8 +196,8 @@ class Bench:
         A plain reader looks at the disk, or, where there is a `plan`, copies at a device's link.
         """
         if setting.opened is None:
-            label = Reading().label
-            rate = plain_rate(setting.shards, CEILING_BYTES)
+            label = PLAIN_READER
+            rate = setting.plain_rate()
         else:
             assert plan is not None, "what is sent to a device depends on its plan"
             label = f"layers to {setting.device}"
@@ -238,26 +242,33 @@ class Bench:
                 say_table(columns, shown)
         print(*found.notes, sep="\n", end="\n" if found.notes else "")
         guards = {**found.guards, **say_checks(found.checks)}
-        if found.draw is not None:
-            found.draw()
+        for timeline in found.traces:
+            timeline.write(self.given("trace"))
+        if found.draw is not None and self.given("picture") is not None:
+            found.draw(self.given("picture"))
         settings = {**found.settings, "quick": self.quick}
         if proof is not None:
-            print(proof_line(proof))
+            print(proof.line)
             settings["proof"] = proof._asdict()
         # what was said at the start was one more reading, and a link's speed changes
         if "samples" in found.ceiling:
             rate = found.ceiling["bytes_per_s"] / 1e9
             count = len(found.ceiling["samples"])
             print(f"ceiling: {rate:.3f} GB/s, by {count} readings since then")
-        result = new_result(
-            self.name, settings=settings, ceiling=found.ceiling, rows=rows, guards=guards
+        result = Result(
+            bench=self.name,
+            settings=settings,
+            ceiling=found.ceiling,
+            rows=rows,
+            guards={name: guard for name, guard in guards.items() if guard.samples},
         )
         result.machine["others_cpu_share"] = self._clock.others_share()
-        self._store(result.as_dict())
+        told = result.as_dict()
+        self._store(told)
         worse = [] if self._old is None else changes(self._old, result)
         if self._old is not None:
             tell(self._old, result, worse)
-        self._print(result.as_dict())
+        self._print(told)
         if found.has_failed or any(one.is_worse for one in worse):
             raise typer.Exit(1)
 
@@ -312,18 +323,7 @@ def command(
 
 
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
-    """Refuse a name that is not known. Raises `UserError`."""
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        raise UserError(
-            f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}: leave it out for all"
-        )
-
-
-def proof_line(proof: Proof) -> str:
-    told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
-    if proof.num_by_law:
-        told += (
-            f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
-        )
-    return f"gate: {told}"
+        rule = f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}"
+        raise UserError(f"{rule}: leave it out for all")

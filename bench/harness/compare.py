@@ -21,16 +21,17 @@ from offload.bench.harness.record import Guard, Result, read
 from offload.errors import UserError
 
 FLOOR = 0.03
-DECISIVE = "target target_bytes draft ram_bytes device gpu_memory temperature prompts num_prompt_tokens num_new_tokens"
+DECISIVE = (
+    "target target_bytes draft ram_bytes device gpu_memory temperature prompts num_prompt_tokens"
+    " num_new_tokens"
+)
 _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")
-# Student's t by degrees of freedom, from 1 on; and for that many and more
-_T_99 = (63.7, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17)
-_T_99_FROM = {15: 2.95, 30: 2.75}
+# Student's t, exceeded once in a hundred times, by the least degrees of freedom for it
+_T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17}
+_T_99 |= {15: 2.95, 30: 2.75}
 
 
 class Change(NamedTuple):
-    """One guarded figure, then and now."""
-
     name: str
     before: float
     after: float
@@ -56,9 +57,8 @@ class Change(NamedTuple):
 def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> None:
     """Refuse a result of another bench, model, budget or amount of text. Raises `UserError`."""
     if old.bench != bench:
-        raise UserError(
-            f"--compare needs a result of {bench}, got one of {old.bench}: name another file"
-        )
+        told = f"--compare needs a result of {bench}, got one of {old.bench}"
+        raise UserError(f"{told}: name another file")
     for name in DECISIVE.split():
         then = old.settings.get(name)
         now = settings.get(name)
@@ -73,16 +73,16 @@ def changes(old: Result, new: Result) -> list[Change]:
     Raises `UserError` for results that measure different things.
     """
     require_same(old, new.bench, new.settings)
-    shared = [name for name in new.guards if name in old.guards]
-    if not shared:
+    pairs = {
+        name: (old.guards[name], new.guards[name]) for name in new.guards if name in old.guards
+    }
+    if not pairs:
         raise UserError("--compare: the two results share no figure: measure with the same options")
-    pairs = [(old.guards[name].labels, new.guards[name].labels) for name in shared]
     # what a sweep yields depends on the text above all
-    if any(then and now and then != now for then, now in pairs):
-        raise UserError(
-            "--compare: the two results come from other prompts: give the same --prompts and --num-prompts"
-        )
-    return [change(name, old.guards[name], new.guards[name]) for name in shared]
+    if any(one.labels and two.labels and one.labels != two.labels for one, two in pairs.values()):
+        told = "--compare: the two results come from other prompts"
+        raise UserError(f"{told}: give the same --prompts and --num-prompts")
+    return [change(name, *pair) for name, pair in pairs.items()]
 
 
 def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
@@ -99,37 +99,28 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     """Compare one figure; zero samples, as of a text that ended at once, are left out."""
     sign = 1 if new.better == "higher" else -1
     is_paired = bool(old.labels) and old.labels == new.labels
+    before = old.samples
+    after = new.samples
     if is_paired:
-        pairs = [pair for pair in zip(old.samples, new.samples, strict=True) if min(pair) > 0]
-        before = [math.log(one) for one, _ in pairs]
-        after = [math.log(one) for _, one in pairs]
-    else:
-        before = [math.log(one) for one in old.samples if one > 0]
-        after = [math.log(one) for one in new.samples if one > 0]
+        both = [pair for pair in zip(before, after, strict=True) if min(pair) > 0]
+        before, after = [one for one, _ in both], [one for _, one in both]
+    before = [math.log(one) for one in before if one > 0]
+    after = [math.log(one) for one in after if one > 0]
     if not before or not after:
         return Change(name, math.nan, math.nan, 1.0, math.inf, False)
     gain = mean(after) - mean(before)
+    scatters = [before, after]
     if is_paired:
-        error = _standard_error([b - a for a, b in zip(before, after, strict=True)])
-    else:
-        error = math.hypot(_standard_error(before), _standard_error(after))
-    noise = _student_t(min(len(before), len(after)) - 1) * error
+        scatters = [[b - a for a, b in zip(before, after, strict=True)]]
+    freedom = min(len(before), len(after)) - 1
+    noise = math.inf
+    if freedom:
+        error = math.hypot(*(stdev(one) / math.sqrt(len(one)) for one in scatters))
+        noise = error * next(t for least, t in reversed(_T_99.items()) if least <= freedom)
     is_worse = -sign * gain > max(noise, -math.log1p(-FLOOR))
     spread = math.inf if math.isinf(noise) else math.expm1(min(noise, 50.0))
     ends = math.exp(mean(before)), math.exp(mean(after))
     return Change(name, *ends, math.exp(sign * gain), spread, is_worse)
-
-
-def _student_t(freedom: int) -> float:
-    """Return how many standard errors chance exceeds once in a hundred times."""
-    most = [value for known, value in _T_99_FROM.items() if known <= freedom]
-    if most:
-        return most[-1]
-    return _T_99[min(freedom, len(_T_99)) - 1] if freedom else math.inf
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def main(

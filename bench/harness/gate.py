@@ -12,27 +12,36 @@ figure.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.bench.harness.promises import WrongTokenError
-from offload.bench.harness.reference import Score
+from offload.checkpoint.hub import open_headers
+from offload.engine.build import resident_model
+from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
+from offload.engine.load import load
 from offload.errors import UserError
-from offload.reports.proof import gaps_of, rounding
+from offload.machine import available_ram_bytes
+from offload.model.target import BatchEntry
+from offload.reports.proof import chain_logits, gaps_of, rounding
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
+from offload.trees.token_tree import TokenTree
+from offload.trees.topology import chain
 from offload.trees.verification import find_rule
 
 MOST_SIGMAS = 5.0
+# prompt, new ids -> logits (T, V) that predicted each new id
+Score = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 
 class Written(NamedTuple):
-    """One run to be proved."""
-
     prompt_ids: list[int]
     new_ids: list[int]
     sampling: Sampling = Sampling()
@@ -41,8 +50,12 @@ class Written(NamedTuple):
 
     @classmethod
     def of(cls, prompt_ids: list[int], result: Generation) -> "Written":
-        """Return what a decoder has written behind the prompt."""
         return cls(prompt_ids, result.token_ids, result.sampling, result.rule, result.is_invariant)
+
+    @property
+    def repeats_draws(self) -> bool:
+        """Whether each token must be the reference's own draw."""
+        return self.sampling.is_greedy or find_rule(self.rule).repeats_draws
 
 
 class Proof(NamedTuple):
@@ -54,6 +67,15 @@ class Proof(NamedTuple):
     # by how much the surprise of the last of these misses its mean; 0 where there are none
     sigmas: float
 
+    @property
+    def line(self) -> str:
+        told = f"{self.num_exact} tokens are the reference's own draw in float32"
+        told = f"gate: {told}, {self.num_near} within bf16 rounding"
+        if not self.num_by_law:
+            return told
+        law = f"{self.num_by_law} follow its distribution, {self.sigmas:+.1f} standard errors off"
+        return f"{told}; {law}"
+
 
 def prove(written: Sequence[Written], score: Score) -> Proof:
     """Prove every token.
@@ -61,16 +83,36 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
     Raises:
         UserError: a token is not the reference's, or tokens do not follow its distribution.
     """
-    _require_same_texts([run for run in written if run.is_invariant and _repeats_draws(run)])
-    gaps = [gap for run in written if _repeats_draws(run) for gap in _gaps(run, score)]
-    drawn = [run for run in written if not _repeats_draws(run)]
-    sigmas = surprise_sigmas([_distribution(run, score) for run in drawn])
+    first: dict[tuple[tuple[int, ...], Sampling], Written] = {}
+    gaps = list[float]()
+    drawn = list[tuple[Tensor, Sequence[int]]]()
+    for run in written:
+        if run.is_invariant and run.repeats_draws:
+            other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)
+            _require_same(other.new_ids, run.new_ids)
+    for run in written:
+        logits_TV = score(run.prompt_ids, run.new_ids) if run.new_ids else torch.empty(0, 1)
+        if run.repeats_draws:
+            own = gaps_of(logits_TV, len(run.prompt_ids), run.new_ids, run.sampling)
+            draws_hold(own, run.sampling)
+            gaps += own
+        else:
+            sampler = Sampler(run.sampling, logits_TV.shape[1])
+            drawn.append((sampler.distribution(logits_TV), run.new_ids))
+    sigmas = surprise_sigmas(drawn)
     if abs(sigmas) > MOST_SIGMAS:
-        raise UserError(
-            f"tokens miss the target's distribution by {sigmas:.1f} standard errors: no speed is worth printing"
-        )
+        told = f"tokens miss the target's distribution by {sigmas:.1f} standard errors"
+        raise UserError(f"{told}: no speed is worth printing")
     num_near = sum(gap > 0 for gap in gaps)
-    return Proof(len(gaps) - num_near, num_near, sum(len(run.new_ids) for run in drawn), sigmas)
+    return Proof(len(gaps) - num_near, num_near, sum(len(ids) for _, ids in drawn), sigmas)
+
+
+def _require_same(ids: Sequence[int], others: Sequence[int]) -> None:
+    """Require runs that begin alike to go on alike. Raises `WrongTokenError`."""
+    for at, (one, two) in enumerate(zip(ids, others, strict=False)):
+        if one != two:
+            told = f"new token {at} differs between two trees"
+            raise WrongTokenError(f"{told}: no speed is worth printing")
 
 
 def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
@@ -79,10 +121,10 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
     Raises `WrongTokenError`.
     """
     limit = rounding(sampling)
-    if gaps and max(gaps) > limit:
-        at = next(index for index, gap in enumerate(gaps) if gap > limit)
-        said = f"new token {at} is wrong, it misses the draw by {gaps[at]:.3f}"
-        raise WrongTokenError(f"{said}: no speed is worth printing")
+    for at, gap in enumerate(gaps):
+        if gap > limit:
+            said = f"new token {at} is wrong, it misses the draw by {gap:.3f}"
+            raise WrongTokenError(f"{said}: no speed is worth printing")
 
 
 def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
@@ -104,30 +146,37 @@ def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
     return math.inf if math.isnan(sigmas) else sigmas
 
 
-def _repeats_draws(run: Written) -> bool:
-    return run.sampling.is_greedy or find_rule(run.rule).repeats_draws
+@contextmanager
+def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterator[Score]:
+    """Return a `Score` of the original model in float32: resident where that fits, else streamed.
+
+    Args:
+        target: the model itself, or the small one that an inflated target was made from.
+    """
+    checkpoint = open_headers(target)
+    num_bytes = sum(path.stat().st_size for path in checkpoint.shards)
+    # stored in 16 bits it doubles, and some is left
+    if draft is not None and 3 * num_bytes >= available_ram_bytes():
+        how: Any = {"device": "cpu", "dtype": "float32", "profile": "none"}
+        with load(target, draft, ram, "chain:511", **how) as decoder:
+            yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
+        return
+    model = resident_model(checkpoint, "float32")
+    try:
+        yield lambda prompt_ids, new_ids: chain_logits(model, [*prompt_ids, *new_ids])[
+            -len(new_ids) - 1 : -1
+        ]
+    finally:
+        model.close()
 
 
-def _require_same_texts(written: Sequence[Written]) -> None:
-    """Require runs that begin alike to go on alike. Raises `WrongTokenError`."""
-    first: dict[tuple[tuple[int, ...], Sampling], Written] = {}
-    for run in written:
-        other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)
-        pairs = enumerate(zip(other.new_ids, run.new_ids, strict=False))
-        at = next((index for index, (one, two) in pairs if one != two), None)
-        if at is not None:
-            raise WrongTokenError(
-                f"new token {at} differs between two trees: no speed is worth printing"
-            )
-
-
-def _gaps(run: Written, score: Score) -> list[float]:
-    logits_TV = score(run.prompt_ids, run.new_ids) if run.new_ids else torch.empty(0, 1)
-    gaps = gaps_of(logits_TV, len(run.prompt_ids), run.new_ids, run.sampling)
-    draws_hold(gaps, run.sampling)
-    return gaps
-
-
-def _distribution(run: Written, score: Score) -> tuple[Tensor, list[int]]:
-    logits_TV = score(run.prompt_ids, run.new_ids)
-    return Sampler(run.sampling, logits_TV.shape[1]).distribution(logits_TV), run.new_ids
+def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
+    ids = [*prompt_ids, *new_ids]
+    rows = []
+    cache = decoder.begin(ids, Sampling()).caches.target
+    for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
+        path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
+        entry = BatchEntry.whole(ids[:lo], cache, TokenTree(chain(len(path_N) - 1), path_N))
+        rows.append(decoder.target.score([entry])[0].whole())
+        decoder.target.commit(range(len(path_N)), lo, cache)
+    return torch.cat(rows)

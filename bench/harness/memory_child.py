@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.bench.harness.process import call
 from offload.machine import peak_rss_bytes, rss_bytes
 
 POSTS = (
@@ -40,15 +41,13 @@ class Order(NamedTuple):
     prompt_tokens: int = 128
     temperature: float = 0.0
 
+    def in_fresh_process(self) -> dict[str, Any]:
+        """Return what `follow` does in a process of its own, with `peak_bytes` of all phases.
 
-class Taken(NamedTuple):
-    """What the process takes in one phase, beyond its libraries."""
-
-    phase: str
-    peak_bytes: int
-    end_bytes: int
-    # memory at the phase's end, without what C's allocator has free
-    held_bytes: int
+        Raises `RunError`.
+        """
+        found: dict[str, Any] = call("offload.bench.harness.memory_child", self)
+        return {**found, "peak_bytes": max(phase["peak_bytes"] for phase in found["phases"])}
 
 
 class _FreeBlocks(ctypes.Structure):
@@ -56,22 +55,32 @@ class _FreeBlocks(ctypes.Structure):
 
 
 class Meter:
-    """Notes the memory of this process's phases."""
+    """Notes what this process takes in each phase, beyond its libraries.
+
+    `held_bytes` is the memory at a phase's end without what C's allocator has free, where it tells.
+    """
 
     def __init__(self) -> None:
         self.imported_bytes = rss_bytes()
-        self.found = list[Taken]()
-        self._phase = "headers"
-        _set_back_peak()
+        self.found = list[dict[str, Any]]()
+        self._phase = ""
+        self.begin("headers")
+        self.found.clear()
 
     def begin(self, phase: str) -> None:
-        """Begin a phase; the one before it is over."""
-        own_bytes = self.imported_bytes
-        peak_bytes = peak_rss_bytes() - own_bytes
-        end_bytes = rss_bytes() - own_bytes
-        self.found.append(Taken(self._phase, peak_bytes, end_bytes, end_bytes - _free_bytes()))
+        peak_bytes = peak_rss_bytes() - self.imported_bytes
+        end_bytes = rss_bytes() - self.imported_bytes
+        library = ctypes.CDLL(None)
+        free_bytes = 0
+        if hasattr(library, "mallinfo2"):
+            library.mallinfo2.restype = _FreeBlocks
+            free_bytes = int(library.mallinfo2().fordblks)
+        ended = {"phase": self._phase, "peak_bytes": peak_bytes, "end_bytes": end_bytes}
+        self.found.append({**ended, "held_bytes": end_bytes - free_bytes})
         self._phase = phase
-        _set_back_peak()
+        # where the kernel refuses, a phase's peak includes earlier phases
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) -> dict[str, Any]:
@@ -91,18 +100,15 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
             layers_s.append(time.perf_counter())
 
     hooks = Hooks(on_phase=meter.begin, on_layer=on_layer)
+    how: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
     started_s = time.perf_counter()
     with open_decoder(order.target, order.draft, options, hooks=hooks) as decoder:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
         plan = decoder.plan
         for text in range(order.num_texts):
             meter.begin(f"text {text + 1}")
-            others = range(plan.parallel)
-            firsts = [(text + one) * _STEP % max(1, len(ids) // 2) for one in others]
-            prompts = [ids[first:] for first in firsts]
-            decoder.generate(
-                prompts, max_new_tokens=order.num_tokens, temperature=order.temperature, seed=text
-            )
+            firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
+            decoder.generate([ids[first:] for first in firsts], seed=text, **how)
             on_text(decoder)
         meter.begin("end")
     slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
@@ -112,7 +118,7 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
         "ram_bytes": plan.ram_bytes,
         "planned_bytes": plan.total_bytes,
         "posts": posts,
-        "phases": [one._asdict() for one in meter.found],
+        "phases": meter.found,
         "first_layer_s": layers_s[0] - started_s,
     }
 
@@ -128,21 +134,6 @@ def _import_libraries(target: Path) -> None:
     kind = transformers.CONFIG_MAPPING[config["model_type"]]
     _ = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     assert torch.get_num_threads() and offload.engine.load, "imported"
-
-
-def _free_bytes() -> int:
-    """Return what C's allocator keeps of freed memory, where it tells."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return 0
-    library.mallinfo2.restype = _FreeBlocks
-    return int(library.mallinfo2().fordblks)
-
-
-def _set_back_peak() -> None:
-    """Set the peak back; where the kernel refuses, a phase's peak includes earlier phases."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

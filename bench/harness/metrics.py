@@ -6,18 +6,37 @@ pass between bursts: its median says nothing about speed here and its p99 everyt
 smoothness. That is why the time per pass stands beside it.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from offload.engine.generation import Generation, Run
+
 
 class Burst(NamedTuple):
-    """Tokens that one pass has yielded."""
-
     time_s: float  # since the request
     num_tokens: int  # may be zero where a run was cut at its length
+
+
+def followed(
+    run: Run, on_burst: Callable[[int], None] = lambda number: None
+) -> tuple[list[Burst], Generation]:
+    """Follow a run to its end, and note the moments at which its bursts arrived.
+
+    `on_burst` is called with the number of every one, from 1 on.
+    """
+    times = list[float]()
+    started = time.perf_counter()
+    for _ in run:
+        times.append(time.perf_counter() - started)
+        on_burst(len(times))
+    result = run.result()
+    counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
+    # the last piece may be text alone
+    return [Burst(*pair) for pair in zip(times, counts, strict=False)], result
 
 
 def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
@@ -28,27 +47,20 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
     tokens, over all; `sweep` between bursts, over all. `decode_tokens_per_s` counts what came after
     the first bursts, `output_tokens_per_s` all, prompt time included.
     """
-    told = [
-        bursts
-        for bursts in ([burst for burst in run if burst.num_tokens] for run in runs)
-        if bursts
-    ]
+    filled = [[burst for burst in run if burst.num_tokens] for run in runs]
+    told = [bursts for bursts in filled if bursts]
     later = [
         (bursts[-1].time_s - bursts[0].time_s, sum(burst.num_tokens for burst in bursts[1:]))
         for bursts in told
     ]
-    gaps = [
-        (after.time_s - before.time_s, after.num_tokens)
-        for bursts in told
-        for before, after in pairwise(bursts)
-    ]
+    gaps_s = [after.time_s - one.time_s for bursts in told for one, after in pairwise(bursts)]
     # tokens that arrived with another one
     within = sum(burst.num_tokens - 1 for bursts in told for burst in bursts)
     observed: dict[str, list[float]] = {
         "ttft_s": [bursts[0].time_s for bursts in told],
         "tpot_s": [took_s / count for took_s, count in later if count],
-        "itl_s": [gap_s for gap_s, _ in gaps] + [0.0] * within,
-        "sweep_s": [gap_s for gap_s, _ in gaps],
+        "itl_s": gaps_s + [0.0] * within,
+        "sweep_s": gaps_s,
         "e2el_s": [bursts[-1].time_s for bursts in told],
     }
     flat = dict[str, float]()
@@ -56,9 +68,8 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
         found = np.asarray(values or [0.0])
         kinds = {"mean": found.mean(), "median": np.median(found), "p99": np.percentile(found, 99)}
         flat |= {f"{kind}_{name}": float(value) for kind, value in kinds.items()}
-    decode_s, num_later = (
-        (sum(values) for values in zip(*later, strict=True)) if later else (0.0, 0)
-    )
+    decode_s = sum(took_s for took_s, _ in later)
+    num_later = sum(count for _, count in later)
     num_tokens = num_later + sum(bursts[0].num_tokens for bursts in told)
     all_s = sum(observed["e2el_s"])
     flat["output_tokens_per_s"] = num_tokens / all_s if all_s else 0.0

@@ -13,19 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from offload.bench.harness import synthetic
 from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Need, Setting
-from offload.bench.harness.synthetic import (
-    LLAMA_2_7B,
-    LLAMA_2_70B,
-    TINY,
-    TINY_DRAFT,
-    origin,
-    sketch,
-)
 from offload.checkpoint.hub import fetch, open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
-from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.planner import MemoryBudget, ModelFiles
@@ -53,7 +45,9 @@ def find_setting(
     if model is not None:
         names = [model] if draft is None else [model, draft]
         headers = list(map(open_headers, names))
-        _require_room(ram, *headers)
+        if ram is not None:  # from headers alone: too small for the least of runs
+            budget = MemoryBudget(ram=parse_size(ram, "`ram`"), context=1)
+            budget.plan(ModelFiles(headers[0], headers[1] if draft else None), 1)
         target, *small = fetch(names, headers, screen.wait)
         files = ModelFiles(target, *small)
         own = target.directory
@@ -69,9 +63,8 @@ def find_setting(
 
 def resident_pair(ram: str | None) -> Setting:
     """Return the packaged pair as it is, to measure what does not depend on streaming."""
-    return Setting(
-        PAIR / "target", PAIR / "draft", PAIR / "target", parse_size(ram or "2GiB", "--ram")
-    )
+    ram_bytes = parse_size(ram or "2GiB", "--ram")
+    return Setting(PAIR / "target", PAIR / "draft", PAIR / "target", ram_bytes)
 
 
 @contextmanager
@@ -81,20 +74,23 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
     On the pretend device it has some megabytes.
     """
     is_tiny = device is None or device.place.type == "cpu"
-    shape, small = (TINY, TINY_DRAFT) if is_tiny else (LLAMA_2_70B, LLAMA_2_7B)
-    shape = shape._replace(num_layers=num_layers)
+    large, small = synthetic.LLAMA_2_70B, synthetic.LLAMA_2_7B
+    if is_tiny:
+        large, small = synthetic.TINY, synthetic.TINY_DRAFT
+    shape = large._replace(num_layers=num_layers)
     ram_bytes = int(_FREE_SHARE * available_ram_bytes())
     if ram is not None:
         ram_bytes = parse_size(ram, "--ram")
     fitting = max(0, ram_bytes // shape.layer_bytes)
-    if num_layers < TINY.num_layers or (not is_tiny and num_layers > fitting):
-        sizes = f"{TINY.num_layers} to {fitting}"
-        raise UserError(f"--layers must be {sizes} in this --ram, got {num_layers}: change either")
+    fewest = synthetic.TINY.num_layers
+    if num_layers < fewest or (not is_tiny and num_layers > fitting):
+        rule = f"--layers must be {fewest} to {fitting} in this --ram"
+        raise UserError(f"{rule}, got {num_layers}: change either")
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
-        folder = Path(name)
-        target = sketch(PAIR / "target", folder / "target", shape)
-        draft = sketch(PAIR / "draft", folder / "draft", small)
-        yield Setting(target, draft, origin(PAIR / "target", folder / "origin", shape), ram_bytes)
+        target = synthetic.sketch(PAIR / "target", Path(name) / "target", shape)
+        draft = synthetic.sketch(PAIR / "draft", Path(name) / "draft", small)
+        origin = synthetic.origin(PAIR / "target", Path(name) / "origin", shape)
+        yield Setting(target, draft, origin, ram_bytes)
 
 
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
@@ -104,9 +100,3 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
     opened: Device | None = open_device(device, gpu_memory)
     name = str(opened.place) if opened else "cpu"
     return {"device": name, "gpu_memory": gpu_memory, "opened": opened}
-
-
-def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
-    """Refuse, from headers alone, a budget too small for the least of runs. Raises `UserError`."""
-    if ram is not None:
-        MemoryBudget(ram=parse_size(ram, "`ram`"), context=1).plan(ModelFiles(target, draft), 1)

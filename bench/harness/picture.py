@@ -41,9 +41,8 @@ class Bar(NamedTuple):
 def require_pictures() -> None:
     """Raise `UserError` where pictures cannot be drawn; call it before measuring."""
     if find_spec("matplotlib") is None:
-        raise UserError(
-            "--picture needs matplotlib, which is not installed: pip install 'offload[bench]'"
-        )
+        rule = "--picture needs matplotlib, which is not installed"
+        raise UserError(f"{rule}: pip install 'offload[bench]'")
 
 
 def draw_decoding(
@@ -61,9 +60,11 @@ def draw_decoding(
         most = "what a tree of that depth could bring"
     bars = []
     for row in rows:
-        value, ceiling = row["tokens_per_sweep"], 1.0 + parse_tree(row["tree"]).depth
+        value = row["tokens_per_sweep"]
+        ceiling = 1.0 + parse_tree(row["tree"]).depth
         if least_pass_s is not None:
-            value, ceiling = row["decode_tokens_per_s"], row["tokens_per_sweep"] / least_pass_s
+            ceiling = value / least_pass_s
+            value = row["decode_tokens_per_s"]
         bars.append(Bar(case_words(row["tree"], row["rule"], row["temperature"]), value, ceiling))
     figure_of(bars, f"How many {what}?", what, most, settings).savefig(path)
 
@@ -92,7 +93,19 @@ def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
     figure = _figure(question, settings, 0.9 + 1.7 * len(rows))
     places = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     for place, row in zip(places, rows, strict=True):
-        _plot_flights(place, row["events"])
+        zero_s = min((time_s for time_s, *_ in row["events"]), default=0.0)
+        issued_s = dict[int, float]()
+        for moment_s, what, run, _ in row["events"]:
+            at_s = moment_s - zero_s
+            if what == "issued":
+                issued_s[run] = at_s
+            elif what in ("drawn", "dead") and run in issued_s:
+                colour = {"drawn": _BAR, "dead": _CEILING}[what]
+                place.plot([issued_s[run], at_s], [run, run], color=colour, linewidth=1.2)
+            elif what == "cancelled":
+                place.plot(at_s, run, "|", color=_BAD, markersize=4)
+            elif what == "emitted":
+                place.axvline(at_s, color=_INK, linewidth=0.3)
         place.set_ylabel(row["name"], fontsize=8)
         _bare(place)
     told = "green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
@@ -117,19 +130,6 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
             place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
             place.set_ylabel(unit, fontsize=7)
     figure.savefig(path)
-
-
-def _plot_flights(place: "Axes", events: Sequence[Sequence[Any]]) -> None:
-    zero_s = min((time_s for time_s, *_ in events), default=0.0)
-    issued_s = {run: time_s - zero_s for time_s, what, run, _ in events if what == "issued"}
-    for time_s, what, run, _ in events:
-        if what in ("drawn", "dead") and run in issued_s:
-            colour = {"drawn": _BAR, "dead": _CEILING}[what]
-            place.plot([issued_s[run], time_s - zero_s], [run, run], color=colour, linewidth=1.2)
-        elif what == "cancelled":
-            place.plot(time_s - zero_s, run, "|", color=_BAD, markersize=4)
-        elif what == "emitted":
-            place.axvline(time_s - zero_s, color=_INK, linewidth=0.3)
 
 
 def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings: Row) -> "Figure":
@@ -169,7 +169,11 @@ def _figure(question: str, settings: Row, height: float) -> "Figure":
     """Return an empty figure under its title and what it is of."""
     from matplotlib.figure import Figure  # alone: no window system, no global state
 
-    lines = [question, *_title(settings).split("\n")]
+    machine = this_machine()
+    models = ", guesses by ".join(settings[key] for key in ("target", "draft") if settings.get(key))
+    place = f"{machine['cpu']}, {machine['num_cores']} cores, {settings['device']}"
+    place = f"{place}, {datetime.now(UTC):%Y-%m-%d}"
+    lines = [question, *wrap(models, _TITLE_WIDTH), *wrap(place, _TITLE_WIDTH)]
     figure = Figure(figsize=(_WIDTH, height + 0.18 * len(lines)), dpi=_DPI, layout="constrained")
     figure.suptitle("\n".join(lines), fontsize=9, color=_INK, x=0.02, ha="left")
     return figure
@@ -179,11 +183,3 @@ def _bare(place: "Axes") -> None:
     for side in ("top", "right", "left"):
         place.spines[side].set_visible(False)
     place.spines["bottom"].set_color(_CEILING)
-
-
-def _title(settings: Row) -> str:
-    machine = this_machine()
-    models = ", guesses by ".join(settings[key] for key in ("target", "draft") if settings.get(key))
-    place = f"{machine['cpu']}, {machine['num_cores']} cores, {settings['device']}"
-    place = f"{place}, {datetime.now(UTC):%Y-%m-%d}"
-    return "\n".join([*wrap(models, _TITLE_WIDTH), *wrap(place, _TITLE_WIDTH)])

@@ -1,4 +1,9 @@
-"""Other processes: they find this package, are held to a limit, and are never left behind."""
+"""Other processes: they find this package, are held to a limit, and are never left behind.
+
+A peer that maps a file larger than its share must not live off the page cache of a machine with
+more memory: only a memory group of the kernel (cgroup v1 or v2) counts both. Where none may be
+made, the caller gets None and must say so.
+"""
 
 import ctypes
 import json
@@ -7,13 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import offload
 from offload.errors import RunError
+from offload.machine import GroupFiles, memory_groups
 
 _END_S = 15.0
 _PR_SET_PDEATHSIG = 1
@@ -103,13 +110,77 @@ class Talker:
         self._log.seek(0)
         raise RunError(f"a process has ended: {last_line(self._log.read())}")
 
-    def close(self, patience_s: float = _END_S) -> int:
-        """End the process, by force where it does not end by itself; return its exit status."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def end_input(self) -> None:
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
+
+    def close(self, patience_s: float = _END_S) -> int:
+        """End the process, by force where it does not end by itself; return its exit status."""
+        self.end_input()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
         self.process.kill()
+        assert self.process.stdout is not None
         self.process.stdout.close()
         return self.process.wait()
+
+
+class MemoryCap(NamedTuple):
+    """An empty group with its limit set: memory and page cache of a process, together below it."""
+
+    folder: Path
+    files: GroupFiles
+
+    @property
+    def processes(self) -> Path:
+        """The file that a process writes its id into to join."""
+        return self.folder / "cgroup.procs"
+
+    def takes(self, cap_bytes: int) -> bool:
+        """Return whether the group takes the limit; only the kernel's own files are written."""
+        try:
+            with (self.folder / self.files.limit).open("r+", encoding="ascii") as limit:
+                limit.write(str(cap_bytes))
+        except OSError:
+            return False
+        return os.access(self.processes, os.W_OK)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes held, page cache included; None where it is not kept."""
+        path = self.folder / self.files.peak
+        return int(path.read_text()) if path.is_file() else None
+
+    def remove(self, patience_s: float = 5.0) -> None:
+        """Remove the group once its last process is gone, which the kernel may notice late."""
+        give_up = time.monotonic() + patience_s
+        while True:
+            try:
+                return self.folder.rmdir()
+            except OSError:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(0.05)
+
+
+def new_cap(
+    cap_bytes: int,
+    root: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+    make_folder: Callable[[Path], None] = Path.mkdir,
+) -> MemoryCap | None:
+    """Make a group of `cap_bytes` inside the innermost group of ours that can have one, or None.
+
+    In cgroup v2 a group that holds processes may have no limited children: then one beside it has
+    to do.
+    """
+    for outer, files in memory_groups(root, membership):
+        cap = MemoryCap(outer / f"offload-bench-{os.getpid()}", files)
+        try:
+            make_folder(cap.folder)
+        except OSError:
+            continue
+        if cap.takes(cap_bytes):
+            return cap
+        cap.folder.rmdir()
+    return None

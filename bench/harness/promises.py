@@ -33,9 +33,9 @@ class WrongTokenError(UserError):
 def row(
     name: str,
     value: float,
-    ceiling: float | None,
-    limit: float | None,
     unit: str,
+    ceiling: float | None = None,
+    limit: float | None = None,
     *,
     promise: str | None = None,
 ) -> Row:
@@ -86,13 +86,20 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
 
     None where nothing was measured.
     """
+
+    def seen(one: Row) -> str:
+        if one.get("error"):
+            return f"{one['row']} ({one['error']})"
+        ratio = "" if one["ratio"] is None else f", ratio {one['ratio']:.3f}"
+        return f"{one['value']:.4g} {one['unit']}{ratio}"
+
     found = []
     for promise, wanted in PROMISES.items():
         own = [one for one in rows if one.get("promise") == promise]
         told = {one["is_met"] for one in own} - {None}
-        seen = "; ".join(map(_seen, own)) or "not measured"
         is_met = all(told) if told else None
-        found.append({"promise": promise, "wanted": wanted, "seen": seen, "is_met": is_met})
+        said = "; ".join(map(seen, own)) or "not measured"
+        found.append({"promise": promise, "wanted": wanted, "seen": said, "is_met": is_met})
     return found
 
 
@@ -113,10 +120,3 @@ def verdict_lines(found: Sequence[Row]) -> list[str]:
         f"{words[one['is_met']]:6} {one['promise']}: {one['wanted']} | {one['seen']}"
         for one in found
     ]
-
-
-def _seen(one: Row) -> str:
-    if one.get("error"):
-        return f"{one['row']} ({one['error']})"
-    ratio = "" if one["ratio"] is None else f", ratio {one['ratio']:.3f}"
-    return f"{one['value']:.4g} {one['unit']}{ratio}"

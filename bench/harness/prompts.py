@@ -26,17 +26,14 @@ COPY = "copy"
 _HELD_OUT_PERCENT = 3
 # characters of a text: more than enough for 128 tokens
 _CHARS = 1200
-# of a file: shorter ones are stubs, longer ones tables
-_LEAST_BYTES = 4000
-_MOST_BYTES = 60_000
+# bytes of a file: shorter ones are stubs, longer ones tables
+_FILE_BYTES = range(4001, 60_000)
 _ALL = slice(None)
 # characters of a function that is copied: some 250 to 400 tokens
 _COPIED_CHARS = range(800, 1500)
 
 
 class Prompt(NamedTuple):
-    """One text to go on from."""
-
     name: str  # unique within a bench, such as code/argparse.py
     text: str
     is_chat: bool = False  # a question: it belongs into a chat template where the model has one
@@ -54,10 +51,18 @@ def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[P
         UserError: a source that is neither `code` nor `copy` nor a file, has no text, or cannot be
         read.
     """
-    found = [prompt for source in sources for prompt in _spread(_texts(source)[part], num_each)]
-    return [
-        prompt if prompt.then else prompt._replace(text=prompt.text[:_CHARS]) for prompt in found
-    ]
+    makers = {CODE: _beginnings, COPY: _copies}
+    found = list[Prompt]()
+    for source in sources:
+        texts = makers[source]() if source in makers else _from_file(Path(source))
+        every = list({prompt.text: prompt for prompt in texts}.values())
+        if not every:
+            told = f"--prompts {source} gives no prompt on this machine"
+            raise UserError(f"{told}: name a text or .jsonl file")
+        own = every[part]
+        num = min(num_each, len(own))
+        found += [own[index * len(own) // num] for index in range(num)]
+    return [one if one.then else one._replace(text=one.text[:_CHARS]) for one in found]
 
 
 def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
@@ -76,62 +81,53 @@ def raw_ids(model: Path, found: Iterable[Prompt], num_tokens: int) -> list[list[
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name a model that has one")
-    encoded_texts = [(one, encode_prompt(tokenizer, one.text, raw=True)) for one in found]
-    return [ids if one.then else ids[:num_tokens] for one, ids in encoded_texts]
+    pairs = [(one, encode_prompt(tokenizer, one.text, raw=True)) for one in found]
+    return [ids if one.then else ids[:num_tokens] for one, ids in pairs]
 
 
-def _texts(source: str) -> list[Prompt]:
-    if source == CODE:
-        files = [
-            path for path in held_out_files() if _LEAST_BYTES < path.stat().st_size < _MOST_BYTES
-        ]
-        texts = [Prompt(f"code/{path.name}", read_source(path)) for path in files]
-    elif source == COPY:
-        texts = [copy for path in held_out_files() for copy in _copies(path)]
-    else:
-        texts = list(_from_file(Path(source)))
-    if not texts:
-        raise UserError(
-            f"--prompts {source} gives no prompt on this machine: name a text or .jsonl file"
-        )
-    return list({prompt.text: prompt for prompt in texts}.values())
+def _beginnings() -> Iterator[Prompt]:
+    for path in held_out_files():
+        if path.stat().st_size in _FILE_BYTES:
+            yield Prompt(f"{CODE}/{path.name}", read_source(path))
 
 
-def _copies(path: Path) -> Iterator[Prompt]:
+def _copies() -> Iterator[Prompt]:
     """Yield functions that are neither short nor long, each with the head of its edited copy."""
-    lines = read_source(path).splitlines(keepends=True)
-    try:
-        nodes = list(ast.walk(ast.parse("".join(lines))))
-    except SyntaxError:  # a few test files are meant to be wrong
-        return
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.args.args:
+    for path in held_out_files():
+        source = read_source(path)
+        try:
+            nodes = list(ast.walk(ast.parse(source)))
+        except SyntaxError:  # a few test files are meant to be wrong
+            continue
+        lines = source.splitlines(keepends=True)
+        for node in nodes:
+            if not isinstance(node, ast.FunctionDef) or not node.args.args:
+                continue
             text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
-            if len(text) in _COPIED_CHARS:
-                edited = text.replace(node.name, f"{node.name}_again")
-                argument = node.args.args[-1].arg
-                if argument not in ("self", "cls"):
-                    edited = re.sub(rf"\b{argument}\b", f"new_{argument}", edited)
-                head, _, then = edited.partition("\n")
-                yield Prompt(f"{COPY}/{path.name}:{node.lineno}", f"{text}\n\n{head}\n", then=then)
+            if len(text) not in _COPIED_CHARS:
+                continue
+            edited = text.replace(node.name, f"{node.name}_again")
+            argument = node.args.args[-1].arg
+            if argument not in ("self", "cls"):
+                edited = re.sub(rf"\b{argument}\b", f"new_{argument}", edited)
+            head, _, then = edited.partition("\n")
+            yield Prompt(f"{COPY}/{path.name}:{node.lineno}", f"{text}\n\n{head}\n", then=then)
 
 
 def _from_file(path: Path) -> Iterator[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            f"--prompts must be {CODE}, {COPY} or a file, cannot read {path} ({reason}): name another"
-        ) from None
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        rule = f"--prompts must be {CODE}, {COPY} or a file"
+        raise UserError(f"{rule}, cannot read {path} ({why}): name another") from None
     if path.suffix != ".jsonl":
         yield from [Prompt(path.name, text)] if text.strip() else []
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            yield Prompt(
-                f"{path.name}:{number}", _question(line, f"{path.name}:{number}"), is_chat=True
-            )
+            place = f"{path.name}:{number}"
+            yield Prompt(place, _question(line, place), is_chat=True)
 
 
 def _question(line: str, place: str) -> str:
@@ -142,24 +138,22 @@ def _question(line: str, place: str) -> str:
         raise UserError(f"{place} is not JSON: give one object a line") from None
     entry = entry if isinstance(entry, dict) else {}
     turns = entry.get("turns")
-    text = (
-        turns[0] if isinstance(turns, list) and turns else entry.get("prompt") or entry.get("text")
-    )
+    is_turns = isinstance(turns, list) and turns
+    text = turns[0] if is_turns else entry.get("prompt") or entry.get("text")
     if not isinstance(text, str) or not text.strip():
         raise UserError(f'{place} has no question: it needs "turns", "prompt" or "text"')
     return text
 
 
-def _spread(found: list[Prompt], num: int) -> list[Prompt]:
-    num = min(num, len(found))
-    return [found[index * len(found) // num] for index in range(num)]
-
-
 def held_out_files() -> list[Path]:
     """Return library files that the pair was not trained on, split by a hash of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = library_files({"site-packages", "lib2to3", "idlelib"})
-    return [path for path in files if _is_held_out(path.relative_to(root))]
+    found = []
+    for path in library_files({"site-packages", "lib2to3", "idlelib"}):
+        digest = hashlib.sha256(str(path.relative_to(root)).encode()).digest()
+        if digest[0] * 100 < _HELD_OUT_PERCENT * 256:
+            found.append(path)
+    return found
 
 
 def library_files(left_out: Collection[str] = ("site-packages",)) -> list[Path]:
@@ -177,7 +171,3 @@ def library_files(left_out: Collection[str] = ("site-packages",)) -> list[Path]:
 def read_source(path: Path) -> str:
     """Read a file; what does not decode is dropped, since a few test files are not UTF-8."""
     return path.read_text(encoding="utf-8", errors="ignore")
-
-
-def _is_held_out(relative: Path) -> bool:
-    return hashlib.sha256(str(relative).encode()).digest()[0] * 100 < _HELD_OUT_PERCENT * 256

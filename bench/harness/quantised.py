@@ -7,7 +7,6 @@ Invariant: the folder has its name only when it is whole.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,6 @@ _BLOCK = 128
 _FP8_MAX = 448.0
 PACKED = "packed"  # without loss
 _PLAIN = ("embed_tokens", "lm_head", "norm")
-_INT4_WEIGHTS = {
-    "num_bits": 4,
-    "type": "int",
-    "strategy": "group",
-    "group_size": _GROUP,
-    "symmetric": True,
-}
-_INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4_WEIGHTS}},
-}
-_FP8 = {
-    "quant_method": "fp8",
-    "weight_block_size": [_BLOCK, _BLOCK],
-    "activation_scheme": "dynamic",
-}
 
 
 def int4(weight_NK: Tensor) -> dict[str, Tensor]:
@@ -51,11 +33,8 @@ def int4(weight_NK: Tensor) -> dict[str, Tensor]:
     code_NK = (groups_NGg / scale_NG.float()[..., None]).round().clamp(-8, 7).flatten(1).int() + 8
     shift_8 = torch.arange(0, 32, 4, dtype=torch.int32)
     words = (code_NK.unflatten(1, (-1, 8)) << shift_8).sum(-1, dtype=torch.int32)
-    return {
-        "weight_packed": words,
-        "weight_scale": scale_NG,
-        "weight_shape": torch.tensor(weight_NK.shape),
-    }
+    shape = torch.tensor(weight_NK.shape)
+    return {"weight_packed": words, "weight_scale": scale_NG, "weight_shape": shape}
 
 
 def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
@@ -63,24 +42,34 @@ def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
 
     Sizes are multiples of these or smaller.
     """
-    blocks = (
-        weight_NK.float().unflatten(0, (-1, min(_BLOCK, len(weight_NK)))).unflatten(2, (-1, _BLOCK))
-    )
+    rows = weight_NK.float().unflatten(0, (-1, min(_BLOCK, len(weight_NK))))
+    blocks = rows.unflatten(2, (-1, _BLOCK))
     scale = (blocks.abs().amax((1, 3)) / _FP8_MAX).clamp(min=1e-12)
     codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
     return {"weight": codes.flatten(2).flatten(0, 1), "weight_scale_inv": scale}
 
 
-FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
-    "int4": (int4, _INT4),
-    "fp8": (fp8, _FP8),
+_INT4_WEIGHTS = {
+    **{"num_bits": 4, "type": "int", "strategy": "group"},
+    **{"group_size": _GROUP, "symmetric": True},
 }
+_INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4_WEIGHTS}},
+}
+_FP8: dict[str, Any] = {
+    "quant_method": "fp8",
+    "weight_block_size": [_BLOCK, _BLOCK],
+    "activation_scheme": "dynamic",
+}
+FORMATS = {"int4": (int4, _INT4), "fp8": (fp8, _FP8)}
 
 
 def quantised(source: Path, name: str) -> Path:
     """Return the checkpoint of `source` in one of `FORMATS`, or packed; made once, then reused.
 
-    Raises `UserError` for layers that do not come in whole blocks.
+    Raises `UserError` for layers that do not come in whole groups and blocks.
     """
     folder = source.with_name(f"{source.name}-{name}")
     if folder.is_dir():
@@ -88,44 +77,31 @@ def quantised(source: Path, name: str) -> Path:
     if name == PACKED:
         pack(source, folder, progress=lambda done, total: None)
         return folder
-    _require_blocks(source)
-    quantise, settings = FORMATS[name]
-    scratch = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    for small in source.iterdir():
-        if "safetensors" not in small.name:
-            shutil.copy(small, scratch)
-    write_tensors(scratch / "model.safetensors", {}, dict(_tensors(source, quantise)))
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
-    (scratch / "config.json").write_text(json.dumps(config))
-    return scratch.rename(folder)
-
-
-def _require_blocks(source: Path) -> None:
-    """Raise `UserError` for a model with matrices that do not come in whole groups and blocks."""
-    for name, entry in open_checkpoint(source).tensors.items():
-        if len(entry.shape) == 2 and not any(part in name for part in _PLAIN):
+    checkpoint = open_checkpoint(source)
+    for tensor, entry in checkpoint.tensors.items():
+        if len(entry.shape) == 2 and not any(part in tensor for part in _PLAIN):
             num_rows, width = entry.shape
             is_whole = width % _GROUP == 0 and num_rows % min(_BLOCK, num_rows) == 0
             rule = f"{source.name}: widths of layers must be multiples of {_GROUP} in these formats"
-            require(is_whole, rule, f"{num_rows} x {width} in {name}", "give a larger --size")
-
-
-def _tensors(
-    source: Path, quantise: Callable[[Tensor], dict[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield words layer by layer, as the format's own writer has them: by type, then by name."""
+            got = f"{num_rows} x {width} in {tensor}"
+            require(is_whole, rule, got, "give a larger --size")
+    quantise, settings = FORMATS[name]
+    scratch = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("*safetensors*"))
     held = dict[str, Tensor]()
-    for shard in open_checkpoint(source).shards:
+    for shard in checkpoint.shards:
         with safe_open(shard, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                weight = file.get_tensor(name)
-                is_plain = weight.ndim < 2 or any(part in name for part in _PLAIN)
-                stem = name.removesuffix("weight")
-                held |= (
-                    {name: weight}
-                    if is_plain
-                    else {f"{stem}{key}": one for key, one in quantise(weight).items()}
-                )
-    yield from sorted(held.items(), key=lambda item: (-item[1].element_size(), item[0]))
+            for tensor in file.keys():  # noqa: SIM118
+                weight = file.get_tensor(tensor)
+                if weight.ndim < 2 or any(part in tensor for part in _PLAIN):
+                    held[tensor] = weight
+                else:
+                    stem = tensor.removesuffix("weight")
+                    held |= {f"{stem}{key}": one for key, one in quantise(weight).items()}
+    # as the format's own writer has them: by type, then by name
+    ordered = sorted(held.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    write_tensors(scratch / "model.safetensors", {}, dict(ordered))
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
+    (scratch / "config.json").write_text(json.dumps(config))
+    return scratch.rename(folder)

@@ -14,8 +14,8 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,6 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import msgspec
+
+from offload.checkpoint.files import replacing
 from offload.errors import UserError, reason
 from offload.machine import available_ram_bytes, cpu_name
 
@@ -40,46 +43,6 @@ class Guard:
     # of samples that another run repeats, such as its prompts
     labels: list[str] = field(default_factory=list)
 
-    @property
-    def value(self) -> float:
-        return median(self.samples)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """One run of one bench."""
-
-    bench: str
-    settings: Row
-    ceiling: Row
-    rows: list[Row]
-    guards: dict[str, Guard]
-    machine: Row
-    created: str
-    # the commit of the checkout that it ran from
-    commit: str | None
-
-    def as_dict(self) -> Row:
-        told = asdict(self)
-        for name, guard in self.guards.items():
-            told["guards"][name]["value"] = guard.value
-        return {"schema": SCHEMA, **told}
-
-
-def new_result(
-    bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: Mapping[str, Guard]
-) -> Result:
-    return Result(
-        bench=bench,
-        settings=settings,
-        ceiling=ceiling,
-        rows=list(rows),
-        guards={name: guard for name, guard in guards.items() if guard.samples},
-        machine=this_machine(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=checkout_commit(),
-    )
-
 
 def this_machine() -> Row:
     return {
@@ -93,6 +56,34 @@ def this_machine() -> Row:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+
+
+def checkout_commit() -> str | None:
+    """Return this checkout's commit, with a `+` where files differ; None outside of one."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists() or shutil.which("git") is None:
+        return None
+    ask = f"git -C {folder} describe --always --abbrev=12 --exclude=* --dirty=+".split()
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    bench: str
+    settings: Row
+    ceiling: Row
+    rows: list[Row]
+    guards: dict[str, Guard]
+    machine: Row = field(default_factory=this_machine)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    # the commit of the checkout that it ran from
+    commit: str | None = field(default_factory=checkout_commit)
+
+    def as_dict(self) -> Row:
+        told = asdict(self)
+        for guard in told["guards"].values():
+            guard["value"] = median(guard["samples"])
+        return {"schema": SCHEMA, **told}
 
 
 class ProcessorClock:
@@ -116,20 +107,18 @@ class ProcessorClock:
         return all_s - sum(os.times()[:4])
 
 
-def checkout_commit() -> str | None:
-    """Return this checkout's commit, with a `+` where files differ; None outside of one."""
-    folder = Path(__file__).resolve().parents[2]
-    if not (folder / ".git").exists() or shutil.which("git") is None:
-        return None
-    ask = f"git -C {folder} describe --always --abbrev=12 --exclude=* --dirty=+".split()
-    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
 def store(found: Row, path: Path) -> None:
-    """Write what JSON can hold. Raises `UserError` where that cannot be."""
+    """Write what JSON can hold, whole or not at all. Raises `UserError` where that cannot be."""
+    text = json.dumps(found, indent=1) + "\n"
+    path = path.resolve()  # a link stays one, and what it points to is replaced
     try:
-        with whole(path) as place:
-            place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # a pipe or a device takes what is written, and is not to be replaced
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        with replacing(path) as scratch:
+            scratch.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): name another file") from None
 
@@ -157,51 +146,20 @@ def writable(path: Path | None) -> Path | None:
 
 
 def read(path: Path) -> Result:
-    """Return a stored result. Raises `UserError` for anything else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {path} ({reason(error)}): give a file written by offload bench --json"
-        ) from None
+        told = f"cannot read {path} ({reason(error)})"
+        raise UserError(f"{told}: give a file written by offload bench --json") from None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise UserError(f"{path} is no result of offload bench: give a file written with --json")
-    names = ("bench", "settings", "ceiling", "rows", "machine", "created", "commit")
+    if missing := {"machine", "created", "commit"} - stored.keys():
+        raise UserError(f"{path} is no whole result of offload bench ({missing}): measure again")
     try:
-        guards = dict[str, Guard]()
-        for name, told in stored["guards"].items():
-            samples = [float(value) for value in told["samples"]]
-            guards[name] = Guard(samples, told["better"], list(told["labels"]))
-        return Result(guards=guards, **{name: stored[name] for name in names})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path} is no whole result of offload bench ({error!r}): measure again"
-        ) from None
-
-
-def partial_path(path: Path) -> Path:
-    """Return where `path` is written to until it is whole; the suffix stays, for libraries."""
-    return path.with_name(f".writing-{path.name}")
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yield a place to write to, which becomes `path` if the block ends well.
-
-    Folders are made. Raises `OSError`.
-    """
-    path = path.resolve()  # a link stays one, and what it points to is replaced
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # a pipe or a device takes what is written, and is not to be replaced
-    if path.exists() and not path.is_file():
-        yield path
-        return
-    partial = partial_path(path)
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        return msgspec.convert(stored, Result)
+    except msgspec.ValidationError as error:
+        told = f"{path} is no whole result of offload bench ({error})"
+        raise UserError(f"{told}: measure again") from None
 
 
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -220,14 +178,9 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """Return all whole rows; what a killed process left of its last line is none."""
-    if not path.exists():
-        return []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    for line in text.splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]

@@ -21,24 +21,17 @@ class Screen:
         self.clear()
 
     def wait(self, label: str) -> None:
-        """Show what is under way."""
         if self._is_shown:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r\x1b[K{label[:width]}")
+            sys.stderr.write(f"\r\x1b[K{label[: shutil.get_terminal_size().columns - 1]}")
             sys.stderr.flush()
 
     def count(self, done: float, total: float, label: str) -> None:
-        """Show how much of something is done."""
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _LEAST_S
             self.wait(f"{label}: {done:.0f} of {total:.0f}")
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "reading") -> None:
-        """Show how many bytes of something are there."""
         self.count(done_bytes / 1e6, total_bytes / 1e6, f"{label}, MB")
 
     def clear(self) -> None:
-        """Take the line away."""
-        if self._is_shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        self.wait("")

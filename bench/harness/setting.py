@@ -1,13 +1,11 @@
 """Models, budget and device of one bench, opened by every command in the same way."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.bench.harness.gate import Proof, Written, prove
-from offload.bench.harness.plain_reader import plain_rate
-from offload.bench.harness.reference import reference
+from offload.bench.harness import rates
+from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.synthetic import open_source
 from offload.calibration.link import copy_bytes_per_s
 from offload.checkpoint.generation_config import start_tokens
@@ -29,8 +27,6 @@ _ROOMY_BYTES = 1 << 50
 
 
 class Setting(NamedTuple):
-    """What one bench measures with."""
-
     target: Path
     draft: Path | None
     # the model whose draws are right: the target, or the small one that it was made from
@@ -48,7 +44,6 @@ class Setting(NamedTuple):
 
     @property
     def files(self) -> ModelFiles:
-        """Return the headers of target and draft."""
         draft = None if self.draft is None else open_headers(self.draft)
         return ModelFiles(open_headers(self.target), draft)
 
@@ -63,9 +58,8 @@ class Setting(NamedTuple):
         Raises `UserError`.
         """
         if options.get("lenience", 1) != 1:
-            raise UserError(
-                "what is measured is proved: `lenience` must be 1, got less: leave it out"
-            )
+            rule = "what is measured is proved: `lenience` must be 1, got less"
+            raise UserError(f"{rule}: leave it out")
         how = {
             "profile": "none",
             "open_source": open_source,
@@ -83,14 +77,14 @@ class Setting(NamedTuple):
         """
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
         num_nodes = parse_tree(tree).num_nodes
-
-        def plan(ram: int, gpu: int | None = None) -> MemoryPlan:
-            return MemoryBudget(ram=ram, gpu=gpu, **how).plan(self.files, num_nodes)
-
         if self.opened is None:
-            place = self._replace(ram_bytes=least_budget(plan))
+            place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **how))
         else:
-            place = self._replace(gpu_memory=least_budget(partial(plan, self.ram_bytes)))
+
+            def plan(gpu: int) -> MemoryPlan:
+                return MemoryBudget(ram=self.ram_bytes, gpu=gpu, **how).plan(self.files, num_nodes)
+
+            place = self._replace(gpu_memory=least_budget(plan))
         return place.open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan) -> float:
@@ -100,7 +94,7 @@ class Setting(NamedTuple):
         """
         device = self.opened
         if device is None:
-            return plain_rate(self.shards, CEILING_BYTES)
+            return self.plain_rate()
         pinned = device.open_allocator()
         try:
             rate = copy_bytes_per_s(device, pinned.allocate(_COPY_BYTES).array)
@@ -108,9 +102,12 @@ class Setting(NamedTuple):
             pinned.close()
         seconds = plan.streamed_bytes / rate
         if plan.disk_streamed_bytes and not self.is_synthetic:
-            disk_rate = plain_rate(self.shards, CEILING_BYTES)
-            seconds = max(seconds, plan.disk_streamed_bytes / disk_rate)
+            seconds = max(seconds, plan.disk_streamed_bytes / self.plain_rate())
         return plan.streamed_bytes / seconds if seconds else float("inf")
+
+    def plain_rate(self) -> float:
+        """Return bytes per second at which a plain reader reads the target now."""
+        return CEILING_BYTES / rates.plain_read_s(self.shards, CEILING_BYTES)
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
@@ -132,6 +129,26 @@ class Setting(NamedTuple):
         return told if self.ranks is None else {**told, "ranks": self.ranks}
 
 
+def least_ram(
+    files: ModelFiles,
+    num_nodes: int,
+    holds: Callable[[MemoryPlan], bool] = lambda plan: True,
+    **budget: Any,
+) -> int:
+    """Return the least bytes for which a plan is made, and one that `holds`.
+
+    `budget` are further fields of `MemoryBudget`.
+    """
+
+    def plan(ram: int) -> MemoryPlan:
+        found = MemoryBudget(ram=ram, **budget).plan(files, num_nodes)
+        if not holds(found):
+            raise UserError("it is too little")
+        return found
+
+    return least_budget(plan)
+
+
 class Need(NamedTuple):
     """The most that a bench opens at once, which a budget that nobody named must have room for."""
 
@@ -144,18 +161,10 @@ class Need(NamedTuple):
         """Return a quarter of the target, or the least that works."""
         spec = parse_tree(self.tree)
         num_nodes = 1 if spec.is_chosen else spec.num_nodes
-        how: dict[str, Any] = {
-            "context": self.context,
-            "rule": self.rule,
-            "parallel": self.parallel,
-        }
-
-        def plan(ram: int) -> MemoryPlan:
-            return MemoryBudget(ram=ram, **how).plan(files, num_nodes)
-
+        how: Any = {"context": self.context, "rule": self.rule, "parallel": self.parallel}
         quarter_bytes = files.target.num_bytes // 4
         try:
-            plan(_ROOMY_BYTES)
+            MemoryBudget(ram=_ROOMY_BYTES, **how).plan(files, num_nodes)
         except UserError:  # what no memory holds is refused when it is opened
             return quarter_bytes
-        return max(quarter_bytes, least_budget(plan))
+        return max(quarter_bytes, least_ram(files, num_nodes, **how))

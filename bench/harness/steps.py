@@ -1,17 +1,22 @@
 """Where the bench touches a decoder beyond `generate` and `run`: passes, steps, poisoned slots.
 
-Invariant: what a pass emits is the target's own greedy token, so every pass that is timed can be
-proved.
+The timeline of a few steps is a Chrome trace, for ui.perfetto.dev. Times come from the stream's own
+`record` hook and from the figures of each step; nothing is inferred but the moment at which a copy
+really began: it is asked for while the ones before it still read, so it begins when they end, at
+the earliest. Invariant: what a pass emits is the target's own greedy token, so every pass that is
+timed can be proved.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.bench.harness.gate import Written
-from offload.bench.harness.timeline import Timeline
+from offload.bench.harness.record import store
 from offload.calibration.curves import draft_curve
 from offload.calibration.trial import rows_of
 from offload.drafting.base import DraftText
@@ -23,13 +28,12 @@ from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first, chain
 
+LANES = ("sweep", "draft", "verify", "wait", "compute", "copy")  # from top to bottom
 _DEPTH = 24
 _BURSTS = (1, 2, 4, 8, 16, 24)  # tokens that a sweep may yield
 
 
 class Pass(NamedTuple):
-    """One forward of the target."""
-
     num_rows: int
     seconds: float
     # part of the seconds in which compute waited for the link
@@ -50,25 +54,24 @@ class PassRunner:
     def run(self, num_rows: int) -> Pass:
         """Run one pass over a tree of so many nodes; the first one takes the prompt in as well."""
         target = self._decoder.target
-        stream = self._decoder.target.stream
+        stream = target.stream
         tokens = self._text.tokens
         cache = self._text.caches.target
         shape = best_first(DEFAULT_ACCEPTANCE, num_rows, _DEPTH) if num_rows > 1 else chain(0)
         node_N = torch.cat([torch.tensor(tokens[-1:]), torch.arange(num_rows - 1) % 1000 + 3])
-        tree = TokenTree(shape, node_N)
+        entry = BatchEntry.whole(tokens, cache, TokenTree(shape, node_N))
         stalled_s = stream.stall_s
         moved_bytes = stream.bytes_read
         started = time.perf_counter()
-        (scores,) = target.score([BatchEntry.whole(tokens, cache, tree)])
+        (scores,) = target.score([entry])
         host_s = time.perf_counter() - started
         target.wait()
         seconds = time.perf_counter() - started
         token = int(scores.whole()[0].argmax())
         target.commit([0], len(tokens), cache)
         tokens.append(token)
-        return Pass(
-            num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes, host_s
-        )
+        moved_bytes = stream.bytes_read - moved_bytes
+        return Pass(num_rows, seconds, stream.stall_s - stalled_s, moved_bytes, host_s)
 
     def written(self) -> Written:
         text = self._text
@@ -93,6 +96,50 @@ def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -
         tokens = [prompt_ids[-1]] * width
         drafter.grow([DraftText(chain(1), tokens, text.sampler, text.caches.draft)])
     return draft_curve(drafter, text.sampler, prompt_ids, text.caches.draft, budget_s=budget_s)
+
+
+class Event(NamedTuple):
+    kind: str  # one of LANES
+    layer: int  # -1 where it concerns none
+    start_s: float
+    end_s: float
+
+
+class Timeline:
+    """Collects events; `add` may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, layer: int, start_s: float, end_s: float) -> None:
+        with self._lock:
+            self._events.append(Event(kind, layer, start_s, end_s))
+
+    def events(self) -> list[Event]:
+        """Return all events in the order of their starts, copies one behind the other."""
+        free_s = float("-inf")
+        events = []
+        for event in sorted(self._events, key=lambda event: event.end_s):
+            if event.kind == "copy":
+                event = event._replace(start_s=min(max(event.start_s, free_s), event.end_s))
+                free_s = event.end_s
+            events.append(event)
+        return sorted(events, key=lambda event: event.start_s)
+
+    def write(self, path: Path) -> None:
+        """Write complete events in microseconds, one row per kind. Raises `UserError`."""
+        events = self.events()
+        zero_s = min((event.start_s for event in events), default=0.0)
+        told = list[dict[str, object]]()
+        for at, kind in enumerate(LANES):
+            named = {"name": "thread_name", "args": {"name": kind}}
+            told.append({"ph": "M", "pid": 1, "tid": at, **named})
+        for kind, layer, start_s, end_s in events:
+            spans = {"ts": (start_s - zero_s) * 1e6, "dur": (end_s - start_s) * 1e6}
+            named = {"name": kind, "cat": kind, "args": {"layer": layer}}
+            told.append({"ph": "X", "pid": 1, "tid": LANES.index(kind), **named, **spans})
+        store({"displayTimeUnit": "ms", "traceEvents": told}, path)
 
 
 def record_steps(
@@ -131,20 +178,20 @@ def repeated_scores(
     Returns how many repeat the first scores, and the bytes that are lost.
     """
     target = decoder.target
-    topology = best_first(DEFAULT_ACCEPTANCE, num_rows, 12)
-    tree = TokenTree(topology, torch.arange(num_rows) + 3)
-    num_same = 0
+    tree = TokenTree(best_first(DEFAULT_ACCEPTANCE, num_rows, 12), torch.arange(num_rows) + 3)
     tokens = [5, 6, 7]
-    cache = decoder.begin([5, 6, 7], Sampling()).caches.target
+    cache = decoder.begin(tokens, Sampling()).caches.target
+
+    def scored() -> torch.Tensor:
+        cache.clear()
+        return target.score([BatchEntry.whole(tokens, cache, tree)])[0].whole()
+
     target.stream.poison_released = True
     try:
-        wanted = target.score([BatchEntry.whole(tokens, cache, tree)])[0].whole()
+        wanted = scored()
         assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
         before_bytes = held_bytes()
-        for _ in range(num_sweeps):
-            cache.clear()
-            (scores,) = target.score([BatchEntry.whole(tokens, cache, tree)])
-            num_same += int(torch.equal(scores.whole(), wanted))
+        num_same = sum(torch.equal(scored(), wanted) for _ in range(num_sweeps))
         return num_same, held_bytes() - before_bytes
     finally:
         target.stream.poison_released = False

@@ -19,9 +19,9 @@ large vocabulary has.
 import json
 import math
 import shutil
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload.checkpoint.layout import SlabLayout, SlabRead
+from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.streaming.disk import DiskReader
 
@@ -43,8 +43,6 @@ _LAYER = "model.layers.{}."
 
 
 class Shape(NamedTuple):
-    """Sizes of a Llama."""
-
     hidden: int
     heads: int
     kv_heads: int
@@ -55,30 +53,31 @@ class Shape(NamedTuple):
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * sum(
-            math.prod(shape) for name, shape in self.tensors() if name.startswith(_LAYER.format(0))
-        )
+        return 2 * sum(math.prod(shape) for _, shape in self._in_layer())
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names, without `.weight`, and shapes."""
+    def _in_layer(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         D = self.hidden
         F = self.ffn
         Q = self.heads * self.head_dim
         G = self.kv_heads * self.head_dim
-        yield "model.embed_tokens", (self.vocabulary, D)
-        yield "model.norm", (D,)
-        yield "lm_head", (self.vocabulary, D)
+        yield "input_layernorm", (D,)
+        yield "self_attn.q_proj", (Q, D)
+        yield "self_attn.k_proj", (G, D)
+        yield "self_attn.v_proj", (G, D)
+        yield "self_attn.o_proj", (D, Q)
+        yield "post_attention_layernorm", (D,)
+        yield "mlp.gate_proj", (F, D)
+        yield "mlp.up_proj", (F, D)
+        yield "mlp.down_proj", (D, F)
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield names, without `.weight`, and shapes."""
+        yield "model.embed_tokens", (self.vocabulary, self.hidden)
+        yield "model.norm", (self.hidden,)
+        yield "lm_head", (self.vocabulary, self.hidden)
         for index in range(self.num_layers):
-            layer = _LAYER.format(index)
-            yield f"{layer}input_layernorm", (D,)
-            yield f"{layer}self_attn.q_proj", (Q, D)
-            yield f"{layer}self_attn.k_proj", (G, D)
-            yield f"{layer}self_attn.v_proj", (G, D)
-            yield f"{layer}self_attn.o_proj", (D, Q)
-            yield f"{layer}post_attention_layernorm", (D,)
-            yield f"{layer}mlp.gate_proj", (F, D)
-            yield f"{layer}mlp.up_proj", (F, D)
-            yield f"{layer}mlp.down_proj", (D, F)
+            for name, shape in self._in_layer():
+                yield _LAYER.format(index) + name, shape
 
 
 LLAMA_2_70B = Shape(8192, 64, 8, 128, 28672, 32000, 80)
@@ -93,7 +92,7 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
     It takes some kilobytes of disk.
     """
     config = json.loads((source / "config.json").read_text())
-    eps = config["rms_norm_eps"] * config["hidden_size"] / shape.hidden
+    config["rms_norm_eps"] *= config["hidden_size"] / shape.hidden
     config |= {
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -103,7 +102,6 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
         "vocab_size": shape.vocabulary,
         "num_hidden_layers": shape.num_layers,
         "tie_word_embeddings": False,
-        "rms_norm_eps": eps,
     }
     folder.mkdir(parents=True)
     for path in source.glob("*token*.json"):
@@ -154,35 +152,34 @@ class Maker(DiskReader):
         super().__init__(shards)
         note = json.loads((shards[0].parent / NOTE).read_text())
         self._weights = _Weights(Path(note["source"]), Shape(**note["shape"]))
-        self._entries = sorted(
-            open_checkpoint(shards[0].parent).tensors.items(), key=lambda one: one[1].lo
-        )
+        tensors = open_checkpoint(shards[0].parent).tensors
+        self._entries = sorted(tensors.items(), key=lambda one: one[1].lo)
         self._makers = ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="bench-make")
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start making a slab; see `DiskReader.read`."""
         made = []
         for piece in layout.pieces:
-            for name, at, size in self._within(piece):
-                made.append(self._makers.submit(self._weights.fill, name, slab[at : at + size]))
+            for name, entry in self._entries:
+                if piece.lo <= entry.lo and entry.hi <= piece.hi:
+                    at = piece.slab_lo + entry.lo - piece.lo
+                    own = slab[at : at + entry.hi - entry.lo]
+                    fill = self._weights.fill
+                    made.append(self._makers.submit(fill, name.removesuffix(".weight"), own))
         return made
 
     def close(self) -> None:
         self._makers.shutdown(wait=True, cancel_futures=True)
         super().close()
 
-    def _within(self, piece: SlabRead) -> Iterator[tuple[str, int, int]]:
-        for name, entry in self._entries:
-            if piece.lo <= entry.lo and entry.hi <= piece.hi:
-                at = piece.slab_lo + entry.lo - piece.lo
-                yield name.removesuffix(".weight"), at, entry.hi - entry.lo
+
+@cache
+def _pool() -> np.ndarray:
+    ballast = np.random.default_rng(0).standard_normal(_POOL_ITEMS, dtype=np.float32)
+    return ((ballast * np.float32(0.02)).view(np.uint32) >> 16).astype(np.uint16)
 
 
 class _Weights:
     """Writes whole tensors, as bits of bf16: ballast or zeros, then the small weights over them."""
-
-    _pool = np.empty(0, np.uint16)
-    _lock = threading.Lock()
 
     def __init__(self, source: Path, shape: Shape) -> None:
         small = json.loads((source / "config.json").read_text())
@@ -202,26 +199,28 @@ class _Weights:
         assert is_within, "the small model must fit in"
         ratio = math.isqrt(shape.head_dim // self._k)
         assert ratio**2 * self._k == shape.head_dim, "q is scaled by a power of two"
-        with self._lock:
-            if not len(_Weights._pool):
-                rng = np.random.default_rng(0)
-                ballast = rng.standard_normal(_POOL_ITEMS, dtype=np.float32) * np.float32(0.02)
-                _Weights._pool = (ballast.view(np.uint32) >> 16).astype(np.uint16)
+        self._pool = _pool()
 
     def fill(self, name: str, slab: np.ndarray) -> None:
         is_even = slab.ctypes.data % 2 == 0
         weight = slab.view(np.uint16) if is_even else np.empty(len(slab) // 2, np.uint16)
-        part = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+        part = name
+        small_name: str | None = f"{name}.weight"
+        if name.startswith("model.layers."):
+            _, _, layer, part = name.split(".", 3)
+            real = self._real.get(int(layer))
+            # none in a layer that was added
+            small_name = None if real is None else f"{_LAYER.format(real)}{part}.weight"
         if part in ("self_attn.o_proj", "mlp.down_proj", "lm_head"):
             weight.fill(0)
         else:
             for lo in range(0, len(weight), _POOL_ITEMS):
                 weight[lo : lo + _POOL_ITEMS] = self._pool[: len(weight) - lo]
-        self._place(part, name, weight.reshape(self._sizes[name]))
+        self._place(part, small_name, weight.reshape(self._sizes[name]))
         if not np.shares_memory(weight, slab):
             slab[:] = weight.view(np.uint8)
 
-    def _place(self, part: str, name: str, weight: np.ndarray) -> None:
+    def _place(self, part: str, small_name: str | None, weight: np.ndarray) -> None:
         # the hidden coordinate behind the small ones
         h = self._h
         constant = self._h
@@ -236,37 +235,28 @@ class _Weights:
             else:
                 weight[:, h + 1 :] = 0
         elif weight.ndim == 1:
-            small_name = self._small_name(name)
             weight[:] = _bits(torch.tensor(1.0))
             if small_name is not None:
                 weight[:h] = _bits(self._weights[small_name].float() / self._factor)
             weight[constant] = _bits(torch.tensor(_ENLARGED if part == "model.norm" else 0.0))
-        elif (small_name := self._small_name(name)) is not None:
-            self._place_matrix(part, self._weights[small_name], weight)
+        elif small_name is not None and part.startswith("mlp."):
+            small = self._weights[small_name]
+            weight[: small.shape[0], : small.shape[1]] = _bits(small)
+        elif small_name is not None:
+            self._place_heads(part, self._weights[small_name], weight)
 
-    def _small_name(self, name: str) -> str | None:
-        """Return the small tensor that lies in this one; None in a layer that was added."""
-        if not name.startswith("model.layers."):
-            return f"{name}.weight"
-        _, _, layer, part = name.split(".", 3)
-        real = self._real.get(int(layer))
-        return None if real is None else f"{_LAYER.format(real)}{part}.weight"
-
-    def _place_matrix(self, part: str, small: torch.Tensor, weight: np.ndarray) -> None:
+    def _place_heads(self, part: str, small: torch.Tensor, weight: np.ndarray) -> None:
         h = self._h
         k = self._k
         K = self._shape.head_dim
         ratio = K // k
         per_group = self._shape.heads // self._shape.kv_heads
-        if part in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
-            weight[: small.shape[0], : small.shape[1]] = _bits(small)
-            return
         turned = np.concatenate([np.arange(k // 2) * ratio, K // 2 + np.arange(k // 2) * ratio])
         per_small_group = self._num_heads // self._groups
+        # a group too narrow for the small one's heads: keys and values twice
+        is_wide = per_group >= per_small_group
         for index in range(self._num_heads):
             group, one = divmod(index, per_small_group)
-            # a group too narrow for the small one's heads: keys and values twice
-            is_wide = per_group >= per_small_group
             kv = group if is_wide else index
             head = kv * per_group + (one if is_wide else 0)
             own = slice(index * k, (index + 1) * k)

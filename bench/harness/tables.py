@@ -1,4 +1,4 @@
-"""Rows as a table, and figures beside what was wanted of them."""
+"""Rows as a table, medians and ratios of them, and figures beside what was wanted of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
@@ -24,19 +24,21 @@ class Column(NamedTuple):
 
 def say_table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
     """Print a table, first column to the left; a row with a `reason` has no figures, but says why."""
-    head = [column.head for column in columns]
-    lines = [head]
+    lines = [[column.head for column in columns]]
     for row in rows:
-        cells = [column.cell(row) for column in columns[: 1 if row.get("reason") else None]]
-        lines.append([*cells, row["reason"]] if row.get("reason") else cells)
-    widths = [
-        max(len(line[at]) for line in lines if len(line) == len(head)) for at in range(len(head))
-    ]
-    widths[0] = max(len(line[0]) for line in lines)
+        why = row.get("reason")
+        lines.append([columns[0].cell(row), why] if why else [one.cell(row) for one in columns])
+    whole = [line for line in lines if len(line) == len(columns)]
+    widths = [max(len(line[at]) for line in whole) for at in range(1, len(columns))]
     for first, *others in lines:
-        if len(others) == len(head) - 1:
-            others = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *others]).rstrip())
+        if len(others) == len(widths):
+            others = [cell.rjust(width) for cell, width in zip(others, widths, strict=True)]
+        print("  ".join([first.ljust(max(len(line[0]) for line in lines)), *others]).rstrip())
+
+
+def ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
+    """Return sample over sample, where there is something to divide by."""
+    return [one / other for one, other in zip(above, below, strict=True) if other]
 
 
 def medians(rows: Sequence[Row], *keys: str) -> list[Row]:
@@ -63,20 +65,16 @@ def check(
     return {**told, "samples": [*samples]}
 
 
-_CHECKED = (
-    Column("", "name"),
-    Column("seen", "value", ".6g"),
-    Column(
-        "wanted", lambda row: f"{'>=' if row['better'] == 'higher' else '<='} {row['wanted']:g}"
-    ),
-    Column(
-        "", lambda row: "; ".join(["met" if row["is_met"] else "MISSED", *row.get("notes", ())])
-    ),
-)
-
-
 def say_checks(rows: Sequence[Row]) -> dict[str, Guard]:
     """Print checks, with their `notes`; return what `--compare` watches."""
+
+    def wanted(row: Row) -> str:
+        return f"{'>=' if row['better'] == 'higher' else '<='} {row['wanted']:g}"
+
+    def verdict(row: Row) -> str:
+        return "; ".join(["met" if row["is_met"] else "MISSED", *row.get("notes", ())])
+
     if rows:
-        say_table(_CHECKED, rows)
+        seen = Column("seen", "value", ".6g")
+        say_table((Column("", "name"), seen, Column("wanted", wanted), Column("", verdict)), rows)
     return {row["name"]: Guard(row["samples"], row["better"]) for row in rows}

@@ -9,8 +9,7 @@ Sequoia's figures 2 and 5 ask, on the packaged pair, resident: what a sweep yiel
 on streaming. `predicted_tokens_per_sweep` is the product form of its section 3.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -18,16 +17,14 @@ from statistics import mean, median
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
-from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command, one_of
+from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command, flag, one_of
 from offload.bench.harness.gate import Written
-from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
-from offload.bench.harness.picture import draw_decoding, require_pictures
+from offload.bench.harness.metrics import Burst, acceptance_by_depth, followed, latencies
+from offload.bench.harness.picture import draw_decoding
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.steps import kernel_rows, record_steps
+from offload.bench.harness.steps import Timeline, kernel_rows, record_steps
 from offload.bench.harness.tables import Column
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -44,8 +41,6 @@ _TRACED_STEPS = 3
 
 
 class Case(NamedTuple):
-    """One way to decode."""
-
     temperature: float
     rule: str
     tree: str
@@ -64,8 +59,6 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured."""
-
     num_prompts: int
     # tokens of every run with a tree
     num_tokens: int
@@ -79,21 +72,29 @@ class Effort:
     def cases(self) -> list[Case]:
         """Return all cases, the baseline once and first; a static tree where a rule needs one."""
         every = product(self.temperatures, self.rules, self.trees, self.sources)
-        found = dict.fromkeys(
-            Case(at, rule, tree_under(rule, tree), sources) for at, rule, tree, sources in every
-        )
+        found = [Case(at, rule, tree_under(rule, tree), own) for at, rule, tree, own in every]
         plain = next(case for case in found if case.is_plain)
-        return [plain._replace(sources=""), *(case for case in found if not case.is_plain)]
+        others = dict.fromkeys(case for case in found if not case.is_plain)
+        return [plain._replace(sources=""), *others]
 
     def need(self) -> Need:
         """Return the largest of what is opened; `auto` finds its own size, others must fit too."""
+
+        def hungriest(rules: Sequence[str]) -> str:
+            keep = (rule for rule in rules if drafting_of(rule).keeps_distributions)
+            return next(keep, rules[0])
+
         cases = self.cases()
-        rule = _hungriest([case.rule for case in cases])
+        rule = hungriest([case.rule for case in cases])
         trees = [tree_under(rule, case.tree) for case in cases]
         sized = [tree for tree in trees if tree != "auto"]
         largest = max(sized, key=lambda tree: parse_tree(tree).num_nodes)
         largest = "auto" if "auto" in trees else largest
-        return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, _hungriest(self.rules))
+        return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, hungriest(self.rules))
+
+    def open(self, setting: Setting) -> Decoder:
+        need = self.need()
+        return setting.open(need.tree, context=need.context, rule=need.rule)
 
 
 _STATIC = ("16x8", "32x12", "64x16", "128x20", "256x20", "512x24")
@@ -112,9 +113,12 @@ PRESETS = {
 RESIDENT = ("trees", "sizes", "rules")
 
 
-class Timed(NamedTuple):
-    """One generation as its consumer saw it."""
+def tree_under(rule: str, tree: str) -> str:
+    """Return the tree for a rule; one that keeps distributions gets the static one."""
+    return tree.removeprefix("grown:") if drafting_of(rule).keeps_distributions else tree
 
+
+class Timed(NamedTuple):
     prompt: str
     case: Case
     bursts: list[Burst]
@@ -124,15 +128,13 @@ class Timed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """All runs, unproved."""
-
     runs: list[Timed]
     written: list[Written]
     ceilings: list[float]
     # what only an open decoder knows
     settings: Row
-    # writes a trace of a few steps to a file, where one is wanted
-    traces: list[Callable[[Path], None]]
+    # of a few steps, where a trace is wanted
+    traces: list[Timeline]
 
     @property
     def ceiling(self) -> Row:
@@ -178,7 +180,7 @@ def measure(
         tree = tree_under(decoder.rule.name, cases[-1].tree)
         timeline, new_ids = record_steps(decoder, first_ids, tree, _TRACED_STEPS)
         measured.written.append(Written(first_ids, new_ids, rule=decoder.rule.name))
-        measured.traces.append(timeline.write)
+        measured.traces.append(timeline)
     measured.settings.update(
         num_threads=decoder.num_threads,
         streamed_bytes=decoder.plan.streamed_bytes,
@@ -190,19 +192,9 @@ def measure(
 def timed_run(
     decoder: Decoder, prompt_ids: list[int], case: Case, num_tokens: int, *, seed: int
 ) -> tuple[list[Burst], Generation]:
-    """Run one generation; note the moments at which its bursts arrived."""
     sampling = Sampling(temperature=case.temperature, seed=seed)
-    run = decoder.run(
-        prompt_ids, sampling, max_new_tokens=num_tokens, tree=case.tree, rule=case.rule
-    )
-    times = []
-    started = time.perf_counter()
-    for _ in run:
-        times.append(time.perf_counter() - started)
-    result = run.result()
-    counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
-    # the last piece may be text alone
-    return [Burst(*pair) for pair in zip(times, counts, strict=False)], result
+    how: dict[str, Any] = {"max_new_tokens": num_tokens, "tree": case.tree, "rule": case.rule}
+    return followed(decoder.run(prompt_ids, sampling, **how))
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
@@ -225,20 +217,17 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
     num_sweeps = len(accepted)
     nodes = stats[0].tree_num_nodes
     used = [one.link_bytes_per_s / run.ceiling for one, run in zip(stats, runs, strict=True)]
-    stall_s = sum(one.stall_s for one in stats)
-    sweep_s = sum(one.sweep_s for one in stats)
     row: Row = {"name": case.name, **case._asdict(), **latencies([run.bursts for run in runs])}
     for name in ("tokens_per_s", "tokens_per_sweep"):
         row[f"{name}_samples"] = [getattr(one, name) for one in stats]
     for name in ("peak_rss_bytes", "peak_device_bytes"):
         row[name] = max(getattr(one, name) for one in stats)
+    for name in ("draft_s", "stall_s", "sweep_s"):
+        row[name] = sum(getattr(one, name) for one in stats) / max(1, num_sweeps)
     return row | {
         "num_prompts": len(runs),
         "num_tokens": sum(one.num_new_tokens for one in stats),
         "num_sweeps": num_sweeps,
-        "draft_s": sum(one.draft_s for one in stats) / max(1, num_sweeps),
-        "stall_s": stall_s / max(1, num_sweeps),
-        "sweep_s": sweep_s / max(1, num_sweeps),
         "num_nodes": nodes,
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
         "predicted_tokens_per_sweep": runs[0].result.tree_choice.tokens_per_sweep,
@@ -248,27 +237,24 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "accepted_per_pos": acceptance_by_depth(accepted, stats[0].tree_depth),
         "link_utilisation": median(used),
         "link_utilisation_samples": used,
-        "limit": "link" if stall_s > _STALLED_SHARE * sweep_s else "compute",
+        "limit": "link" if row["stall_s"] > _STALLED_SHARE * row["sweep_s"] else "compute",
         "runs": [{"prompt": run.prompt, "bursts": run.bursts} for run in runs],
     }
 
 
 def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
     """Return ratios, prompt by prompt: absolute speed depends on the disk."""
-    watched = {
-        "speed-up": ("speedup_samples", lambda row: "speedup" in row),
-        "tokens per sweep": ("tokens_per_sweep_samples", lambda row: "speedup" in row),
-        "link utilisation": ("link_utilisation_samples", lambda row: row["limit"] == "link"),
-    }
-    return {
-        f"{told}, {row['name']}": Guard(row[samples], "higher", names)
-        for row in rows
-        for told, (samples, is_watched) in watched.items()
-        if is_watched(row)
-    }
+    guards = dict[str, Guard]()
+    for row in rows:
+        watched = {"link utilisation": "link_utilisation"} if row["limit"] == "link" else {}
+        if "speedup" in row:
+            watched |= {"speed-up": "speedup", "tokens per sweep": "tokens_per_sweep"}
+        for told, name in watched.items():
+            guards[f"{told}, {row['name']}"] = Guard(row[f"{name}_samples"], "higher", names)
+    return guards
 
 
-def link_used(row: Row) -> str:
+def _link_used(row: Row) -> str:
     return f"{row['link_utilisation']:.3f}" + ("" if row["limit"] == "link" else " (compute)")
 
 
@@ -282,17 +268,8 @@ COLUMNS = (
     Column("sweep s", "median_sweep_s", ".3f"),
     Column("itl p99 s", "p99_itl_s", ".3f"),
     Column("draft s", "draft_s", ".3f"),
-    Column("link used", link_used),
+    Column("link used", _link_used),
 )
-
-
-def _hungriest(rules: Sequence[str]) -> str:
-    return next((rule for rule in rules if drafting_of(rule).keeps_distributions), rules[0])
-
-
-def tree_under(rule: str, tree: str) -> str:
-    """Return the tree for a rule; one that keeps distributions gets the static one."""
-    return tree.removeprefix("grown:") if drafting_of(rule).keeps_distributions else tree
 
 
 @command(
@@ -304,20 +281,13 @@ def tree_under(rule: str, tree: str) -> str:
 def main(
     bench: Bench,
     temp: Annotated[
-        list[float] | None,
-        typer.Option(metavar="T", help="temperature, several; default: 0 and 0.6"),
+        list[float] | None, flag("T", "temperature, several; default: 0 and 0.6")
     ] = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TREE", help="several; `none` is always among them"),
-    ] = None,
+    tree: Annotated[list[str] | None, flag("TREE", "several; `none` is always among them")] = None,
     rule: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULE", help="of acceptance, several; default: match"),
+        list[str] | None, flag("RULE", "of acceptance, several; default: match")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"a protocol: {', '.join(PRESETS)}")
-    ] = None,
+    preset: Annotated[str | None, flag("NAME", f"a protocol: {', '.join(PRESETS)}")] = None,
 ) -> Findings:
     """How many tokens per second, how smoothly, and what of the link is used?"""
     one_of([preset] if preset else [], PRESETS, "--preset")
@@ -332,78 +302,53 @@ def main(
         trees=tuple(dict.fromkeys(["none", *(tree or effort.trees)])),
         rules=tuple(rule or effort.rules),
     )
-    _check_flags(bench, preset)
-    _check(effort, tree or ())
-    is_resident = preset in RESIDENT
-    needs_draft = effort.trees != ("none",)
-    setting = bench.setting(needs_draft=needs_draft, need=effort.need(), is_resident=is_resident)
+    _check(bench, preset, effort, tree or ())
+    setting = bench.setting(
+        needs_draft=effort.trees != ("none",),
+        need=effort.need(),
+        is_resident=preset in RESIDENT,
+    )
     found, names = bench.prompts(effort.num_prompts)
     settings = {**setting.as_dict(), "prompts": names, "num_new_tokens": effort.num_tokens}
     bench.check_same(setting, prompts=names, num_new_tokens=effort.num_tokens)
-    measured = _measured(bench, setting, effort, found)
+    if setting.opened is None:
+        bench.say_link(setting)
+    trace = bench.given("trace")
+    with bench.screen, effort.open(setting) as decoder:
+        if setting.opened is not None:
+            bench.say_link(setting, decoder.plan)
+        measured = measure(bench, setting, decoder, effort, found, trace=trace is not None)
     rows = rows_of(measured.runs)
+    least_pass_s = measured.settings["streamed_bytes"] / measured.ceiling["bytes_per_s"] or None
+
+    def draw(path: Path) -> None:
+        draw_decoding(rows, settings, path, least_pass_s=least_pass_s)
+
+    more = {"preset": preset, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings}
     return Findings(
         rows=rows,
         columns=COLUMNS,
         setting=setting,
         written=measured.written,
-        settings={
-            **settings,
-            "preset": preset,
-            "num_prompt_tokens": PROMPT_TOKENS,
-            **measured.settings,
-        },
+        settings={**settings, **more},
         ceiling=measured.ceiling,
         guards=guards_of(rows, names),
-        draw=lambda: _draw(bench, rows, measured, settings),
+        traces=measured.traces,
+        draw=draw,
     )
 
 
-def _measured(bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt]) -> Measured:
-    """Print the ceiling, on a device with its plan, then measure all runs; unproved."""
-    if setting.opened is None:
-        bench.say_link(setting)
-    with bench.screen, open_for(setting, effort) as decoder:
-        if setting.opened is not None:
-            bench.say_link(setting, decoder.plan)
-        return measure(
-            bench, setting, decoder, effort, found, trace=bench.given("trace") is not None
-        )
-
-
-def open_for(setting: Setting, effort: Effort, **options: Any) -> Decoder:
-    need = effort.need()
-    return setting.open(need.tree, context=need.context, rule=need.rule, **options)
-
-
-def _draw(bench: Bench, rows: Sequence[Row], measured: Measured, settings: Row) -> None:
-    """Write the trace and the picture that were asked for."""
-    for write_trace in measured.traces:
-        write_trace(bench.given("trace"))
-    if bench.given("picture") is not None:
-        streamed_bytes = measured.settings["streamed_bytes"]
-        least_pass_s = streamed_bytes / measured.ceiling["bytes_per_s"] or None
-        draw_decoding(rows, settings, bench.given("picture"), least_pass_s=least_pass_s)
-
-
-def _check_flags(bench: Bench, preset: str | None) -> None:
+def _check(bench: Bench, preset: str | None, effort: Effort, asked: Sequence[str]) -> None:
+    """Refuse what cannot run before anything is made or measured. Raises `UserError`."""
     trace = bench.given("trace")
     if preset is not None and bench.quick:
-        raise UserError(
-            "--preset and --quick exclude each other: shorten a preset with --num-prompts and -n"
-        )
+        rule = "--preset and --quick exclude each other"
+        raise UserError(f"{rule}: shorten a preset with --num-prompts and -n")
     if trace is not None and trace == bench.json_file:
-        raise UserError(
-            f"--trace {trace} would be written over by --json {bench.json_file}: name another file"
-        )
-    if bench.given("picture") is not None:
-        require_pictures()
-
-
-def _check(effort: Effort, asked_trees: Sequence[str]) -> None:
-    """Refuse cases that cannot run before anything is made or measured. Raises `UserError`."""
+        rule = f"--trace {trace} would be written over by --json {bench.json_file}"
+        raise UserError(f"{rule}: name another file")
     own = [(case.rule, case.tree) for case in effort.cases()]
-    for rule, tree in (*product(effort.rules, asked_trees), *own):
+    for rule, tree in (*product(effort.rules, asked), *own):
         tree_to_fill(tree, rule, has_draft=True)
     for temperature in effort.temperatures:
         Sampling(temperature=temperature)

@@ -46,11 +46,10 @@ def gates(
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES, invariant):
         if ours != wanted:
-            raise WrongTokenError(
-                f"{tree}: not the ids of transformers in float32, so nothing is timed"
-            )
+            told = f"{tree}: not the ids of transformers in float32"
+            raise WrongTokenError(f"{told}, so nothing is timed")
     name = "gate: float32 greedy ids equal transformers"
-    yield row(name, len(wanted), len(wanted), 1.0, "tokens", promise="exact")
+    yield row(name, len(wanted), "tokens", len(wanted), 1.0, promise="exact")
     yield from in_bf16(setting, prompt, place, num_new, invariant)
     for dtype in ("bfloat16", "float16") if invariant is not False else ():
         yield from same_for_all_trees(setting, prompt_ids, dtype, num_new)
@@ -62,16 +61,16 @@ def reference_ids(
     """Return the prompt's ids, and what transformers writes behind them."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(place)
-    theirs = _reference(model, dtype).to(place)
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_new, "do_sample": False}
-    return ids[0].tolist(), theirs.generate(ids, **how)[0, ids.shape[1] :].tolist()
+    theirs = _reference(model, dtype, place).generate(ids, **how)
+    return ids[0].tolist(), theirs[0, ids.shape[1] :].tolist()
 
 
-def _reference(model: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Return what transformers makes of a folder's safetensors, without code from it."""
-    return AutoModelForCausalLM.from_pretrained(
+def _reference(model: Path, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+    made = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    )
+    return made.eval().to(place)
 
 
 def _open(setting: Setting, dtype: str, invariant: bool | None) -> Decoder:
@@ -86,7 +85,6 @@ def streamed_ids(
     trees: Sequence[str],
     invariant: bool | None,
 ) -> Iterator[tuple[str, list[int]]]:
-    """Return what we write with each tree while every layer is streamed."""
     with _open(setting, dtype, invariant) as decoder:
         assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
         for tree in trees:
@@ -106,16 +104,14 @@ def same_for_all_trees(
         for tree in TREES:
             run = decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree)
             texts.append(run.token_ids)
-        is_promised = decoder.invariance.holds
-        reason = decoder.invariance.reason
+        promised = decoder.invariance
     num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
     name = f"gate: {dtype}, ids of all trees are those of none"
-    if is_promised:
-        yield row(name, num_same, sum(map(len, texts)), 1.0, "tokens", promise="same bits")
+    if promised.holds:
+        yield row(name, num_same, "tokens", sum(map(len, texts)), 1.0, promise="same bits")
     else:
-        name = f"{name} (not promised: {reason})"
-        told = row(name, num_same, None, 1.0, "tokens", promise="same bits")
-        yield told | {"is_met": None}
+        name = f"{name} (not promised: {promised.reason})"
+        yield row(name, num_same, "tokens", None, 1.0, promise="same bits") | {"is_met": None}
 
 
 def in_bf16(
@@ -131,21 +127,20 @@ def in_bf16(
         pairs = enumerate(zip(ours, wanted, strict=False))
         at = next((index for index, (one, other) in pairs if one != other), None)
         if at is None and len(ours) != len(wanted):
-            raise WrongTokenError(
-                f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16, so nothing is timed"
-            )
+            told = f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16"
+            raise WrongTokenError(f"{told}, so nothing is timed")
         gap = 0.0
         if at is not None:
             logits_V = next_logits(setting.target, [*prompt_ids, *wanted[:at]], place)
             gap = float(logits_V.float().max() - logits_V[ours[at]].float())
         name = f"gate: bf16, {tree}: gap of the reference where ids part"
-        yield {**row(name, gap, BF16_NOISE, 1.0, "logits", promise="exact"), "parts_at": at}
+        yield {**row(name, gap, "logits", BF16_NOISE, 1.0, promise="exact"), "parts_at": at}
 
 
 @torch.inference_mode()
 def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
     """Return logits (V,) of transformers in bf16 behind these ids."""
-    theirs = _reference(model, torch.bfloat16).to(place)
+    theirs = _reference(model, torch.bfloat16, place)
     return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 
 

@@ -13,21 +13,18 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command
+from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
+from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.record import Row
-from offload.bench.harness.setting import PROMPT_TOKENS, Setting
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting, least_ram
 from offload.bench.harness.tables import Column, check
-from offload.bench.moe_pair.make import moe_setting
+from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Order, rate
-from offload.bench.peers.run import Outcome, run_child
+from offload.bench.peers.run import run_child
 from offload.checkpoint.hub import open_headers
-from offload.engine.text import encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, least_budget
 from offload.trees.spec import parse_tree
 
 CONTEXT = 512
@@ -49,8 +46,6 @@ _BESIDE_BYTES = 640 << 20  # what a process holds before it loads a model, and m
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     num_prompts: int
     num_tokens: int
     # seconds after which a run is cut
@@ -67,17 +62,13 @@ def room_bytes(setting: Setting, percent: int) -> int:
 
     Raises `UserError`.
     """
-    files = setting.files
 
-    def plan(ram: int) -> MemoryPlan:
-        num_nodes = parse_tree(LARGEST).num_nodes
-        budget = MemoryBudget(ram=ram, context=CONTEXT, experts="demand")
-        found = budget.plan(files, num_nodes)
-        if found.num_slots or found.num_expert_slots < math.ceil(found.num_experts * percent / 100):
-            raise UserError("it is too little")
-        return found
+    def holds(plan: MemoryPlan) -> bool:
+        least = math.ceil(plan.num_experts * percent / 100)
+        return not plan.num_slots and plan.num_expert_slots >= least
 
-    return least_budget(plan)
+    num_nodes = parse_tree(LARGEST).num_nodes
+    return least_ram(setting.files, num_nodes, holds, context=CONTEXT, experts="demand")
 
 
 def measure(
@@ -85,45 +76,32 @@ def measure(
 ) -> list[Row]:
     """Return a row for each way and tree with that budget; one without runs says why."""
     rows = dict[tuple[str, str], Row]()
-    for _ in range(effort.rounds):
-        for way, trees in TREES.items():
-            for tried in filter(None, (trees, (AUTO,))):
-                options = {"experts": way, "ram": ram_bytes}
-                outcome = _run(setting, prompts, options, tried, effort)
-                for place, tree in enumerate(tried):
-                    row = rows.setdefault((way, tree), {"experts": way, "tree": tree, "runs": []})
-                    own = outcome.runs[place :: len(tried)]
-                    row["runs"] += [run._replace(prompt=run.prompt // len(tried)) for run in own]
-                    for name in ("reason", "is_capped", "peak_bytes"):
-                        row[name] = getattr(outcome, name)
+    for way, trees in [*TREES.items()] * effort.rounds:
+        for tried in filter(None, (trees, (AUTO,))):
+            named: Row = {"tree": AUTO}
+            if tried != (AUTO,):
+                named = {"tree": LARGEST, "trees": [*tried] * len(prompts)}
+            # all trees behind one prompt, then behind the next
+            order = Order(
+                "offload.bench.peers.ours",
+                {"experts": way, "ram": ram_bytes, **named},
+                str(setting.target),
+                str(setting.draft),
+                [ids for ids in prompts for _ in tried],
+                effort.num_tokens,
+                effort.limit_s,
+                threads=[],
+                cap_bytes=ram_bytes + _BESIDE_BYTES,
+                group=None,
+            )
+            outcome = run_child(sys.executable, order)
+            for place, tree in enumerate(tried):
+                row = rows.setdefault((way, tree), {"experts": way, "tree": tree, "runs": []})
+                own = outcome.runs[place :: len(tried)]
+                row["runs"] += [run._replace(prompt=run.prompt // len(tried)) for run in own]
+                for name in ("reason", "is_capped", "peak_bytes"):
+                    row[name] = getattr(outcome, name)
     return [*rows.values()]
-
-
-def _run(
-    setting: Setting,
-    prompts: Sequence[list[int]],
-    options: Row,
-    trees: Sequence[str],
-    effort: Effort,
-) -> Outcome:
-    """Run all trees behind one prompt, then behind the next."""
-    if trees == (AUTO,):
-        named: Row = {"tree": AUTO}
-    else:
-        named = {"tree": LARGEST, "trees": [*trees] * len(prompts)}
-    order = Order(
-        "offload.bench.peers.ours",
-        {**options, **named},
-        str(setting.target),
-        str(setting.draft),
-        [ids for ids in prompts for _ in trees],
-        effort.num_tokens,
-        effort.limit_s,
-        threads=[],
-        cap_bytes=options["ram"] + _BESIDE_BYTES,
-        group=None,
-    )
-    return run_child(sys.executable, order)
 
 
 def _written(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Written]:
@@ -172,21 +150,17 @@ def checks(rows: Sequence[Row], model_bytes: int) -> list[Row]:
     return found
 
 
-def columns() -> list[Column]:
-    """Return a column for each tree."""
-    trees = dict.fromkeys([*(tree for tried in TREES.values() for tree in tried), AUTO])
-    return [Column("tokens/s", "head"), *(Column(tree, tree, ".2f") for tree in trees)]
-
-
-def lines(rows: Sequence[Row]) -> list[Row]:
+def table_of(rows: Sequence[Row]) -> tuple[list[Column], list[Row]]:
     """Return tokens per second by tree, a line for each room and way, or why there are none."""
-    found = dict[tuple[int, str], Row]()
+    lines = dict[tuple[int, str], Row]()
     for row in rows:
         head = f"{row['room']} % in {row['ram_bytes'] / 1e9:.2f} GB, {row['experts']}"
-        line = found.setdefault((row["room"], row["experts"]), {"head": head, "reason": ""})
+        line = lines.setdefault((row["room"], row["experts"]), {"head": head, "reason": ""})
         line[row["tree"]] = row.get("tokens_per_s")
         line["reason"] = line["reason"] or row["reason"]
-    return [*found.values()]
+    trees = dict.fromkeys([*(tree for tried in TREES.values() for tree in tried), AUTO])
+    columns = [Column("tokens/s", "head"), *(Column(tree, tree, ".2f") for tree in trees)]
+    return columns, [*lines.values()]
 
 
 @command(
@@ -195,12 +169,9 @@ def lines(rows: Sequence[Row]) -> list[Row]:
 )
 def main(
     bench: Bench,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="how large to make the packaged mixture")
-    ] = "3GB",
+    size: Annotated[str, flag("SIZE", "how large to make the packaged mixture")] = "3GB",
     room: Annotated[
-        list[int] | None,
-        typer.Option("--room", metavar="PERCENT", help="of all experts stay; several"),
+        list[int] | None, flag("PERCENT", "of all experts stay; several", "--room")
     ] = None,
 ) -> Findings:
     """Experts on demand beside whole layers: an hour on two cores, ten minutes with --quick."""
@@ -209,13 +180,10 @@ def main(
     setting = bench.setting(ram=_ENOUGH) if is_named else moe_setting(size, _ENOUGH, bench.screen)
     setting = setting._replace(ram_bytes=room_bytes(setting, max(rooms)))
     effort = bench.effort(FULL, QUICK)
-    tokenizer = load_tokenizer(setting.origin)
-    if tokenizer is None or setting.draft is None:
-        raise UserError(
-            "bench experts compares trees behind texts: give a model with a tokenizer, and --draft"
-        )
+    if setting.draft is None:
+        raise UserError("bench experts compares trees behind texts: give --draft")
     texts, names = bench.prompts(effort.num_prompts)
-    prompts = [encode_prompt(tokenizer, one.text, raw=True)[:PROMPT_TOKENS] for one in texts]
+    prompts = raw_ids(setting.origin, texts, PROMPT_TOKENS)
     bench.check_same(setting, prompts=names)
     ceiling = bench.say_link(setting)
     rows = list[Row]()
@@ -228,7 +196,7 @@ def main(
         rows += [{"room": percent, "ram_bytes": ram_bytes, **_finished(row)} for row in measured]
     return Findings(
         rows=rows,
-        tables=[(columns(), lines(rows))],
+        tables=[table_of(rows)],
         checks=checks(rows, open_headers(setting.target).num_bytes),
         setting=setting,
         written=written,

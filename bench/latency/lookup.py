@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command, one_of
+from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.prompts import (
     CODE,
     COPY,
@@ -27,7 +25,7 @@ from offload.bench.harness.prompts import (
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Setting
-from offload.bench.harness.tables import Column, check
+from offload.bench.harness.tables import Column, check, ratios
 from offload.bench.latency import decode
 from offload.checkpoint.files import cache_folder
 from offload.checkpoint.packaged import PAIR
@@ -51,24 +49,6 @@ FULL = decode.Effort(8, 128, 8, (0.0, 0.7))
 QUICK = decode.Effort(3, 48, 3, (0.0,))
 
 
-def open_all(
-    setting: Setting, effort: decode.Effort, store: Path, resources: ExitStack
-) -> dict[str, Decoder]:
-    """Open a decoder for each mixture of sources, all layers streamed, with room for the tree."""
-    found = dict[str, Decoder]()
-    for name in effort.sources:
-        parts = name.split("+")
-        place = setting if "draft" in parts else setting._replace(draft=None)
-        options: dict[str, Any] = {
-            "lookup": "lookup" in parts,
-            "datastore": store if "store" in parts else None,
-            "ngram": store if "ngram" in parts else None,
-        }
-        opened = place.open_streamed(effort.trees[-1], context=_CONTEXT, **options)
-        found[name] = resources.enter_context(opened)
-    return found
-
-
 def store_files() -> list[Path]:
     """Return the standard library without the files that prompts are cut from."""
     held_out = set(held_out_files())
@@ -80,35 +60,52 @@ def library_store(screen: Screen) -> Path:
     files = store_files()
     sizes = repr([(str(path), path.stat().st_size) for path in files]).encode()
     path = cache_folder() / f"bench-library-{zlib.crc32(sizes):08x}.store"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        screen.wait("making a store of the standard library")
-        tokenizer = load_tokenizer(PAIR / "target")
-        assert tokenizer is not None, "the packaged pair has one"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    screen.wait("making a store of the standard library")
+    tokenizer = load_tokenizer(PAIR / "target")
+    assert tokenizer is not None, "the packaged pair has one"
 
-        def encode(texts: list[str]) -> list[list[int]]:
-            ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            return ids
+    def encode(texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return ids
 
-        coder = Coder(str(PAIR / "target"), tokenizer.get_vocab(), encode)
-        build(path, map(read_source, files), coder, _STORE_BYTES, screen.wait)
+    coder = Coder(str(PAIR / "target"), tokenizer.get_vocab(), encode)
+    build(path, map(read_source, files), coder, _STORE_BYTES, screen.wait)
     return path
 
 
+def open_all(
+    setting: Setting, sources: Sequence[str], tree: str, store: Path, resources: ExitStack
+) -> dict[str, Decoder]:
+    """Open a decoder for each mixture of sources, all layers streamed, with room for the tree."""
+    found = dict[str, Decoder]()
+    for name in sources:
+        parts = name.split("+")
+        place = setting if "draft" in parts else setting._replace(draft=None)
+        opened = place.open_streamed(
+            tree,
+            context=_CONTEXT,
+            lookup="lookup" in parts,
+            datastore=store if "store" in parts else None,
+            ngram=store if "ngram" in parts else None,
+        )
+        found[name] = resources.enter_context(opened)
+    return found
+
+
 def checks(rows: Sequence[Row]) -> list[Row]:
-    """Return what was wanted of tokens per pass, as far as it was measured."""
     known = {(row["texts"], row["sources"]): row for row in rows if row["temperature"] == 0.0}
     found = []
     for (texts, sources, beside), wanted in _WANTED.items():
         row = known.get((texts, sources))
         other = known.get((texts, beside))
         if row is not None and other is not None:
-            samples = zip(
-                row["tokens_per_sweep_samples"], other["tokens_per_sweep_samples"], strict=True
-            )
-            ratios = [one / two for one, two in samples if two]
+            samples = (one["tokens_per_sweep_samples"] for one in (row, other))
             ratio = row["tokens_per_sweep"] / other["tokens_per_sweep"]
-            found.append(check(f"{texts}: {sources} / {beside}", ratios, wanted, "higher", ratio))
+            name = f"{texts}: {sources} / {beside}"
+            found.append(check(name, ratios(*samples), wanted, "higher", ratio))
     return found
 
 
@@ -126,15 +123,12 @@ COLUMNS = (
 def main(
     bench: Bench,
     sources: Annotated[
-        list[str] | None, typer.Option("--sources", metavar="NAME", help=f"of {', '.join(SOURCES)}")
+        list[str] | None, flag("NAME", f"of {', '.join(SOURCES)}", "--sources")
     ] = None,
     size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="of the target; default: 2GB, with --quick 600MB"),
+        str | None, flag("SIZE", "of the target; default: 2GB, with --quick 600MB")
     ] = None,
-    tree: Annotated[
-        str, typer.Option(metavar="TREE", help="bounds that all have alike")
-    ] = "dynamic:64x16",
+    tree: Annotated[str, flag("TREE", "bounds that all have alike")] = "dynamic:64x16",
 ) -> Findings:
     """What are guesses without a model worth, alone and beside a draft?"""
     one_of(sources or (), SOURCES, "--sources")
@@ -152,7 +146,7 @@ def main(
     bench.check_same(setting, prompts=names, tree=tree)
     bench.say_link(setting)
     with bench.screen as screen, ExitStack() as resources:
-        decoders = open_all(setting, effort, library_store(screen), resources)
+        decoders = open_all(setting, effort.sources, tree, library_store(screen), resources)
         first = next(iter(decoders.values()))
         measured = decode.measure(bench, setting, first, effort, found, others=decoders)
     rows = list[Row]()
@@ -160,9 +154,12 @@ def main(
     for texts in (CODE, COPY):
         own = [name for name in names if name.startswith(f"{texts}/")]
         of_texts = decode.rows_of([run for run in measured.runs if run.prompt in own])
-        named = [_named(row, texts) for row in of_texts]
-        guards |= decode.guards_of(named, own)
-        rows += named
+        for row in of_texts:
+            warm = f", T={row['temperature']:g}" if row["temperature"] else ""
+            row |= {"texts": texts, "sources": row["sources"] or "none"}
+            row["name"] = f"{texts}{warm}: {row['sources']}"
+        guards |= decode.guards_of(of_texts, own)
+        rows += of_texts
     figures = checks(rows)
     return Findings(
         rows=[*rows, *figures],
@@ -174,9 +171,3 @@ def main(
         ceiling=measured.ceiling,
         guards=guards,
     )
-
-
-def _named(row: Row, texts: str) -> Row:
-    sources = row["sources"] or "none"
-    warm = f", T={row['temperature']:g}" if row["temperature"] else ""
-    return {**row, "texts": texts, "sources": sources, "name": f"{texts}{warm}: {sources}"}

@@ -11,43 +11,34 @@ from collections.abc import Callable
 from statistics import median
 from typing import Annotated
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command, one_of
+from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import Order
-from offload.bench.harness.process import call
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS
+from offload.bench.harness.tables import ratios
 from offload.bench.latency import decode, passes
 from offload.checkpoint.packaged import PAIR
 from offload.timer import timed
 
 SPEED_TREES = ("64x16", "128x20", "grown:128x20")
-_CHILD = "offload.bench.harness.memory_child"
 _RATES = ("decode_tokens_per_s", "speedup", "tokens_per_sweep", "draft_s", "stall_s")
 
 
 def streaming(bench: Bench, size: str) -> Row:
     """Time back-to-back one-token passes against the plain reader, in turn."""
     measured, row = _passes(bench, size)
-    return {
-        "row": "streaming: one-token sweep / plain reader of the same bytes",
-        "wanted": "<= 1.10",
-        **_ratios(row["ones_s"], measured.read_s[1:]),
-        **row,
-    }
+    name = "streaming: one-token sweep / plain reader of the same bytes"
+    over = ratios(row["ones_s"], measured.read_s[1:])
+    return {"row": name, "wanted": "<= 1.10", "value": median(over), "ratios": over, **row}
 
 
 def prompt(bench: Bench, size: str) -> Row:
     """Time the pass that takes in 128 prompt tokens against one-token passes right after it."""
     measured, row = _passes(bench, size)
-    return {
-        "row": f"prompt: sweep of {PROMPT_TOKENS} prompt tokens / one-token sweep",
-        "wanted": "<= 1.30",
-        **_ratios(measured.prompt_s, row["ones_s"]),
-        **row,
-    }
+    name = f"prompt: sweep of {PROMPT_TOKENS} prompt tokens / one-token sweep"
+    over = ratios(measured.prompt_s, row["ones_s"])
+    return {"row": name, "wanted": "<= 1.30", "value": median(over), "ratios": over, **row}
 
 
 def _passes(bench: Bench, size: str) -> tuple[passes.Measured, Row]:
@@ -68,17 +59,12 @@ def _passes(bench: Bench, size: str) -> tuple[passes.Measured, Row]:
     }
 
 
-def _ratios(above: list[float], below: list[float]) -> Row:
-    ratios = [one / other for one, other in zip(above, below, strict=True)]
-    return {"value": median(ratios), "ratios": ratios}
-
-
 def speed(bench: Bench, size: str) -> Row:
     """Measure tokens per second with and without trees, in turns, and the link's used share."""
     setting = bench.setting(size=size)
     effort = decode.Effort(6, 96, 8, (0.0,), ("none", *SPEED_TREES))
     found = prompts(["code"], effort.num_prompts)
-    with decode.open_for(setting, effort) as decoder:
+    with effort.open(setting) as decoder:
         measured = decode.measure(bench, setting, decoder, effort, found)
     near_ties = setting.prove(measured.written).num_near
     rows = {
@@ -98,12 +84,11 @@ def speed(bench: Bench, size: str) -> Row:
 def memory(bench: Bench, size: str) -> Row:
     """Measure peak resident memory beyond the libraries, in a fresh process, beside its budget."""
     found = _in_fresh_process(bench, size, 64)
-    grown_bytes = max(phase["peak_bytes"] for phase in found["phases"])
     return {
         "row": "memory: (peak RSS - RSS after the imports) / --ram",
-        "value": grown_bytes / found["ram_bytes"],
+        "value": found["peak_bytes"] / found["ram_bytes"],
         "wanted": "<= 1",
-        "grown_bytes": grown_bytes,
+        "grown_bytes": found["peak_bytes"],
         **{name: found[name] for name in ("ram_bytes", "imported_bytes", "planned_bytes")},
     }
 
@@ -125,8 +110,7 @@ def _in_fresh_process(bench: Bench, size: str, num_tokens: int) -> Row:
     setting = bench.setting(size=size)
     options = {"ram": setting.ram_bytes, "tree": "64x16", "context": 512, "lookup": True}
     order = Order(str(setting.target), str(PAIR / "draft"), options, 1, num_tokens, PROMPT_TOKENS)
-    found: Row = call(_CHILD, order)
-    return found
+    return order.in_fresh_process()
 
 
 _ROWS: dict[str, Callable[[Bench, str], Row]] = {
@@ -137,12 +121,8 @@ _ROWS: dict[str, Callable[[Bench, str], Row]] = {
 @command("main-job", examples=["offload bench main-job --row speed --size 2GB"])
 def main(
     bench: Bench,
-    row: Annotated[
-        list[str] | None, typer.Option(metavar="ROW", help=f"of {', '.join(_ROWS)}; default: all")
-    ] = None,
-    size: Annotated[
-        list[str] | None, typer.Option(metavar="SIZE", help="default: 2GB, some rows 1GB too")
-    ] = None,
+    row: Annotated[list[str] | None, flag("ROW", f"of {', '.join(_ROWS)}; default: all")] = None,
+    size: Annotated[list[str] | None, flag("SIZE", "default: 2GB, some rows 1GB too")] = None,
 ) -> Findings:
     """The promises of the main job, each beside its ceiling; some minutes on two cores."""
     one_of(row or (), _ROWS, "--row")

@@ -12,14 +12,12 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command
+from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.tables import Column, medians
+from offload.bench.harness.tables import Column, medians, ratios
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.lookup import NO_GUESSES
 from offload.drafting.model import ModelDrafter
@@ -38,8 +36,6 @@ COMPARED = "dynamic:12x11"
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     num_plain: int  # tokens of each text without a tree
     num_tokens: int  # ... with one
@@ -50,15 +46,12 @@ QUICK = Effort(1, 8, 48)
 
 
 class Case(NamedTuple):
-    """One way to write the texts."""
-
     name: str
     tree: str
     parallel: int
 
 
 def cases_of(parallel: int, tree: str) -> list[Case]:
-    """Return what is compared: without a tree, and with the best of each."""
     return [
         Case(ALONE, "none", 1),
         Case(FOREST, "none", parallel),
@@ -87,21 +80,23 @@ def evenly(drafter: Any) -> Iterator[None]:
 
 
 def run_case(
-    setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any
+    setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int
 ) -> tuple[Row, list[Written]]:
     """Return figures of all texts, and the texts; without loading and the prompts' passes."""
-    with setting.open(case.tree, parallel=case.parallel, context=CONTEXT, **options) as decoder:
+    with setting.open(case.tree, parallel=case.parallel, context=CONTEXT) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         requests = [Request(own, Sampling(), num_new) for own in ids]
         with evenly(decoder.drafter) if case.name == EQUAL else nullcontext():
-            found, counted = write_counted(decoder, requests)
+            found, steps = write_counted(decoder, requests)
         is_invariant = decoder.invariance.holds
+    seconds = sum(step_s for step_s, _ in steps)
+    num_tokens = sum(more for _, more in steps)
     sweep_s = sum(one.stats.sweep_s for one in found)
     row = {
         **case._asdict(),
-        "tokens_per_s": counted.num_tokens / counted.seconds,
-        "tokens_per_pass": counted.num_tokens / counted.num_passes,
-        "pass_s": counted.seconds / counted.num_passes,
+        "tokens_per_s": num_tokens / seconds,
+        "tokens_per_pass": num_tokens / len(steps),
+        "pass_s": seconds / len(steps),
         "num_nodes": found[0].stats.tree_num_nodes,
         "is_invariant": is_invariant,
         "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sweep_s),
@@ -109,18 +104,14 @@ def run_case(
     return row, [Written.of(own, one) for own, one in zip(ids, found, strict=True)]
 
 
-class Counted(NamedTuple):
-    """Passes behind the first tokens while all texts are under way, as a queue would see them."""
-
-    num_passes: int
-    seconds: float
-    num_tokens: int
-
-
 def write_counted(
     decoder: Decoder, requests: Sequence[Request]
-) -> tuple[list[Generation], Counted]:
-    """Write all texts; return them and the passes that count."""
+) -> tuple[list[Generation], list[tuple[float, int]]]:
+    """Write all texts; return them, and seconds and new tokens of the passes that count.
+
+    These are the passes behind the first tokens while all texts are under way, as a queue would
+    see them.
+    """
     found = dict[int, Generation]()
     marks = list[tuple[float, dict[int, int]]]()
     places = min(decoder.num_parallel, len(requests))
@@ -137,8 +128,7 @@ def write_counted(
         for (before_s, less), (after_s, more) in pairwise(marks)
         if less and less.keys() == more.keys()
     ]
-    counted = Counted(len(steps), sum(one for one, _ in steps), sum(more for _, more in steps))
-    return [found[number] for number in range(len(requests))], counted
+    return [found[number] for number in range(len(requests))], steps
 
 
 COLUMNS = (
@@ -158,22 +148,19 @@ COLUMNS = (
 )
 def main(
     bench: Bench,
-    parallel: Annotated[int, typer.Option(metavar="B", min=2, help="texts at a time")] = 8,
-    tree: Annotated[
-        str, typer.Option(metavar="TREE", help="of each text; auto is the best for each case")
-    ] = "auto",
+    parallel: Annotated[int, flag("B", "texts at a time", min=2)] = 8,
+    tree: Annotated[str, flag("TREE", "of each text; auto is the best for each case")] = "auto",
 ) -> Findings:
     """Tokens per second over many texts, written at a time and one after another."""
-    largest = COMPARED if tree == "auto" else tree
-    setting = bench.setting(
-        needs_draft=True, need=Need(largest, context=CONTEXT, parallel=parallel)
-    )
+    need = Need(COMPARED if tree == "auto" else tree, context=CONTEXT, parallel=parallel)
+    setting = bench.setting(needs_draft=True, need=need)
     effort = bench.effort(FULL, QUICK)
     ceiling = bench.say_link(setting)
     prompts, names = bench.prompts(parallel)
+    cases = cases_of(parallel, tree)
     rows = list[Row]()
     written = list[Written]()
-    for number, case in bench.turns(range(effort.rounds), cases_of(parallel, tree), "writing"):
+    for number, case in bench.turns(range(effort.rounds), cases, "writing"):
         num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
         row, texts = run_case(setting, case, prompts, num_new)
         rows.append(bench.row({**row, "round": number}))
@@ -185,23 +172,19 @@ def main(
         written=written,
         settings={**setting.as_dict(), "prompts": names, "parallel": parallel, "tree": tree},
         ceiling={"bytes_per_s": ceiling},
-        guards=guards_of(rows, parallel, tree),
+        guards=guards_of(rows, cases, tree),
     )
 
 
-def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]:
+def guards_of(rows: Sequence[Row], cases: Sequence[Case], tree: str) -> dict[str, Guard]:
     """Return how many times as many tokens a second, round by round."""
-
-    def speeds(case: Case) -> list[float]:
-        return [row["tokens_per_s"] for row in rows if case._asdict().items() <= row.items()]
-
-    def ratios(over: Case, under: Case) -> Guard:
-        pairs = zip(speeds(over), speeds(under), strict=True)
-        return Guard([one / other for one, other in pairs], "higher")
-
-    none, none_all, alone, best, forest, equal = cases_of(parallel, tree)
+    none, none_all, alone, best, forest, equal = (
+        [row["tokens_per_s"] for row in rows if case._asdict().items() <= row.items()]
+        for case in cases
+    )
+    texts = f"{cases[1].parallel} texts / one"
     return {
-        f"{parallel} texts / one, no tree": ratios(none_all, none),
-        f"{parallel} texts / one, tree {tree}": ratios(best, alone),
-        "forest / equal trees": ratios(forest, equal),
+        f"{texts}, no tree": Guard(ratios(none_all, none), "higher"),
+        f"{texts}, tree {tree}": Guard(ratios(best, alone), "higher"),
+        "forest / equal trees": Guard(ratios(forest, equal), "higher"),
     }

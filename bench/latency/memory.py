@@ -12,19 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command, one_of
+from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import POSTS, Order
-from offload.bench.harness.process import call
 from offload.bench.harness.quantised import FORMATS, PACKED, quantised
 from offload.bench.harness.record import Row
+from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, say_table
-from offload.bench.moe_pair.upcycle import untrained_mixture
+from offload.bench.pairs.upcycle import untrained_mixture
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
+from offload.memory.planner import ModelFiles
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
@@ -32,16 +29,14 @@ DENSE = "bf16"
 MIXTURE = "mixture"
 CONTEXT = 1024
 GROWTH_BYTES = 1 << 20  # held: allocations of the interpreter come and go by as much
-_CHILD = "offload.bench.harness.memory_child"
 _QUICK = ("dense-128", "many-8x16", "layers-64")
 _PLAIN = {"invariant": False}
 _LAYERS = {"experts": "layers"}
 _DEMAND = {"experts": "demand"}
+_BUDGETED = ("rule", "experts", "dtype")  # options that a memory budget has, too
 
 
 class Case(NamedTuple):
-    """One configuration."""
-
     kind: str
     tree: str
     parallel: int = 1
@@ -76,7 +71,6 @@ CASES = {
 
 
 def target_of(kind: str, size_bytes: int) -> Path:
-    """Return the target of one kind; made once, then reused."""
     if kind == MIXTURE:
         return untrained_mixture(2 * size_bytes)
     dense = inflated_target(size_bytes, lambda done, total: None)
@@ -84,43 +78,33 @@ def target_of(kind: str, size_bytes: int) -> Path:
 
 
 def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
-    """Measure one configuration in a process of its own. Raises `UserError`."""
-    options = {"tree": case.tree, "parallel": case.parallel, "context": CONTEXT, **case.more}
-    ram_bytes = least_ram(case, target) if ram is None else parse_size(ram, "--ram")
-    order = Order(
+    """Measure one configuration in a process of its own.
+
+    Return what it took, its peak beyond the libraries, its growth, and both verdicts. Raises
+    `UserError`.
+    """
+    shared = {"context": CONTEXT, "parallel": case.parallel}
+    if ram is None:
+        files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
+        num_nodes = parse_tree(case.tree).num_nodes * case.parallel
+        how = {name: case.more[name] for name in _BUDGETED if name in case.more}
+        ram_bytes = least_ram(files, num_nodes, **shared, **how)
+    else:
+        ram_bytes = parse_size(ram, "--ram")
+    found = Order(
         str(target),
         str(PAIR / "draft"),
-        {**options, "ram": ram_bytes},
+        {"tree": case.tree, **shared, **case.more, "ram": ram_bytes},
         num_texts,
         prompt_tokens=case.prompt_tokens,
         temperature=case.temperature,
-    )
-    return judged(call(_CHILD, order))
-
-
-def least_ram(case: Case, target: Path) -> int:
-    """Return the least budget that the plan of a configuration does not refuse."""
-    how = {name: case.more[name] for name in ("rule", "experts", "dtype") if name in case.more}
-    files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
-    num_nodes = parse_tree(case.tree).num_nodes * case.parallel
-
-    def plan(ram: int) -> MemoryPlan:
-        budget = MemoryBudget(ram=ram, context=CONTEXT, parallel=case.parallel, **how)
-        return budget.plan(files, num_nodes)
-
-    return least_budget(plan)
-
-
-def judged(found: Row) -> Row:
-    """Return the row with its peak beyond the libraries, its growth, and both verdicts."""
-    peak_bytes = max(phase["peak_bytes"] for phase in found["phases"])
+    ).in_fresh_process()
     texts = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
     grown_bytes = growth(texts)
     return {
         **found,
-        "peak_bytes": peak_bytes,
         "grown_bytes": grown_bytes,
-        "is_kept": peak_bytes <= found["ram_bytes"],
+        "is_kept": found["peak_bytes"] <= found["ram_bytes"],
         "has_grown": grown_bytes is not None and grown_bytes > GROWTH_BYTES,
     }
 
@@ -138,15 +122,17 @@ def _mib(head: str, key: str) -> Column:
     return Column(head, lambda row: None if row[key] is None else row[key] / 2**20, ".1f")
 
 
+def _verdict(row: Row) -> str:
+    return "ABOVE" if not row["is_kept"] else "GROWS" if row["has_grown"] else "kept"
+
+
 COLUMNS = (
     Column("case", "case"),
     _mib("peak MiB", "peak_bytes"),
     _mib("of", "ram_bytes"),
     _mib("grown by", "grown_bytes"),
     _mib("libraries", "imported_bytes"),
-    Column(
-        "", lambda row: "ABOVE" if not row["is_kept"] else "GROWS" if row["has_grown"] else "kept"
-    ),
+    Column("", _verdict),
 )
 PLANNED = (Column("planned", "post"), _mib("MiB", "bytes"))
 PHASES = (
@@ -157,29 +143,14 @@ PHASES = (
 )
 
 
-def say_bill(row: Row) -> None:
-    """Print where the memory of one configuration goes."""
-    posts = [{"post": name, "bytes": row["posts"][name]} for name in POSTS]
-    say_table(PLANNED, [post for post in posts if post["bytes"]])
-    say_table(PHASES, row["phases"])
-
-
 @command("memory", "quick", examples=["offload bench memory --case dense-128 --size 2GB --bill"])
 def main(
     bench: Bench,
-    case: Annotated[
-        list[str] | None, typer.Option(metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    ] = None,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="of the target, twice that of a mixture")
-    ] = "300MB",
-    ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="default: the least that is not refused")
-    ] = None,
-    texts: Annotated[
-        int, typer.Option(metavar="N", help="of 10 and more growth is told", min=1)
-    ] = 3,
-    bill: Annotated[bool, typer.Option("--bill", help="post by post and phase by phase")] = False,
+    case: Annotated[list[str] | None, flag("CASE", f"of {', '.join(CASES)}; default: all")] = None,
+    size: Annotated[str, flag("SIZE", "of the target, twice that of a mixture")] = "300MB",
+    ram: Annotated[str | None, flag("SIZE", "default: the least that is not refused")] = None,
+    texts: Annotated[int, flag("N", "of 10 and more growth is told", min=1)] = 3,
+    bill: Annotated[bool, flag(None, "post by post and phase by phase", "--bill")] = False,
 ) -> Findings:
     """Peak memory of fresh processes beside `--ram`, and growth over texts.
 
@@ -191,8 +162,10 @@ def main(
         bench.screen.wait(f"measuring {name}")
         target = target_of(CASES[name].kind, parse_size(size, "--size"))
         rows.append(bench.row({"case": name, **measure(CASES[name], target, texts, ram)}))
-        if bill:
-            say_bill(rows[-1])
+        if bill:  # where the memory goes
+            posts = [{"post": post, "bytes": rows[-1]["posts"][post]} for post in POSTS]
+            say_table(PLANNED, [post for post in posts if post["bytes"]])
+            say_table(PHASES, rows[-1]["phases"])
     return Findings(
         rows=rows,
         columns=COLUMNS,

@@ -14,13 +14,12 @@ from typing import NamedTuple
 from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command
 from offload.bench.harness.gate import Written
 from offload.bench.harness.models import PRETEND
-from offload.bench.harness.plain_reader import plain_read_s
 from offload.bench.harness.prompts import Prompt, encoded, prompts
-from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s
+from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s, plain_read_s
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, ratios
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
@@ -31,8 +30,6 @@ _CONTEXT = 512
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     sizes: tuple[int, ...]
     rounds: int
     # passes of every size in a round
@@ -56,17 +53,14 @@ class Measured(NamedTuple):
     read_s: list[float]
     written: list[Written]
 
-    def of_size(self, size: int) -> list[Pass]:
-        return [one for one in self.passes if one.num_rows == size]
-
-    @property
-    def sizes(self) -> list[int]:
-        return sorted({one.num_rows for one in self.passes})
+    def by_size(self) -> dict[int, list[Pass]]:
+        sizes = sorted({one.num_rows for one in self.passes})
+        return {size: [one for one in self.passes if one.num_rows == size] for size in sizes}
 
     @property
     def floor_s(self) -> float:
         """The median reading, or less where a pass took less: that shows what the link gave."""
-        sweeps = [median(one.seconds for one in self.of_size(size)) for size in self.sizes]
+        sweeps = [median(one.seconds for one in own) for own in self.by_size().values()]
         return min(median(self.read_s), median(self.prompt_s), *sweeps)
 
 
@@ -78,7 +72,14 @@ def measure(
     bench: Bench | None = None,
 ) -> Measured:
     """Measure all rounds; with a bench each size is noted when it was measured."""
-    found = Measured([], [], [_floor_s(setting, decoder)], [])
+
+    def read_s() -> float:
+        num_bytes = max(1, decoder.plan.streamed_bytes)
+        if setting.opened is None:
+            return plain_read_s(setting.shards, num_bytes)
+        return num_bytes / setting.ceiling(decoder.plan)
+
+    found = Measured([], [], [read_s()], [])
     for index in range(effort.rounds):
         ids = encoded(decoder, texts[index % len(texts)], PROMPT_TOKENS)
         # finds the slots that were filled while the plain reader ran
@@ -93,17 +94,10 @@ def measure(
                 told = {"name": f"sweep of {size} rows", "sweep_s": sweep_s, "is_proved": False}
                 bench.row(told)
         found.written.append(runner.written())
-        found.read_s.append(_floor_s(setting, decoder))
+        found.read_s.append(read_s())
         if bench is not None:
             bench.screen.count(index + 1, effort.rounds, "timing passes")
     return found
-
-
-def _floor_s(setting: Setting, decoder: Decoder) -> float:
-    num_bytes = max(1, decoder.plan.streamed_bytes)
-    if setting.opened is None:
-        return plain_read_s(setting.shards, num_bytes)
-    return num_bytes / setting.ceiling(decoder.plan)
 
 
 def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
@@ -115,8 +109,7 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
         used = floor_s / median(seconds)
         return {**told, "sweep_s_samples": seconds, "link_utilisation": used}
 
-    for size in measured.sizes:
-        own = measured.of_size(size)
+    for size, own in measured.by_size().items():
         found = row(f"sweep of {size} rows", size, [one.seconds for one in own])
         stall_s = median(one.stall_s for one in own)
         is_linked = streamed_bytes > 0 and stall_s > _STALLED_SHARE * found["sweep_s"]
@@ -196,6 +189,12 @@ def main(bench: Bench) -> Findings:
     timed = [*rows_of(measured, plan.streamed_bytes)]
     floor_s = measured.floor_s
     moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
+    rate = {"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s}
+    guards = dict[str, Guard]()
+    for row in timed:
+        samples = row["sweep_s_samples"]
+        over = ratios(samples, [floor_s] * len(samples))
+        guards[f"{row['name']} / ceiling"] = Guard(over, "lower")
     return Findings(
         rows=[*timed, *rows],
         columns=COLUMNS,
@@ -203,15 +202,6 @@ def main(bench: Bench) -> Findings:
         written=measured.written,
         notes=[f"the ceiling takes {floor_s:.3f} s for {moved}"],
         settings={**setting.as_dict(), **effort._asdict(), "num_threads": num_threads},
-        ceiling={
-            "bytes_per_s": plan.streamed_bytes / floor_s,
-            "sweep_s": floor_s,
-            "samples": measured.read_s,
-        },
-        guards={
-            f"{row['name']} / ceiling": Guard(
-                [s / floor_s for s in row["sweep_s_samples"]], "lower"
-            )
-            for row in timed
-        },
+        ceiling={**rate, "samples": measured.read_s},
+        guards=guards,
     )

@@ -10,7 +10,7 @@ share of it that a step can be.
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload.bench.harness.command import Bench, command
 from offload.bench.harness.record import Row
@@ -56,18 +56,12 @@ _BILL_CONTEXT = 4096
 _TERMS = ("link_s", "hidden_s", "draft_s", "host_s", "verify_s", "ends_s", "compute_s", "step_s")
 
 
-class Predicted(NamedTuple):
-    """Seconds per token on an L40."""
+def predict_l40(topology: Topology, tokens_per_step: float) -> Row:
+    """Predict seconds per token of a Llama-2-70B with a 7B draft at the paper's length of text.
 
-    in_turn: float  # all layers streamed, nothing overlapped
-    # all layers streamed while computing, as here but for resident layers and reading ahead
-    overlapped: float
-    # as this program plans and runs
-    here: float
-
-
-def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
-    """Predict a Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
+    `in_turn` with all layers streamed and nothing overlapped; `overlapped` while computing, as here
+    but for resident layers and reading ahead; `here` as this program plans and runs.
+    """
     gpu = KNOWN["l40"]
     file = Path("config.json")
     target = model_shape(checkpoint_of_config(_LLAMA_2_70B, file))
@@ -79,19 +73,18 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, Traffic.of(plan, gpu), topology).total_s
-    steps_s = (in_turn_s, streamed.total_s, here_s)
-    return Predicted(*(step_s / tokens_per_step for step_s in steps_s))
+    steps = {"in_turn": in_turn_s, "overlapped": streamed.total_s, "here": here_s}
+    return {name: step_s / tokens_per_step for name, step_s in steps.items()}
 
 
 def paper_rows() -> list[Row]:
-    """Return the baseline and Table 5, measured by the paper and predicted."""
-    base = predict_l40(chain(0), 1.0)._asdict()
-    rows: list[Row] = [{"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S, **base}]
+    base: Row = {"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S}
+    rows = [{**base, **predict_l40(chain(0), 1.0)}]
     for name, (num_nodes, depth, tokens_per_step, paper_s) in TABLE_5.items():
         tree = best_first(DEFAULT_ACCEPTANCE, num_nodes, depth)
         told = {"row": f"{name}, {num_nodes}x{depth}", "tokens_per_step": tokens_per_step}
         predicted = predict_l40(tree, tokens_per_step)
-        rows.append({**told, "paper_s": paper_s, **predicted._asdict()})
+        rows.append({**told, "paper_s": paper_s, **predicted})
     return rows
 
 
@@ -111,25 +104,25 @@ def bill_of(
 
 def bill_rows(hardware: str = "l40") -> list[Row]:
     """Return every term of a step, tree by tree, and the step over what its link needs."""
+    rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
         models = [Path(name) / one / "config.json" for one in ("target", "draft")]
         for path, config in zip(models, (_LLAMA_2_70B, _LLAMA_2_7B), strict=True):
             path.parent.mkdir()
             path.write_text(json.dumps(config))
         target, draft = map(str, models)
-        return [_bill_row(tree, bill_of((target, draft), hardware, tree)) for tree in BILLED]
-
-
-def _bill_row(tree: str, found: Estimate) -> Row:
-    one = found.predictions[-1]
-    step = one.step
-    link_s = found.plan.streamed_bytes / (found.link_bytes_per_s or 1.0)
-    terms = {"link_s": link_s, "hidden_s": link_s - step.link_s, "step_s": step.total_s}
-    terms |= {name: getattr(step, name) for name in _TERMS if name not in terms}
-    name = tree if tree == one.label else f"{tree}, {one.label}"
-    told = {"tokens_per_sweep": one.tokens_per_sweep, "s_per_token": one.s_per_token}
-    told |= {"over_link": step.total_s / link_s, "num_resident": found.plan.num_resident}
-    return {"row": f"a step on an L40 with {name}", **terms, **told}
+        for tree in BILLED:
+            found = bill_of((target, draft), hardware, tree)
+            one = found.predictions[-1]
+            step = one.step
+            link_s = found.plan.streamed_bytes / (found.link_bytes_per_s or 1.0)
+            terms = {"link_s": link_s, "hidden_s": link_s - step.link_s, "step_s": step.total_s}
+            terms |= {name: getattr(step, name) for name in _TERMS if name not in terms}
+            label = tree if tree == one.label else f"{tree}, {one.label}"
+            told = {"tokens_per_sweep": one.tokens_per_sweep, "s_per_token": one.s_per_token}
+            told |= {"over_link": step.total_s / link_s, "num_resident": found.plan.num_resident}
+            rows.append({"row": f"a step on an L40 with {label}", **terms, **told})
+    return rows
 
 
 def _beside_paper(key: str) -> Column:

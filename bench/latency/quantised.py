@@ -1,4 +1,4 @@
-"""What fewer bytes are worth: seconds of a pass and of a token in bf16, fp8, int4 and packed.
+"""Seconds of a pass and of a token in bf16, fp8, int4 and packed.
 
 Every layer is streamed. Formats take turns, round after round, because disks drift; each pass
 stands beside the bytes that it reads and the seconds that it waits for them. A quantised target is
@@ -7,11 +7,9 @@ for it.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command
+from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.quantised import FORMATS, PACKED, quantised
 from offload.bench.harness.record import Guard, Row
@@ -26,8 +24,6 @@ TREES = ("none", "16x8", "32x12", "64x16", "128x20")
 
 
 class Effort(NamedTuple):
-    """How much is measured."""
-
     rounds: int
     num_plain: int  # tokens of a run without a tree, which is as many passes
     # tokens of a run with a tree
@@ -42,8 +38,7 @@ QUICK = Effort(2, 6, 48, ("none", "32x12", "128x20"))
 def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | None) -> list[Row]:
     """Return one row for each tree. Raises `UserError` where a tree changes a text."""
     rows = list[Row]()
-    options: dict[str, Any] = {"context": CONTEXT, "link_limit": limit}
-    with setting.open_streamed(effort.trees[-1], **options) as decoder:
+    with setting.open_streamed(effort.trees[-1], context=CONTEXT, link_limit=limit) as decoder:
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         plain_ids = list[int]()
         for tree in effort.trees:
@@ -51,20 +46,19 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
             got = decoder.generate(ids, max_new_tokens=num, tree=tree)
             plain_ids = plain_ids or got.token_ids
             if any(one != other for one, other in zip(got.token_ids, plain_ids, strict=False)):
-                raise UserError(
-                    f"with {tree} the text is another than without: no speed is printed"
-                )
-            sweeps = max(1, got.stats.num_sweeps)
-            rows.append(
-                {
-                    "tree": tree,
-                    "pass_s": got.stats.sweep_s / sweeps,
-                    "stall_s": got.stats.stall_s / sweeps,
-                    "token_s": 1 / got.stats.tokens_per_s,
-                    "tokens_per_pass": got.stats.tokens_per_sweep,
-                    "pass_bytes": got.stats.bytes_streamed / sweeps,
-                }
-            )
+                told = f"with {tree} the text is another than without"
+                raise UserError(f"{told}: no speed is printed")
+            stats = got.stats
+            sweeps = max(1, stats.num_sweeps)
+            row: Row = {"tree": tree, "token_s": 1 / stats.tokens_per_s}
+            row["tokens_per_pass"] = stats.tokens_per_sweep
+            for name, whole in (
+                ("pass_s", stats.sweep_s),
+                ("stall_s", stats.stall_s),
+                ("pass_bytes", stats.bytes_streamed),
+            ):
+                row[name] = whole / sweeps
+            rows.append(row)
     return rows
 
 
@@ -87,7 +81,7 @@ COLUMNS = (
 def main(
     bench: Bench,
     link_limit: Annotated[
-        str | None, typer.Option(metavar="SPEED", help="slow the link down to this, such as 1GB")
+        str | None, flag("SPEED", "slow the link down to this, such as 1GB")
     ] = None,
 ) -> Findings:
     """Seconds of a pass and of a token with the same weights in fewer bytes."""
@@ -106,25 +100,19 @@ def main(
     rows = medians(every, "format", "tree")
     base = {row["tree"]: row for row in rows if row["format"] == PLAIN}
     best_s = min(row["token_s"] for row in base.values())
+    guards = dict[str, Guard]()
     for row in rows:
         row["ratio_of_pass"] = row["pass_s"] / base[row["tree"]]["pass_s"]
         row["ratio_of_best"] = row["token_s"] / best_s
+        if row["format"] != PLAIN and row["tree"] == "none":
+            guards[f"pass, {row['format']} / bf16"] = Guard([row["ratio_of_pass"]], "lower")
+    for name in settings.keys() - {PLAIN}:
+        best = min(row["ratio_of_best"] for row in rows if row["format"] == name)
+        guards[f"best token, {name} / bf16"] = Guard([best], "lower")
     return Findings(
         rows=rows,
         columns=COLUMNS,
         settings={**plain.as_dict(), "prompts": names},
         ceiling={"bytes_per_s": ceiling},
-        guards=guards_of(rows),
+        guards=guards,
     )
-
-
-def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
-    """Return passes without a tree and the best tree of each format, beside those of bf16."""
-    guards = dict[str, Guard]()
-    for name in {row["format"] for row in rows} - {PLAIN}:
-        own = [row for row in rows if row["format"] == name]
-        passes = [row["ratio_of_pass"] for row in own if row["tree"] == "none"]
-        guards[f"pass, {name} / bf16"] = Guard(passes, "lower")
-        best = min(row["ratio_of_best"] for row in own)
-        guards[f"best token, {name} / bf16"] = Guard([best], "lower")
-    return guards

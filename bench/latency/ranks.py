@@ -14,20 +14,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple
-
-import typer
+from typing import Annotated, Any
 
 from offload.bench.harness.cluster import Answer, Cluster, Order, shard_budgets
-from offload.bench.harness.command import Bench, Findings, command, one_of
-from offload.bench.harness.gate import Written
+from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.metrics import latencies
-from offload.bench.harness.picture import draw_flights, require_pictures
+from offload.bench.harness.picture import draw_flights
 from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, check
+from offload.bench.harness.tables import Column, check, ratios
 from offload.bench.latency import stages
 from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError
@@ -36,6 +34,7 @@ from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
 PARTS = ("shards", "stages")
+_PARTS_TOLD = f"of {', '.join(PARTS)}, several; default: all, with --quick the first"
 _CONTEXT = 512
 _DTYPE = "float32"
 _NONE = "none"
@@ -54,8 +53,6 @@ _COUNTED = {  # what is told, what was done, what was planned
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured."""
-
     num_prompts: int
     # tokens of every text with a tree
     num_tokens: int
@@ -78,42 +75,34 @@ FULL = Effort(4, 32, 7, 48, "dynamic:32x12")
 QUICK = Effort(1, 20, 5, 32, "dynamic:32x12")
 
 
-class Text(NamedTuple):
-    """One answer and what it was asked for; the prompt's own pass is in none of its figures."""
-
-    num_ranks: int
-    order: Order
-    answer: Answer
-
-    @property
-    def pass_s(self) -> list[float]:
-        """Seconds from burst to burst, drafting included."""
-        return [after.time_s - before.time_s for before, after in pairwise(self.answer.bursts)]
-
-    def moved(self, read: Callable[[RankFigures], float]) -> list[float]:
-        """Return what each rank moved in one pass."""
-        _, first, last = self.answer.figures
-        return [
-            (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
-            for begun, end in zip(first, last, strict=True)
-        ]
+def pass_s(text: Answer) -> list[float]:
+    """Return seconds from burst to burst, drafting included; without the prompt's own pass."""
+    return [after.time_s - before.time_s for before, after in pairwise(text.bursts)]
 
 
-class Shown(NamedTuple):
-    """What a part has found, unproved."""
+def moved(text: Answer, read: Callable[[RankFigures], float]) -> list[float]:
+    """Return what each rank moved in one pass behind the prompt's."""
+    _, first, last = text.figures
+    return [
+        (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
+        for begun, end in zip(first, last, strict=True)
+    ]
 
-    rows: list[Row]
-    written: list[Written]
-    checks: list[Row]
 
-
-def row_of(texts: Sequence[Text], link_bytes_per_s: float, others: Sequence[Text] = ()) -> Row:
+def row_of(
+    num_ranks: int,
+    texts: Sequence[Answer],
+    link_bytes_per_s: float,
+    others: Sequence[Answer] = (),
+) -> Row:
     """Return the row of one cluster and tree, beside the same texts of one rank (`others`)."""
-    num_ranks = texts[0].num_ranks
     tree = texts[0].order.tree
-    bursts = latencies([text.answer.bursts for text in texts])
-    ranks = [_rank_row([text.answer.figures for text in texts], rank) for rank in range(num_ranks)]
-    samples = [second for text in texts for second in text.pass_s]
+    bursts = latencies([text.bursts for text in texts])
+    ranks = [_rank_row(texts, rank) for rank in range(num_ranks)]
+    samples = [second for text in texts for second in pass_s(text)]
+    # what rank 0 does, drafting included, without waiting for link or ranks
+    waits_s = [moved(text, lambda one: one.stall_s + one.exchange_s)[0] for text in texts]
+    whole_s = [text.stats["tpot_s"] * text.stats["tokens_per_sweep"] for text in texts]
     row = {
         "name": f"{num_ranks} x shards, {tree}",
         "num_ranks": num_ranks,
@@ -124,33 +113,34 @@ def row_of(texts: Sequence[Text], link_bytes_per_s: float, others: Sequence[Text
         "tokens_per_s": bursts["decode_tokens_per_s"],
         "ttft_s": bursts["mean_ttft_s"],
         "itl_s": bursts["mean_itl_s"],
-        "compute_s": compute_s(texts),
-        "exchange_s": median(max(text.moved(lambda one: one.exchange_s)) for text in texts),
+        "compute_s": median(one - wait for one, wait in zip(whole_s, waits_s, strict=True)),
+        "exchange_s": median(max(moved(text, lambda one: one.exchange_s)) for text in texts),
         "ranks": ranks,
     }
     if others:
-        pairs = zip(texts, others, strict=True)
-        row["ratio_samples"] = [median(text.pass_s) / median(one.pass_s) for text, one in pairs]
+        own, alone = ([median(pass_s(text)) for text in some] for some in (texts, others))
+        row["ratio_samples"] = ratios(own, alone)
         row["ratio"] = median(row["ratio_samples"])
     return row
 
 
-def _rank_row(figures: Sequence[list[list[RankFigures]]], rank: int) -> Row:
+def _rank_row(texts: Sequence[Answer], rank: int) -> Row:
     """Return bytes read and sent in each pass, done beside planned, and the peak of memory."""
     read_bytes = sent_bytes = num_passes = num_rows = 0
-    for first, _, last in ((moment[rank] for moment in text) for text in figures):
+    for first, _, last in ([moment[rank] for moment in text.figures] for text in texts):
         read_bytes += last.bytes_streamed - first.bytes_streamed
-        sent_bytes += exchanged_bytes(last) - exchanged_bytes(first)
+        for way in ("gather", "broadcast"):
+            sent_bytes += last.bytes_sent.get(way, 0) - first.bytes_sent.get(way, 0)
         num_passes += last.num_passes - first.num_passes
         num_rows += last.num_rows - first.num_rows
-    if len(figures[0][0]) == 1:  # a process by itself counts no prompts
-        num_passes += len(figures)
+    if len(texts[0].figures[0]) == 1:  # a process by itself counts no prompts
+        num_passes += len(texts)
     return {
         "rank": rank,
         "pass_bytes": last.pass_bytes,
         "num_passes": num_passes,
         "num_rows": num_rows,
-        "rows_per_pass": median(_per_pass(text, rank) for text in figures),
+        "rows_per_pass": median(moved(text, lambda one: one.num_rows)[rank] for text in texts),
         "bytes_read": read_bytes,
         "planned_read_bytes": last.pass_bytes * num_passes,
         "exchanged_bytes": sent_bytes,
@@ -161,26 +151,7 @@ def _rank_row(figures: Sequence[list[list[RankFigures]]], rank: int) -> Row:
     }
 
 
-def _per_pass(figures: Sequence[Sequence[RankFigures]], rank: int) -> float:
-    """Return the rows of a pass after the prompt's."""
-    begun = figures[1][rank]
-    end = figures[2][rank]
-    return (end.num_rows - begun.num_rows) / max(1, end.num_passes - begun.num_passes)
-
-
-def exchanged_bytes(figures: RankFigures) -> int:
-    return sum(figures.bytes_sent.get(way, 0) for way in ("gather", "broadcast"))
-
-
-def compute_s(texts: Sequence[Text]) -> float:
-    """Return what rank 0 computes, drafting included, without waiting for link or ranks."""
-    waits = [text.moved(lambda one: one.stall_s + one.exchange_s)[0] for text in texts]
-    whole = [text.answer.stats["tpot_s"] * text.answer.stats["tokens_per_sweep"] for text in texts]
-    return median(one - wait for one, wait in zip(whole, waits, strict=True))
-
-
 def checks(rows: Sequence[Row]) -> list[Row]:
-    """Return what was wanted of all of these rows."""
     found = list[Row]()
     for row in rows:
         if "ratio" in row:
@@ -189,18 +160,14 @@ def checks(rows: Sequence[Row]) -> list[Row]:
             found.append(check(name, row["ratio_samples"], wanted, "lower"))
     ranks = [rank for row in rows for rank in row["ranks"]]
     for told, (done, planned) in _COUNTED.items():
-        ratios = [rank[done] / rank[planned] for rank in ranks if rank[planned]]
-        off = max((abs(ratio - 1) for ratio in ratios), default=0.0)
+        over = ratios([rank[done] for rank in ranks], [rank[planned] for rank in ranks])
+        off = max((abs(ratio - 1) for ratio in over), default=0.0)
         name = f"{told} / planned, any rank: most off"
-        found.append(check(name, ratios, 0.0, "lower", off))
+        found.append(check(name, over, 0.0, "lower", off))
     held = [rank["peak_rss_bytes"] / rank["allowed_bytes"] for rank in ranks]
     name = "peak RSS / (budget + libraries), any rank"
     found.append(check(name, held, 1.0, "lower", max(held)))
     return found
-
-
-def _held(row: Row) -> str:
-    return "/".join(f"{rank['peak_rss_bytes'] / 2**20:.0f}" for rank in row["ranks"]) + " MiB"
 
 
 COLUMNS = (
@@ -213,79 +180,61 @@ COLUMNS = (
     Column("tokens/s", "tokens_per_s", ".3f"),
     Column("ttft s", "ttft_s", ".3f"),
     Column("itl s", "itl_s", ".3f"),
-    Column("peak RSS", _held),
+    Column("peak RSS", lambda row: stages.held([one["peak_rss_bytes"] for one in row["ranks"]])),
 )
 
 
-def open_clusters(
-    setting: Setting, effort: Effort, link_bytes_per_s: float, resources: ExitStack
-) -> dict[int, Cluster]:
-    """Open clusters of all sizes. Raises `UserError`."""
-    usual = {"context": _CONTEXT, "dtype": _DTYPE}
-    how = {**usual, **_HOW, "tree": effort.tree, "link_limit": int(link_bytes_per_s)}
-    num_nodes = parse_tree(effort.tree).num_nodes
-    found = dict[int, Cluster]()
-    for size in effort.sizes:
-        ranks = "shards" if size > 1 else None
-        budgets = shard_budgets(setting.target, setting.draft, size, num_nodes, **usual)
-        options = [{**how, "ranks": ranks, "ram": budget} for budget in budgets]
-        found[size] = Cluster(setting.target, setting.draft, options)
-        resources.callback(found[size].close)
-    for cluster in found.values():
-        cluster.opened()
-    return found
-
-
 def share(
-    bench: Bench,
-    setting: Setting,
-    effort: Effort,
-    link_bytes_per_s: float,
-    texts: Sequence[list[int]],
-) -> Shown:
-    """Measure clusters of all sizes side by side, prompt by prompt and tree by tree."""
-    found = list[Text]()
+    bench: Bench, setting: Setting, effort: Effort, rate: float, texts: Sequence[list[int]]
+) -> tuple[list[Row], list[Answer]]:
+    """Measure clusters of all sizes side by side, prompt by prompt and tree by tree.
+
+    Return a row for each tree and number of ranks, one rank first, and all texts. Raises
+    `UserError`.
+    """
+    usual = {"context": _CONTEXT, "dtype": _DTYPE}
+    how: dict[str, Any] = {**usual, **_HOW, "tree": effort.tree, "link_limit": int(rate)}
+    num_nodes = parse_tree(effort.tree).num_nodes
+    found = dict[tuple[str, int], list[Answer]]()
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting ranks")
-        clusters = open_clusters(setting, effort, link_bytes_per_s, resources)
+        clusters = dict[int, Cluster]()
+        for size in effort.sizes:
+            ranks = "shards" if size > 1 else None
+            budgets = shard_budgets(setting, size, num_nodes, **usual)
+            options = [{**how, "ranks": ranks, "ram": budget} for budget in budgets]
+            clusters[size] = Cluster(setting.target, setting.draft, options)
+            resources.callback(clusters[size].close)
+        for cluster in clusters.values():
+            cluster.opened()
         rounds = [(seed, ids, tree) for seed, ids in enumerate(texts) for tree in effort.trees]
         for (seed, ids, tree), size in bench.turns(rounds, effort.sizes, "decoding"):
-            order = effort.order(ids, seed, tree)
-            found.append(Text(size, order, clusters[size].ask(order)))
-    rows = rows_of(found, link_bytes_per_s, effort)
-    return Shown(rows, [one.order.written(one.answer.new_ids) for one in found], checks(rows))
-
-
-def rows_of(texts: Sequence[Text], link_bytes_per_s: float, effort: Effort) -> list[Row]:
-    """Return a row for each tree and number of ranks, one rank first."""
-
-    def own(size: int, tree: str) -> list[Text]:
-        return [text for text in texts if (text.num_ranks, text.order.tree) == (size, tree)]
-
-    return [
-        row_of(own(size, tree), link_bytes_per_s, own(1, tree) if size > 1 else ())
-        for tree in effort.trees
-        for size in effort.sizes
-    ]
+            answer = clusters[size].ask(effort.order(ids, seed, tree))
+            found.setdefault((tree, size), []).append(answer)
+    rows = list[Row]()
+    for tree in effort.trees:
+        for size in effort.sizes:
+            alone = found.get((tree, 1), ()) if size > 1 else ()
+            rows.append(row_of(size, found[tree, size], rate, alone))
+    return rows, [text for own in found.values() for text in own]
 
 
 def in_stages(
     bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]
-) -> Shown:
+) -> tuple[list[Row], list[Answer]]:
     """Compare the ways to run a pipeline, side by side."""
     setting = bench.setting(size=_STAGED_SIZE)
     ways = bench.effort((*stages.BASELINES, *stages.OTHERS), stages.BASELINES)
-    found = list[stages.Piped]()
+    found: dict[str, list[Answer]] = {way: [] for way in ways}
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting stages")
         clusters = stages.open_ways(setting, ways, slow_layer_s, resources)
         for (seed, ids), way in bench.turns(enumerate(texts), ways, "decoding in stages"):
             order = Order(ids, effort.num_staged, temperature=0.6 * (seed % 2), seed=seed)
-            found.append(stages.Piped(way, order, clusters[way].ask(order)))
+            found[way].append(clusters[way].ask(order))
         peaks = {way: cluster.peak_rss_bytes() for way, cluster in clusters.items()}
-    rows = [stages.row_of([text for text in found if text.way == way], peaks[way]) for way in ways]
-    written = [text.order.written(text.answer.new_ids) for text in found]
-    return Shown(rows, written, stages.checks(rows))
+    rows = [stages.row_of(way, own, peaks[way]) for way, own in found.items()]
+    return rows, [text for own in found.values() for text in own]
 
 
 @command(
@@ -294,34 +243,20 @@ def in_stages(
 )
 def main(
     bench: Bench,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            metavar="PART",
-            help=f"of {', '.join(PARTS)}, several; default: all, with --quick the first",
-        ),
-    ] = None,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="of the target that is shared")
-    ] = "300MB",
+    part: Annotated[list[str] | None, flag("PART", _PARTS_TOLD, "--part")] = None,
+    size: Annotated[str, flag("SIZE", "of the target that is shared")] = "300MB",
     link_limit: Annotated[
-        str, typer.Option(metavar="RATE", help="of each rank's link, below the disk's share")
+        str, flag("RATE", "of each rank's link, below the disk's share")
     ] = "100MB",
-    slow_layer: Annotated[
-        float, typer.Option(metavar="S", help="seconds that a layer of a stage takes longer")
-    ] = 0.03,
+    slow_layer: Annotated[float, flag("S", "seconds that a layer of a stage takes longer")] = 0.03,
 ) -> Findings:
     """How long does a pass take on several ranks with a link each, and in stages?"""
     one_of(part or (), PARTS, "--part")
     parts = part or bench.effort(PARTS, PARTS[:1])
     effort = bench.effort(FULL, QUICK)
     effort = replace(effort, num_prompts=bench.given("num_prompts") or effort.num_prompts)
-    picture = bench.given("picture")
-    if picture is not None:
-        require_pictures()
-        if "stages" not in parts:
-            raise UserError("--picture shows runs of stages: add --part stages")
+    if bench.given("picture") is not None and "stages" not in parts:
+        raise UserError("--picture shows runs of stages: add --part stages")
     rate = parse_size(link_limit, "--link-limit")
     found, names = bench.prompts(effort.num_prompts)
     setting = bench.setting(size=size)
@@ -330,23 +265,29 @@ def main(
     disk_bytes_per_s = bench.say_link(setting)
     require_slower(rate, disk_bytes_per_s, max(effort.sizes))
     ids = raw_ids(PAIR / "target", found, PROMPT_TOKENS)
-    nothing = Shown([], [], [])
-    shared = share(bench, setting, effort, rate, ids) if "shards" in parts else nothing
-    staged = in_stages(bench, effort, slow_layer, ids) if "stages" in parts else nothing
+    shared = staged = list[Row]()
+    texts = list[Answer]()
+    verdicts = list[Row]()
+    if "shards" in parts:
+        shared, own = share(bench, setting, effort, rate, ids)
+        texts += own
+        verdicts += checks(shared)
+    if "stages" in parts:
+        staged, own = in_stages(bench, effort, slow_layer, ids)
+        texts += own
+        verdicts += stages.checks(staged)
     settings = {**setting.as_dict(), **same, "dtype": _DTYPE}
-    model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
 
-    def draw() -> None:
-        if picture is not None:
-            draw_flights(staged.rows, {**settings, "target": model}, picture)
+    def draw(path: Path) -> None:
+        model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
+        draw_flights(staged, {**settings, "target": model}, path)
 
-    tables = ((COLUMNS, shared.rows), (stages.COLUMNS, staged.rows))
     return Findings(
-        rows=[*shared.rows, *staged.rows],
-        tables=[(columns, rows) for columns, rows in tables if rows],
-        checks=[*shared.checks, *staged.checks],
+        rows=[*shared, *staged],
+        tables=[one for one in ((COLUMNS, shared), (stages.COLUMNS, staged)) if one[1]],
+        checks=verdicts,
         setting=setting,
-        written=[*shared.written, *staged.written],
+        written=[text.written for text in texts],
         settings=settings,
         ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s},
         draw=draw,
@@ -357,7 +298,5 @@ def require_slower(link_bytes_per_s: float, disk_bytes_per_s: float, num_ranks: 
     """Refuse links that ranks on one disk could not have. Raises `UserError`."""
     most = disk_bytes_per_s / num_ranks / _DISK_MARGIN
     if link_bytes_per_s > most:
-        got = f"{link_bytes_per_s / 1e6:.0f}MB"
-        raise UserError(
-            f"--link-limit must be {most / 1e6:.0f}MB or less on this disk, got {got}: lower it"
-        )
+        rule = f"--link-limit must be {most / 1e6:.0f}MB or less on this disk"
+        raise UserError(f"{rule}, got {link_bytes_per_s / 1e6:.0f}MB: lower it")

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,40 +23,15 @@ from offload.bench.harness.tables import Column
 
 HIDDEN = 5120
 SHAPE: dict[str, Any] = {
-    "hidden_size": HIDDEN, "intermediate_size": 17408, "num_hidden_layers": 1, "vocab_size": 8,
-    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "layer_types": ["linear_attention"],
-}  # fmt: skip
+    **{"hidden_size": HIDDEN, "intermediate_size": 17408, "num_hidden_layers": 1, "vocab_size": 8},
+    **{"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "layer_types": ["linear_attention"]},
+}
+_SMALL = {"hidden_size": 256, "intermediate_size": 512}
 TREES = (1, 64, 256)
 QUICK_TREES = (1, 16)
 LIMIT = 0.15  # of the products, for 64 nodes
-
-
-class Parts(NamedTuple):
-    """Seconds of one pass."""
-
-    recurrent_s: float
-    products_s: float
-
-
-class Clock:
-    """Adds up what wrapped functions take."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, timed."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - start_s
-
-        return timed
 
 
 def layer_of(shape: dict[str, Any]) -> nn.Module:
@@ -72,25 +47,31 @@ def layer_of(shape: dict[str, Any]) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def parents_of(num_nodes: int) -> list[int]:
-    """Return a tree in which a node has two children, as deep as it may be wide."""
-    return [(node - 1) // 2 if node else -1 for node in range(num_nodes)]
-
-
 @contextmanager
-def timed(layer: nn.Module) -> Iterator[tuple[Clock, Clock]]:
-    """Meanwhile one clock runs in convolution and scan, the other in products."""
+def timed(layer: nn.Module) -> Iterator[dict[str, float]]:
+    """Meanwhile add up what convolution and scan take, and what products do."""
     from offload.model.recurrent_cache import RecurrentCache
 
-    recurrent, products = Clock(), Clock()
+    seconds = {"recurrent_s": 0.0, "products_s": 0.0}
+
+    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[name] += time.perf_counter() - start_s
+
+        return clocked
+
     own = {name: getattr(RecurrentCache, name) for name in ("convolve", "scan")}
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     try:
         for name, function in own.items():
-            setattr(RecurrentCache, name, recurrent.around(function))
+            setattr(RecurrentCache, name, around("recurrent_s", function))
         for module in linears:
-            module.forward = products.around(module.forward)  # type: ignore[method-assign]
-        yield recurrent, products
+            module.forward = around("products_s", module.forward)  # type: ignore[method-assign]
+        yield seconds
     finally:
         for name, function in own.items():
             setattr(RecurrentCache, name, function)
@@ -99,48 +80,46 @@ def timed(layer: nn.Module) -> Iterator[tuple[Clock, Clock]]:
 
 
 @torch.inference_mode()
-def one_pass(layer: nn.Module, width: int, num_nodes: int) -> Parts:
-    """Return what a pass over a tree takes, behind a committed token."""
+def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
+    """Return what a pass over a tree takes, behind a committed token.
+
+    A node has two children, so that the tree is as deep as it may be wide.
+    """
     from offload.model.recurrent_cache import RecurrentCache
     from offload.model.thread_team import TEAM
     from offload.model.wide_products import WideProducts, lacks_products
 
     cache = RecurrentCache(1, num_nodes + 1)
-    parents = parents_of(num_nodes)
     sees_NN = torch.eye(num_nodes, dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            sees_NN[node] |= sees_NN[parent]
+    for node in range(1, num_nodes):
+        sees_NN[node] |= sees_NN[(node - 1) // 2]
     hidden = torch.randn(1, num_nodes, width).bfloat16()
     cache.take_rows(sees_NN, None)
     is_narrow = lacks_products(torch.bfloat16)
     mode = WideProducts() if is_narrow else nullcontext()
     team = TEAM.in_place_of_torch() if is_narrow else nullcontext()
-    with timed(layer) as (recurrent, products), mode, team:
+    with timed(layer) as seconds, mode, team:
         layer(hidden, position_embeddings=None, attention_mask=None, past_key_values=cache)
-    return Parts(recurrent.seconds, products.seconds)
+    return seconds
 
 
 def measure(num_rounds: int, trees: tuple[int, ...], shape: dict[str, Any]) -> list[Row]:
-    """Return medians of some rounds by the number of nodes."""
     layer = layer_of(shape)
     found = []
     for num_nodes in trees:
         rounds = [one_pass(layer, shape["hidden_size"], num_nodes) for _ in range(num_rounds + 1)]
-        # the first finds nothing in any cache
-        recurrent_s, products_s = map(statistics.median, zip(*rounds[1:], strict=True))
-        found.append({
-            "row": f"{num_nodes} nodes", "nodes": num_nodes, "recurrent_s": recurrent_s,
-            "products_s": products_s, "share": recurrent_s / products_s,
-        })  # fmt: skip
+        row: Row = {"row": f"{num_nodes} nodes", "nodes": num_nodes}
+        for name in rounds[0]:
+            # the first finds nothing in any cache
+            row[name] = statistics.median(one[name] for one in rounds[1:])
+        found.append({**row, "share": row["recurrent_s"] / row["products_s"]})
     return found
 
 
 @command("recurrence", "quick")
 def main(bench: Bench) -> Findings:
     """What a recurrent layer of Qwen3.6-27B's shape takes for its states, beside its products."""
-    small = {"hidden_size": 256, "intermediate_size": 512}
-    rows = measure(*bench.effort((5, TREES, SHAPE), (1, QUICK_TREES, SHAPE | small)))
+    rows = measure(*bench.effort((5, TREES, SHAPE), (1, QUICK_TREES, SHAPE | _SMALL)))
     return Findings(
         rows=rows,
         columns=[

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
-from typing import NamedTuple
 
-from offload.bench.harness.cluster import Answer, Cluster, Order
+from offload.bench.harness.cluster import Answer, Cluster
 from offload.bench.harness.metrics import latencies
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
-from offload.bench.harness.tables import Better, Column, check
+from offload.bench.harness.tables import Better, Column, check, ratios
 
 BASELINES = ("plain", "sync", "async")
 # a fixed number of rows, and two ablations
@@ -27,14 +26,6 @@ _WANTED: tuple[tuple[str, str, str, float, Better], ...] = (  # way, figure, bes
     ("async", "ttft_s", "plain", 1.05, "lower"),
     ("async,no-cancel", "tokens_per_s", "async", 1.0, "lower"),
 )
-
-
-class Piped(NamedTuple):
-    """One text, one way."""
-
-    way: str
-    order: Order
-    answer: Answer
 
 
 def open_ways(
@@ -66,34 +57,31 @@ def open_ways(
     return found
 
 
-def row_of(texts: Sequence[Piped], peak_rss_bytes: Sequence[int]) -> Row:
-    """Return the paper's figures of one way, and what became of its runs."""
-    each = [latencies([text.answer.bursts]) for text in texts]
-    counts = Counter(event[1] for text in texts for event in text.answer.stats.get("runs", []))
-    row: Row = {"name": f"stages, {texts[0].way}", "way": texts[0].way}
+def row_of(way: str, texts: Sequence[Answer], peak_rss_bytes: Sequence[int]) -> Row:
+    each = [latencies([text.bursts]) for text in texts]
+    events = [text.stats.get("runs", []) for text in texts]
+    counts = Counter(event[1] for own in events for event in own)
+    row: Row = {"name": f"stages, {way}", "way": way}
     names = {"tokens_per_s": "decode_tokens_per_s", "ttft_s": "mean_ttft_s", "itl_s": "mean_itl_s"}
     for name, key in names.items():
         row[f"{name}_samples"] = [one[key] for one in each]
         row[name] = median(row[f"{name}_samples"])
     row |= {f"num_{what}": counts[what] for what in ("issued", "cancelled", "drawn", "dead")}
-    events = texts[0].answer.stats.get("runs", [])
-    return {**row, "peak_rss_bytes": [*peak_rss_bytes], "events": events}
+    return {**row, "peak_rss_bytes": [*peak_rss_bytes], "events": events[0]}
 
 
 def checks(rows: Sequence[Row]) -> list[Row]:
-    """Return what was wanted, as far as it was measured; ratios text by text."""
     known = {row["way"]: row for row in rows}
     found = list[Row]()
     for way, figure, beside, wanted, better in _WANTED:
         if {way, beside} <= known.keys():
             samples = (known[one][f"{figure}_samples"] for one in (way, beside))
-            ratios = [one / other for one, other in zip(*samples, strict=True) if other]
-            found.append(check(f"{figure}, {way} / {beside}", ratios, wanted, better))
+            found.append(check(f"{figure}, {way} / {beside}", ratios(*samples), wanted, better))
     return found
 
 
-def held(row: Row) -> str:
-    return "/".join(f"{one / 2**20:.0f}" for one in row["peak_rss_bytes"]) + " MiB"
+def held(peak_rss_bytes: Sequence[int]) -> str:
+    return "/".join(f"{one / 2**20:.0f}" for one in peak_rss_bytes) + " MiB"
 
 
 COLUMNS = (
@@ -104,5 +92,5 @@ COLUMNS = (
     Column("runs", "num_issued"),
     Column("cancelled", "num_cancelled"),
     Column("dead", "num_dead"),
-    Column("peak RSS", held),
+    Column("peak RSS", lambda row: held(row["peak_rss_bytes"])),
 )

@@ -8,13 +8,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from offload.bench.harness.memory_cap import drop_pages
 from offload.machine import available_ram_bytes, peak_rss_bytes, rss_bytes
 
 # in one pass; of a trial
@@ -53,8 +52,6 @@ class Peer(Protocol):
 
 
 class Measured(NamedTuple):
-    """One prompt continued."""
-
     prompt: int  # index
     bursts: list[tuple[float, list[int]]]  # seconds since the start, tokens that were known by then
 
@@ -68,7 +65,7 @@ class Measured(NamedTuple):
         return len(self.token_ids) - len(self.bursts[0][1])
 
 
-def rate(runs: list[Measured]) -> float:
+def rate(runs: Sequence[Measured]) -> float:
     """Return tokens per second after the first burst, over all runs."""
     decode_s = sum(run.bursts[-1][0] - run.bursts[0][0] for run in runs)
     return sum(run.num_decoded for run in runs) / decode_s if decode_s else 0.0
@@ -82,7 +79,10 @@ def follow(order: Order) -> dict[str, Any]:
     started = time.perf_counter()
     peer: Peer = import_module(order.module).open_peer(order)
     load_s = time.perf_counter() - started
-    trials = {count: _trial(peer, order, count) for count in order.threads}
+    trials = dict[int, float]()
+    for count in order.threads:
+        peer.use_threads(count)
+        trials[count] = rate([_run(peer, order, 0, max(_FEWEST_TOKENS, order.num_tokens // 4))])
     best = max(trials, key=lambda count: trials[count], default=0)
     if best:
         peer.use_threads(best)
@@ -96,6 +96,14 @@ def follow(order: Order) -> dict[str, Any]:
     return {"runs": runs, **figures}
 
 
+def drop_pages(path: Path) -> None:
+    """Ask the kernel to forget what it has cached of a file or of the files in a folder."""
+    for each in [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]:
+        file = os.open(each, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
 def free_bytes(order: Order) -> int:
     """Return what the cap leaves beside what this process holds, its libraries above all."""
     return available_ram_bytes() if order.group else order.cap_bytes - rss_bytes()
@@ -103,11 +111,6 @@ def free_bytes(order: Order) -> int:
 
 class _EnoughError(Exception):
     """Raised through a program that has decoded what was wanted."""
-
-
-def _trial(peer: Peer, order: Order, num_threads: int) -> float:
-    peer.use_threads(num_threads)
-    return rate([_run(peer, order, 0, max(_FEWEST_TOKENS, order.num_tokens // 4))])
 
 
 def _run(peer: Peer, order: Order, prompt: int, num_tokens: int) -> Measured:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.bench.harness.record import whole
+from offload.checkpoint.files import replacing
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.errors import UserError
 
@@ -71,13 +71,12 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
         raise UserError(f"{source.name}: {what}: leave it out")
     import gguf
 
-    with whole(destination) as place:
+    with replacing(destination) as place:
         writer = gguf.GGUFWriter(place, architecture, use_temp_file=True)  # stacks are copies
         for name, key in (_TOLD | ({} if architecture == "llama" else _TOLD_OF_EXPERTS)).items():
             getattr(writer, f"add_{name}")(config[key])
-        head_width = (
-            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        )
+        even_width = config["hidden_size"] // config["num_attention_heads"]
+        head_width = config.get("head_dim") or even_width
         for name in ("key_length", "value_length", "rope_dimension_count"):
             getattr(writer, f"add_{name}")(head_width)
         writer.add_rope_freq_base(rope["rope_theta"])
@@ -85,9 +84,7 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
         for name, values in _tensors(checkpoint):
             raw_dtype = None if values.dtype == np.float32 else gguf.GGMLQuantizationType[kind]
             if raw_dtype is not None and kind != "BF16":
-                values = gguf.quants.quantize(
-                    (values.astype(np.uint32) << 16).view(np.float32), raw_dtype
-                )
+                values = gguf.quants.quantize(_widened(values), raw_dtype)
             writer.add_tensor(name, values, raw_dtype=raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -112,18 +109,15 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
     """
     config = checkpoint.config
     stacks = dict[str, dict[int, np.ndarray]]()
-    is_llama = config["model_type"] == "llama"
-    heads = (
-        {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-        if is_llama
-        else {}
-    )
+    heads = dict[str, int]()
+    if config["model_type"] == "llama":
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
     for name, entry in checkpoint.tensors.items():
         stem = name.removesuffix(".weight")
-        _, _, index, part = (
-            stem.split(".", 3) if stem.startswith("model.layers.") else ("", "", "", "")
-        )
+        index = part = ""
+        if stem.startswith("model.layers."):
+            _, _, index, part = stem.split(".", 3)
         expert = _EXPERT.fullmatch(part)
         new_part = _OUTER.get(stem) or _IN_LAYER.get(part)
         new_part = f"ffn_{expert[2]}_exps" if expert else new_part
@@ -137,9 +131,13 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
             stacks.setdefault(new_name, {})[int(expert[1])] = values
         else:
             is_wide = values.ndim == 1 or new_part == _ROUTER
-            yield new_name, (values.astype(np.uint32) << 16).view(np.float32) if is_wide else values
+            yield new_name, _widened(values) if is_wide else values
     for name, stack in stacks.items():
         yield name, np.stack([stack[expert] for expert in range(len(stack))])
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.uint32) << 16).view(np.float32)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ for its defaults; `lookup` is `prompt_lookup_num_tokens` in place of one.
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from offload.bench.peers.child import Emit, Order, free_bytes
@@ -19,24 +19,17 @@ class Transformers:
     """A model as `from_pretrained` makes it, and `generate`."""
 
     def __init__(self, order: Order) -> None:
-        # as many layers in memory as the cap leaves room for
-        is_disk = order.options["weights"] == "disk"
-        room = (
-            {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}}
-            if is_disk
-            else {}
-        )
-        how: dict[str, Any] = {"dtype": torch.bfloat16}
-        self._model = AutoModelForCausalLM.from_pretrained(
-            order.target, trust_remote_code=False, use_safetensors=True, **how, **room
-        )
+        room: dict[str, Any] = {}
+        if order.options["weights"] == "disk":
+            # as many layers in memory as the cap leaves room for
+            room["max_memory"] = {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}
+            room["device_map"] = "auto"
+        self._model = _loaded(order.target, room)
         self._options: dict[str, Any] = {}
         if "lookup" in order.options:
             self._options["prompt_lookup_num_tokens"] = order.options["lookup"]
         if order.options["assistant"] is not None:
-            assistant = AutoModelForCausalLM.from_pretrained(
-                order.draft, trust_remote_code=False, use_safetensors=True, **how
-            )
+            assistant = _loaded(order.draft, {})
             assistant.generation_config.update(**order.options["assistant"])
             self._options["assistant_model"] = assistant
 
@@ -48,6 +41,12 @@ class Transformers:
         limits = {"max_new_tokens": num_tokens, "max_time": limit_s, "do_sample": False}
         more = {"attention_mask": torch.ones_like(prompt_1T), "streamer": _Bursts(emit)}
         self._model.generate(prompt_1T, **limits, **more, **self._options)
+
+
+def _loaded(folder: str, room: dict[str, Any]) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, use_safetensors=True, dtype=torch.bfloat16, **room
+    )
 
 
 class _Bursts(BaseStreamer):
@@ -65,5 +64,4 @@ class _Bursts(BaseStreamer):
     def end(self) -> None: ...
 
 
-def open_peer(order: Order) -> Transformers:
-    return Transformers(order)
+open_peer = Transformers

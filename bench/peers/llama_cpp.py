@@ -23,19 +23,16 @@ class LlamaCpp:
     """One context of the target, and one of the draft where asked for."""
 
     def __init__(self, order: Order) -> None:
-        num_drafted = order.options["draft_tokens"]
-        self._draft: _Draft | _Lookup | None = (
-            _Draft(order.draft, num_drafted) if num_drafted else None
-        )
+        self._draft: _Draft | _Lookup | None = None
+        if num_drafted := order.options["draft_tokens"]:
+            self._draft = _Draft(order.draft, num_drafted)
         if "lookup" in order.options:
             self._draft = _Lookup(num_pred_tokens=order.options["lookup"])
         self._model = _open(order.target, self._draft)
 
     def use_threads(self, count: int) -> None:
-        for model in (
-            self._model,
-            *([self._draft.model] if isinstance(self._draft, _Draft) else []),
-        ):
+        small = [self._draft.model] if isinstance(self._draft, _Draft) else []
+        for model in (self._model, *small):
             llama_cpp.llama_set_n_threads(model.ctx, count, count)
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
@@ -92,13 +89,11 @@ def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
         return params
 
     llama_cpp.llama_cpp.llama_model_default_params = mapped
+    how: dict[str, Any] = {"n_ctx": _CONTEXT, "use_mmap": True, "verbose": False}
     try:
-        return llama_cpp.Llama(
-            path, n_ctx=_CONTEXT, draft_model=draft, use_mmap=True, verbose=False
-        )
+        return llama_cpp.Llama(path, draft_model=draft, **how)
     finally:
         llama_cpp.llama_cpp.llama_model_default_params = usual
 
 
-def open_peer(order: Order) -> LlamaCpp:
-    return LlamaCpp(order)
+open_peer = LlamaCpp

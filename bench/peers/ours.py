@@ -6,7 +6,6 @@ where it is not given; `lookup` leaves the draft out; `trees` has another tree f
 
 from itertools import takewhile
 from time import perf_counter
-from typing import Any
 
 import torch
 import transformers
@@ -24,22 +23,24 @@ class Ours:
     def __init__(self, order: Order) -> None:
         # imported lazily: now, so that it is counted
         _ = torch.__version__, transformers.AutoModelForCausalLM
-        ram_bytes = order.options.get("ram") or free_bytes(order) - _MARGIN_BYTES
-        how: dict[str, Any] = {"device": "cpu", "context": 512}  # the others have no device either
-        how["experts"], self._trees = (
-            order.options.get("experts", "auto"),
-            iter(order.options.get("trees", ())),
+        options = order.options
+        self._trees = iter(options.get("trees", ()))
+        self._decoder = load(
+            order.target,
+            None if "lookup" in options else order.draft,
+            ram=options.get("ram") or free_bytes(order) - _MARGIN_BYTES,
+            tree=options["tree"],
+            experts=options.get("experts", "auto"),
+            device="cpu",  # the others have no device either
+            context=512,
         )
-        draft = None if "lookup" in order.options else order.draft
-        self._decoder = load(order.target, draft, ram=ram_bytes, tree=order.options["tree"], **how)
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
-        run = self._decoder.run(
-            prompt_ids, Sampling(), max_new_tokens=num_tokens, tree=next(self._trees, None)
-        )
+        tree = next(self._trees, None)
+        run = self._decoder.run(prompt_ids, Sampling(), max_new_tokens=num_tokens, tree=tree)
         num_seen = 0
         stop = perf_counter() + limit_s
         for _ in takewhile(lambda _: perf_counter() < stop, run):
@@ -49,5 +50,4 @@ class Ours:
             num_seen = len(token_ids)
 
 
-def open_peer(order: Order) -> Ours:
-    return Ours(order)
+open_peer = Ours

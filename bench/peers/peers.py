@@ -22,15 +22,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command, one_of
+from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.process import last_line
 from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS
 from offload.bench.harness.tables import Column
-from offload.bench.moe_pair.make import moe_setting
+from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.run import (
     Outcome,
@@ -76,7 +74,6 @@ class Program(NamedTuple):
     threads: tuple[int, ...] = (1, 2)
 
     def of_lookup(self) -> "Program":
-        """Return the program without a draft."""
         options = {**self.options, "lookup": _LOOKUP_TOKENS}
         return self._replace(options=options, figure="tokens_per_pass")
 
@@ -95,12 +92,13 @@ def _transformers(title: str, size: tuple[int, int], wanted: float | None, **mor
 
 
 def _llama_cpp(draft_tokens: int, size: tuple[int, int], wanted: float) -> Program:
-    title = f"llama.cpp, its draft at n-max {draft_tokens}"
-    title = title if draft_tokens else "llama.cpp on the mmap"
+    title = f"llama.cpp, its draft at n-max {draft_tokens}" if draft_tokens else _LLAMA_ALONE
+    needs = ("llama_cpp", "gguf")
     options = {"draft_tokens": draft_tokens}
-    return Program(title, f"{__package__}.llama_cpp", options, ("llama_cpp", "gguf"), *size, wanted)
+    return Program(title, f"{__package__}.llama_cpp", options, needs, *size, wanted)
 
 
+_LLAMA_ALONE = "llama.cpp on the mmap"
 _ON_MAP = {"weights": "mmap"}
 PROGRAMS: dict[str, Program] = {
     OURS: _ours("grown:128x20", _DRAFTED),
@@ -136,12 +134,13 @@ EXPERTS = {
     "llama": _llama_cpp(0, _DRAFTED, 2),
     "llama-draft": _llama_cpp(4, _DRAFTED, 2),
 }
+_PEERS = f"of {', '.join(PROGRAMS)}; default: all"
+_LOOKUP = "without a draft: tokens per pass of copies, half the prompts"
+_EXPERTS = "with a mixture of experts, trained when it is not there"
 _ROUNDED_ROWS = 1.0  # what scores may differ by where llama.cpp rounds rows to 8 bits as well
 
 
 class Common(NamedTuple):
-    """What all programs have in common."""
-
     target: Path
     draft: Path
     model: Path  # small, computes what the target computes: the gate asks it
@@ -284,41 +283,22 @@ def _rates(row: Row) -> dict[int, float]:
     return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
 
 
-Peers = Annotated[
-    list[str] | None,
-    typer.Option("--peer", metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all"),
-]
-Cap = Annotated[
-    str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")
-]
-Interpreter = Annotated[
-    str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
-]
-Lookup = Annotated[
-    bool,
-    typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts"),
-]
-Gguf = Annotated[
-    str,
-    typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file"),
-]
-Experts = Annotated[
-    bool, typer.Option("--experts", help="with a mixture of experts, trained when it is not there")
-]
-
-
 @command(
     *("peers", "size source quick compare"),
     examples=["offload bench peers --quick --peer mmap --python others/python"],
 )
 def main(
     bench: Bench,
-    peer: Peers = None,
-    cap: Cap = "1.2GB",
-    python: Interpreter = None,
-    lookup: Lookup = False,
-    gguf: Gguf = "BF16",
-    experts: Experts = False,
+    peer: Annotated[list[str] | None, flag("NAME", _PEERS, "--peer")] = None,
+    cap: Annotated[str, flag("SIZE", "memory of each process, page cache included")] = "1.2GB",
+    python: Annotated[
+        str | None, flag("FILE", "an interpreter that has what this one lacks")
+    ] = None,
+    lookup: Annotated[bool, flag(None, _LOOKUP, "--lookup")] = False,
+    gguf: Annotated[
+        str, flag("TYPE", "Q8_0 or Q4_0: ours and llama.cpp on that file", "--gguf")
+    ] = "BF16",
+    experts: Annotated[bool, flag(None, _EXPERTS, "--experts")] = False,
 ) -> Findings:
     """How many times more tokens per second than other programs, with the same files, prompts and
     memory?

@@ -8,12 +8,11 @@ import subprocess
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from offload.bench.harness.memory_cap import new_cap
-from offload.bench.harness.process import call, environment
-from offload.bench.harness.record import partial_path
+from offload.bench.harness.process import call, environment, new_cap
 from offload.bench.peers.child import Measured, Order
+from offload.checkpoint.files import replacing
 from offload.errors import RunError
 from offload.sampling_options import Sampling
 
@@ -23,8 +22,6 @@ _START_S = 300.0
 
 
 class Outcome(NamedTuple):
-    """What became of one program."""
-
     reason: str = ""  # why there are no figures; empty when there are
     runs: Sequence[Measured] = ()
     num_near: int = 0  # tokens that differ from the float32 choice by less than bf16 rounding
@@ -38,7 +35,6 @@ class Outcome(NamedTuple):
     load_s: float = 0.0
 
     def joined(self, later: "Outcome") -> "Outcome":
-        """Return both measurements of the same program as one."""
         if self.reason or later.reason:
             return Outcome(reason=self.reason or later.reason)
         peaks = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None]
@@ -62,9 +58,15 @@ def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | No
 def run_child(python: str, order: Order) -> Outcome:
     """Run an order in a process and a memory group of its own; the tokens are not proved yet."""
     cap = new_cap(order.cap_bytes)
+    limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
     try:
         order = order._replace(group=str(cap.processes) if cap else None)
-        outcome = _outcome(python, order)
+        try:
+            outcome = with_runs(
+                call("offload.bench.peers.child", order, python=python, limit_s=limit_s)
+            )
+        except RunError as error:
+            outcome = Outcome(reason=str(error))
         peak_bytes = cap.peak_bytes() if cap else None
         return outcome._replace(is_capped=cap is not None, peak_bytes=peak_bytes)
     finally:
@@ -72,22 +74,12 @@ def run_child(python: str, order: Order) -> Outcome:
             cap.remove()
 
 
-def _outcome(python: str, order: Order) -> Outcome:
-    limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
-    try:
-        figures = call("offload.bench.peers.child", order, python=python, limit_s=limit_s)
-    except RunError as error:
-        return Outcome(reason=str(error))
-    return with_runs(figures)
-
-
-def with_runs(figures: dict[str, object]) -> Outcome:
-    """Return what a child has told of its runs."""
-    told: Sequence[tuple[int, list[tuple[float, list[int]]]]] = figures.pop("runs")  # type: ignore[assignment]
+def with_runs(figures: dict[str, Any]) -> Outcome:
+    told: Sequence[tuple[int, list[tuple[float, list[int]]]]] = figures.pop("runs")
     runs = [Measured(prompt, [(at_s, ids) for at_s, ids in bursts]) for prompt, bursts in told]
     if not all(run.bursts and run.num_decoded for run in runs):
         return Outcome(reason="failed: no token after the first within the time limit")
-    return Outcome(runs=runs, **figures)  # type: ignore[arg-type]
+    return Outcome(runs=runs, **figures)
 
 
 def proved(
@@ -101,15 +93,12 @@ def proved(
 
     if outcome.reason:
         return outcome
-    gaps = [
-        gap
-        for run in outcome.runs
-        for gap in draw_gaps(model, prompts[run.prompt], run.token_ids, Sampling())
-    ]
+    gaps = list[float]()
+    for run in outcome.runs:
+        gaps += draw_gaps(model, prompts[run.prompt], run.token_ids, Sampling())
     if max(gaps) > (noise or BF16_NOISE):
-        return Outcome(
-            reason=f"refused: a token misses the original model's choice by {max(gaps):.3f}"
-        )
+        told = f"a token misses the original model's choice by {max(gaps):.3f}"
+        return Outcome(reason=f"refused: {told}")
     return outcome._replace(num_near=sum(gap > 0 for gap in gaps))
 
 
@@ -126,9 +115,8 @@ def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Pa
     own = "" if kind == "BF16" else f"-{kind}"
     path = folder / f"{source.name}{own}-{zlib.crc32(repr(shards).encode()):08x}.gguf"
     if not path.is_file():
-        command = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(path), kind]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
-        finally:
-            partial_path(path).unlink(missing_ok=True)  # a writer that was killed cleans nothing
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            writer = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(part), kind]
+            subprocess.run(writer, check=True, capture_output=True, text=True, env=environment())
     return path

@@ -28,8 +28,6 @@ _BAD_BODIES = (
 
 
 class Answer(NamedTuple):
-    """What a client was given."""
-
     wish: int
     text: str
     is_whole: bool
@@ -52,8 +50,8 @@ class Clients:
         self._may_ask = Event()
         self._idle = [Event() for _ in range(num)]
         self._threads = [
-            Thread(target=self._ask, args=(Random(f"{seed}/{n}"), self._idle[n]))
-            for n in range(num)
+            Thread(target=self._ask, args=(Random(f"{seed}/{n}"), idle))
+            for n, idle in enumerate(self._idle)
         ]
         for thread in self._threads:
             thread.start()
@@ -114,14 +112,12 @@ class Clients:
         elif is_streamed:
             self._follow(name, response, rng.randrange(6) if rng.random() < _LEFT_SHARE else None)
         else:
-            self.answers.append(
-                Answer(name, _said(json.loads(response.read())["choices"][0]), True)
-            )
+            said = _said(json.loads(response.read())["choices"][0])
+            self.answers.append(Answer(name, said, True))
 
     def _follow(self, name: int, response: Iterable[bytes], most: int | None) -> None:
         """Follow a stream to its end, or to as many pieces."""
-        text = ""
-        num_pieces = 0
+        pieces = list[str]()
         is_whole = False
         for line in response:
             if not line.startswith(b"data: "):
@@ -133,11 +129,10 @@ class Clients:
             if "error" in event:
                 self.errors.append(f"within a stream: {line!r:.200}")
                 return
-            text = text + "".join(map(_said, event["choices"]))
-            num_pieces = num_pieces + 1
-            if num_pieces == most:
+            pieces.append("".join(map(_said, event["choices"])))
+            if len(pieces) == most:
                 break
-        self.answers.append(Answer(name, text, is_whole))
+        self.answers.append(Answer(name, "".join(pieces), is_whole))
         if not is_whole and most is None:
             self.errors.append("a stream ended before its end")
 

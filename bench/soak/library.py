@@ -31,8 +31,6 @@ _LEFT_SHARE = 0.3
 
 
 class Order(NamedTuple):
-    """The order that such a process gets."""
-
     target: str
     draft: str
     ram_bytes: list[int]
@@ -64,30 +62,25 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
     if how["tree"] in ("none", "chain:auto"):
         how["lookup"] = None
     ram_bytes = rng.choice(order.ram_bytes)
-    names = rng.sample(range(len(table)), 6)
+    *alone, one, other = rng.sample(range(len(table)), 6)
+
+    def request(name: int) -> Request:
+        return Request(table[name].ids(decoder), table[name].sampling, table[name].num_new)
+
     with load(order.target, order.draft, ram_bytes, **how) as decoder:
-        for name in names[:-2]:
-            write_one(decoder, table[name], name, rng)
-        several = [
-            Request(table[name].ids(decoder), table[name].sampling, table[name].num_new)
-            for name in names[-2:]
-        ]
-        for name, result in zip(names[-2:], in_order(decoder, several), strict=True):
+        for name in alone:
+            run = decoder.start(request(name), continues=rng.random() < 0.5)
+            most = rng.randrange(4) if rng.random() < _LEFT_SHARE else None
+            for number, _ in enumerate(run):
+                if number == most:
+                    break
+            tell(name, run.result())
+            decoder.release(run)
+        together = in_order(decoder, [request(one), request(other)])
+        for name, result in zip((one, other), together, strict=True):
             tell(name, result)
         if decoder.num_parallel == 1:
             talk(decoder, rng)
-
-
-def write_one(decoder: Decoder, wish: Wish, name: int, rng: Random) -> None:
-    run = decoder.start(
-        Request(wish.ids(decoder), wish.sampling, wish.num_new), continues=rng.random() < 0.5
-    )
-    most = rng.randrange(4) if rng.random() < _LEFT_SHARE else None
-    for number, _ in enumerate(run):
-        if number == most:
-            break
-    tell(name, run.result())
-    decoder.release(run)
 
 
 def talk(decoder: Decoder, rng: Random) -> None:
@@ -104,13 +97,8 @@ def talk(decoder: Decoder, rng: Random) -> None:
 
 
 def tell(name: int, result: Generation) -> None:
-    told = {
-        "wish": name,
-        "new_ids": result.token_ids,
-        "rule": result.rule,
-        "is_invariant": result.is_invariant,
-    }
-    print(json.dumps(told), flush=True)
+    told = {"wish": name, "new_ids": result.token_ids, "rule": result.rule}
+    print(json.dumps({**told, "is_invariant": result.is_invariant}), flush=True)
 
 
 if __name__ == "__main__":

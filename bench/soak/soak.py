@@ -13,28 +13,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import typer
-
-from offload.bench.harness.command import Bench, Findings, command
+from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
-from offload.bench.harness.picture import draw_hours, require_pictures
+from offload.bench.harness.picture import draw_hours
 from offload.bench.harness.process import Talker, environment, free_port
 from offload.bench.harness.promises import WrongTokenError
-from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import Setting
+from offload.bench.harness.record import Guard
+from offload.bench.harness.setting import Setting, least_ram
 from offload.bench.harness.tables import Column
 from offload.bench.soak.clients import Answer, Clients
 from offload.bench.soak.library import Order
 from offload.bench.soak.watch import Sample, look, row_of
 from offload.bench.soak.wishes import CONTEXT, Wish, wishes, with_template
 from offload.errors import RunError
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, least_budget
 
 NUM_CLIENTS = 5
 PARALLEL = 3
@@ -51,8 +48,6 @@ LIBRARY = "library"
 
 
 class Told(NamedTuple):
-    """A text that one of the processes has written."""
-
     wish: int
     new_ids: list[int]
     rule: str
@@ -60,21 +55,17 @@ class Told(NamedTuple):
 
 
 class Server:
-    """`offload serve` with its clients."""
-
     def __init__(
         self, setting: Setting, model: Path, table: Sequence[Wish], seed: int, folder: Path
     ) -> None:
-        self.temporary = _made(folder / "server-tmp")
+        self.temporary, own = _place(folder / "server-tmp")
         self._port = free_port()
         self._log = folder / "server.log"
         words = f"serve -m {model} -d {setting.draft} --ram {setting.ram_bytes} --context {CONTEXT}"
         words += f" --parallel {PARALLEL} --queue {QUEUE} --port {self._port} --profile none"
         command = [sys.executable, "-m", "offload", *words.split()]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=_environment(self.temporary), stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen(command, env=own, stdout=log, stderr=log)
         self._wait_until_up()
         self.clients = Clients(self._port, table, NUM_CLIENTS, seed)
 
@@ -123,14 +114,12 @@ class Server:
 
 
 class Library:
-    """The process that opens and closes models."""
-
     def __init__(self, order: Order, folder: Path) -> None:
-        self.temporary = _made(folder / "library-tmp")
+        self.temporary, own = _place(folder / "library-tmp")
         self.texts = list[Told]()
         self._log = (folder / "library.log").open("w+")
         command = [sys.executable, "-m", "offload.bench.soak.library"]
-        self._talker = Talker(command, self._log, _environment(self.temporary))
+        self._talker = Talker(command, self._log, own)
         self._talker.tell(order)
 
     def look(self, time_s: float) -> Sample:
@@ -151,8 +140,6 @@ class Library:
 
 
 class Soaked(NamedTuple):
-    """The samples and texts of a soak."""
-
     # by process
     samples: dict[str, list[Sample]]
     texts: list[Told]
@@ -223,9 +210,8 @@ def require_right(answer: Answer, right: str) -> None:
     """Raise `WrongTokenError` for a wrong text; one that was left may lack its end."""
     is_right = answer.text == right if answer.is_whole else right.startswith(answer.text)
     if not is_right:
-        raise WrongTokenError(
-            f"text {answer.wish} of the server is wrong: {answer.text!r:.80} instead of {right!r:.80}"
-        )
+        told = f"text {answer.wish} of the server is wrong"
+        raise WrongTokenError(f"{told}: {answer.text!r:.80} instead of {right!r:.80}")
 
 
 COLUMNS = (
@@ -244,18 +230,15 @@ COLUMNS = (
 @command("soak", "picture quick", examples=["offload bench soak --hours 2 --picture hours.png"])
 def main(
     bench: Bench,
-    hours: Annotated[float, typer.Option(metavar="H", min=0.001, help="for how long")] = 2.0,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="of the target that is streamed")
-    ] = "200MB",
-    seed: Annotated[int, typer.Option(metavar="N", help="of what is asked, and how")] = 0,
+    hours: Annotated[float, flag("H", "for how long", min=0.001)] = 2.0,
+    size: Annotated[str, flag("SIZE", "of the target that is streamed")] = "200MB",
+    seed: Annotated[int, flag("N", "of what is asked, and how")] = 0,
 ) -> Findings:
     """Does anything drift in hours of texts, chats, cancelled runs and clients?"""
-    picture = bench.given("picture")
-    if picture is not None:
-        require_pictures()
     setting = bench.setting(size=size)
-    setting = setting._replace(ram_bytes=_least_ram(setting))
+    # for the largest of what is opened, so that nearly all is streamed
+    ram_bytes = least_ram(setting.files, _MOST_NODES, context=CONTEXT, parallel=PARALLEL)
+    setting = setting._replace(ram_bytes=ram_bytes)
     seconds = bench.effort(3600 * hours, 180.0)
     settings = {**setting.as_dict(), "seconds": seconds, "seed": seed}
     ceiling = bench.say_link(setting)
@@ -266,12 +249,12 @@ def main(
             raise RunError(f"{len(soaked.errors)} failures, the first: {soaked.errors[0]}")
         written = texts_of(setting, model, soaked)
     rows = [row_of(process, samples) for process, samples in soaked.samples.items()]
+    guards = dict[str, Guard]()
+    for row in rows:
+        guards[f"{row['process']}: speed kept"] = Guard([row["speed_kept"]], "higher")
+        guards[f"{row['process']}: memory"] = Guard([1 + row["drift"]], "lower")
     whole = sum(answer.is_whole for answer in soaked.answers)
     answers = f"{whole} whole answers, {len(soaked.answers) - whole} left"
-
-    def draw() -> None:
-        if picture is not None:
-            draw_hours(soaked.samples, settings, picture)
 
     return Findings(
         rows=rows,
@@ -284,31 +267,13 @@ def main(
             f"{len(soaked.texts)} texts of the library; of the server {answers}, "
             f"{soaked.num_refused} refused"
         ],
-        guards=_guards(rows),
-        draw=draw,
+        guards=guards,
+        draw=partial(draw_hours, soaked.samples, settings),
     )
 
 
-def _guards(rows: Sequence[Row]) -> dict[str, Guard]:
-    found = {f"{row['process']}: speed kept": Guard([row["speed_kept"]], "higher") for row in rows}
-    return found | {f"{row['process']}: memory": Guard([1 + row["drift"]], "lower") for row in rows}
-
-
-def _least_ram(setting: Setting) -> int:
-    """Return the least budget for the largest of what is opened, so that nearly all is streamed."""
-
-    def plan(ram: int) -> MemoryPlan:
-        budget = MemoryBudget(ram=ram, context=CONTEXT, parallel=PARALLEL)
-        return budget.plan(setting.files, _MOST_NODES)
-
-    return least_budget(plan)
-
-
-def _environment(temporary: Path) -> dict[str, str]:
-    cache = str(temporary / "cache")
-    return {**environment(), "TMPDIR": str(temporary), "XDG_CACHE_HOME": cache}
-
-
-def _made(folder: Path) -> Path:
+def _place(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Make the folder for a process's temporary files; return it, and the environment with it."""
     folder.mkdir()
-    return folder
+    own = {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    return folder, {**environment(), **own}

@@ -19,8 +19,6 @@ _WARM_UP = 1 / 6
 
 
 class Sample(NamedTuple):
-    """One look."""
-
     time_s: float
     rss_bytes: int
     num_descriptors: int
@@ -49,7 +47,6 @@ def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sampl
 
 
 def row_of(process: str, samples: Sequence[Sample]) -> Row:
-    """Return what has drifted behind the warm-up, and the tokens per second on the clock."""
     passed_s = samples[-1].time_s - samples[0].time_s
     written = samples[-1].num_tokens - samples[0].num_tokens
     return {
@@ -64,7 +61,6 @@ def row_of(process: str, samples: Sequence[Sample]) -> Row:
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Return the samples behind the warm-up."""
     start_s = samples[0].time_s + _WARM_UP * (samples[-1].time_s - samples[0].time_s)
     return [one for one in samples if one.time_s >= start_s]
 

@@ -21,17 +21,15 @@ _TEMPERATURES = (0.0, 0.8)
 
 
 class Wish(NamedTuple):
-    """One text to be written."""
-
     text: str
     is_chat: bool
     sampling: Sampling
     num_new: int
 
     def ids(self, decoder: Decoder) -> list[int]:
-        return (
-            decoder.encode(self.messages) if self.is_chat else decoder.encode(self.text, raw=True)
-        )
+        if self.is_chat:
+            return decoder.encode(self.messages)
+        return decoder.encode(self.text, raw=True)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -39,16 +37,9 @@ class Wish(NamedTuple):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the request in OpenAI's protocol."""
-        sampling = {
-            "temperature": self.sampling.temperature,
-            "seed": self.sampling.seed,
-            "max_tokens": self.num_new,
-        }
-        return {
-            **({"messages": self.messages} if self.is_chat else {"prompt": self.text}),
-            **sampling,
-        }
+        asked = {"messages": self.messages} if self.is_chat else {"prompt": self.text}
+        sampling = {"temperature": self.sampling.temperature, "seed": self.sampling.seed}
+        return {**asked, **sampling, "max_tokens": self.num_new}
 
 
 def wishes() -> list[Wish]:

@@ -11,8 +11,7 @@ import pytest
 from shell import Outcome, process, shell
 
 from offload.bench import suite
-from offload.bench.harness import command as commands
-from offload.bench.harness import compare, setting
+from offload.bench.harness import compare, setting, steps
 from offload.bench.harness.record import read
 from offload.bench.latency import decode, passes
 from offload.errors import UserError
@@ -37,8 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One small target for all, and little effort."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        for module in (setting, commands):
-            patch.setattr(module, "CEILING_BYTES", 20_000_000)
+        patch.setattr(setting, "CEILING_BYTES", 20_000_000)
         patch.setattr(passes, "QUICK", passes.Effort((1, 8), 2, 1, 0.2))
         yield
 
@@ -106,7 +104,7 @@ def test_decode_with_rules_that_draw_afresh() -> None:
 @pytest.mark.full
 def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for the device, and the layers are made in memory."""
-    monkeypatch.setattr(setting, "plain_rate", None)
+    monkeypatch.setattr(setting.Setting, "plain_rate", None)
     command = ["bench", "decode", "--quick", "--layers", "8", "--device", "pretend", *FEW, "--temp", "0"]
     outcome = shell(*command)
     result = result_of(outcome, "decode")
@@ -120,7 +118,7 @@ def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypa
 @pytest.mark.full
 def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the plain reader was slow in every moment at which it looked."""
-    monkeypatch.setattr(setting, "plain_rate", lambda *_: 1e3)
+    monkeypatch.setattr(setting.Setting, "plain_rate", lambda _: 1e3)
     monkeypatch.setattr(passes, "plain_read_s", lambda *_: 1e3)
     result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--temp", "0"), "decode")
     result_of(shell("bench", "passes", "--quick", *SIZE, *RAM), "passes")
@@ -148,8 +146,6 @@ def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gate_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.bench.harness import steps
-
     written = steps.Written
     monkeypatch.setattr(steps, "Written", lambda ids, new, *more: written(ids, [*new[:-1], 17], *more))
     outcome = shell("bench", "passes", "--quick", *SIZE, *RAM)

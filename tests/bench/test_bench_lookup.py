@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from shell import Outcome, shell
 
-from offload.bench.harness import command as commands
 from offload.bench.harness import setting
 from offload.bench.harness.prompts import COPY, held_out_files, prompts
 from offload.bench.latency import decode, lookup
 
+store_files = lookup.store_files  # the whole, which the tests replace
 LEAST = ["--quick", "--size", "60MB", "--num-prompts", "1"]
 
 
@@ -20,10 +20,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A store of a few files, a small target, little effort."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        few = lookup.store_files()[:6]
+        few = store_files()[:6]
         patch.setattr(lookup, "store_files", lambda: few)
-        for module in (setting, commands):
-            patch.setattr(module, "CEILING_BYTES", 20_000_000)
+        patch.setattr(setting, "CEILING_BYTES", 20_000_000)
         patch.setattr(lookup, "QUICK", replace(lookup.QUICK, num_tokens=8, num_plain=2))
         yield
 
@@ -71,5 +70,5 @@ def test_no_figure_of_guesses_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_stores_hold_no_prompt() -> None:
-    stored, held_out = lookup.store_files(), held_out_files()
+    stored, held_out = store_files(), held_out_files()
     assert len(stored) > 100 < len(held_out) and not set(stored) & set(held_out)

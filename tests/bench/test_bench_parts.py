@@ -23,24 +23,22 @@ from offload.bench.harness.gate import (
     Proof,
     Written,
     prove,
+    reference,
     surprise_sigmas,
 )
-from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.quantised import FORMATS, quantised
+from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
 from offload.bench.harness.record import (
     Guard,
     ProcessorClock,
     Result,
-    new_result,
     read,
     store,
-    whole,
     writable,
 )
-from offload.bench.harness.reference import reference
+from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import Column, check, medians, say_table
-from offload.bench.harness.timeline import Event, Timeline
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflated_config
@@ -136,7 +134,7 @@ def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.
     new_ids = list(range(40, 60))
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as resident:
         wanted = resident([5, 6, 7], new_ids)
-    monkeypatch.setattr("offload.bench.harness.reference.available_ram_bytes", lambda: 0)
+    monkeypatch.setattr("offload.bench.harness.gate.available_ram_bytes", lambda: 0)
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as streamed:
         for _ in range(2):  # a second text begins afresh
             assert torch.allclose(streamed([5, 6, 7], new_ids), wanted, atol=1e-3)
@@ -196,16 +194,16 @@ def test_one_sample_or_a_change_below_the_floor_is_never_flagged() -> None:
 
 
 def a_result(bench: str = "decode", **guards: Guard) -> Result:
-    return new_result(bench, settings={"x": 1}, ceiling={"bytes_per_s": 1e9}, rows=[{"name": "a"}], guards=guards)
+    return Result(bench=bench, settings={"x": 1}, ceiling={"bytes_per_s": 1e9}, rows=[{"name": "a"}], guards=guards)
 
 
 def test_results_are_stored_as_they_are(tmp_path: Path) -> None:
-    result = a_result(speed=Guard([1.0, 3.0, 2.0], "higher", ["p", "q", "r"]), empty=Guard([], "lower"))
+    result = a_result(speed=Guard([1.0, 3.0, 2.0], "higher", ["p", "q", "r"]))
     store(result.as_dict(), tmp_path / "deep" / "a.json")
     assert read(tmp_path / "deep" / "a.json") == result
     stored = json.loads((tmp_path / "deep" / "a.json").read_text())
     wanted = {"schema", "bench", "settings", "ceiling", "rows", "guards", "machine", "created", "commit"}
-    assert stored.keys() == wanted and stored["guards"]["speed"]["value"] == 2.0 and "empty" not in stored["guards"]
+    assert stored.keys() == wanted and stored["guards"]["speed"]["value"] == 2.0
     assert {"cpu", "num_cores", "memory_bytes", "torch"} <= stored["machine"].keys()
 
 
@@ -262,28 +260,19 @@ def test_a_sample_of_zero_hides_no_change() -> None:
     assert change("none", Guard([0.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
-def test_a_file_is_whole_or_not_there(error: type[BaseException], tmp_path: Path) -> None:
-    def write(path: Path, text: str, ends: BaseException | None) -> None:
-        with whole(path) as place:
-            place.write_text(text)
-            if ends is not None:
-                raise ends
-
-    new, old = tmp_path / "deep" / "new.json", tmp_path / "old.json"
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    new, old, link = tmp_path / "deep" / "new.json", tmp_path / "old.json", tmp_path / "link.json"
     old.write_text("before")
-    for path in (new, old):
-        with pytest.raises(error):
-            write(path, "half", error())
-    assert old.read_text() == "before" and [path for path in tmp_path.rglob("*") if path.is_file()] == [old]
-    write(old, "after", None)
-    assert old.read_text() == "after"
-    link = tmp_path / "link.json"
     link.symlink_to(old)
-    write(link, "by a link", None)
-    assert link.is_symlink() and old.read_text() == "by a link"
-    write(Path("/dev/null"), "gone", None)
+    for path in (new, old, link):
+        with pytest.raises(TypeError):
+            store({"half": 1, "other": object()}, path)
+    assert old.read_text() == "before" and not new.exists()
+    store({"by": "a link"}, link)
+    assert link.is_symlink() and json.loads(old.read_text()) == {"by": "a link"}
+    store({}, Path("/dev/null"))
     assert Path("/dev/null").is_char_device(), "what is no file is not replaced"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 STEP = [("copy", 0, 0.0, 2.0), ("copy", 1, 0.0, 3.0), ("draft", -1, 1.0, 2.5), ("sweep", -1, 2.5, 6.0)]
@@ -306,15 +295,14 @@ def test_copies_follow_each_other_in_a_trace(tmp_path: Path) -> None:
     assert spans == [(event.kind, event.layer, event.start_s * 1e6, event.end_s * 1e6) for event in events]
 
 
-@pytest.mark.parametrize("how", [Reading(1, 1 << 20), Reading(3, 4096 * 5), Reading(is_direct=False)])
-def test_plain_reader_goes_round_small_files(how: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_reader_goes_round_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, preadv = list[int](), os.preadv
     monkeypatch.setattr("os.preadv", lambda *asked: counts.append(preadv(*asked)) or counts[-1])
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_bytes(bytes(3 << 20))
-    seconds = plain_read_s(paths, 20 << 20, how)
-    block_bytes = min(how.block_bytes, 3 << 20)
+    seconds = plain_read_s(paths, 20 << 20)
+    block_bytes = min(BLOCK_BYTES, 3 << 20)
     assert counts == [block_bytes] * ((20 << 20) // block_bytes), "whole blocks, three times round both files"
     assert seconds > 0
 

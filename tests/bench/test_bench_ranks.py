@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from shell import shell
 
-from offload.bench.harness import command as commands
 from offload.bench.harness import setting
 from offload.bench.harness.cluster import Answer, Order
 from offload.bench.harness.metrics import Burst
@@ -27,17 +26,17 @@ def figures(num_passes: int, *, read_bytes: int | None = None, sent: int | None 
                        0.2 * num_passes)  # fmt: skip
 
 
-def text(num_ranks: int, last: RankFigures, tree: str = "none", step_s: float = 0.5) -> ranks.Text:
+def text(num_ranks: int, last: RankFigures, tree: str = "none", step_s: float = 0.5) -> Answer:
     """Two passes after the prompt's."""
     moments = [[figures(at)] * num_ranks for at in (3, 4)] + [[last] * num_ranks]
     bursts = [Burst(1.0, 1), Burst(1.0 + step_s, 2), Burst(1.0 + 2 * step_s, 2)]
     stats = {"tpot_s": step_s / 2, "tokens_per_sweep": 2.0}
-    return ranks.Text(num_ranks, Order([1], 5, tree), Answer([7] * 5, bursts, stats, moments))
+    return Answer(Order([1], 5, tree), [7] * 5, bursts, stats, moments)
 
 
 def test_a_pass_stands_beside_its_link_one_rank_and_the_plan() -> None:
     alone = text(1, figures(6), step_s=1.0)
-    row = ranks.row_of([text(2, figures(6))], LIMIT, [alone])
+    row = ranks.row_of(2, [text(2, figures(6))], LIMIT, [alone])
     assert (row["pass_s"], row["link_s"], row["ratio"]) == (0.5, 0.5, 0.5)
     assert row["exchange_s"] == pytest.approx(0.2) and row["compute_s"] == pytest.approx(0.5 - 0.3)
     assert row["tokens_per_s"] == pytest.approx(4.0) and row["ttft_s"] == 1.0
@@ -56,7 +55,7 @@ def test_a_pass_stands_beside_its_link_one_rank_and_the_plan() -> None:
     ],
 )
 def test_what_is_off_its_plan_is_missed(last: RankFigures, what: str) -> None:
-    missed = [one["name"] for one in ranks.checks([ranks.row_of([text(2, last)], LIMIT)]) if not one["is_met"]]
+    missed = [one["name"] for one in ranks.checks([ranks.row_of(2, [text(2, last)], LIMIT)]) if not one["is_met"]]
     assert len(missed) == 1 and missed[0].startswith(what)
 
 
@@ -70,22 +69,21 @@ def test_ways_of_a_pipeline_are_compared_text_by_text() -> None:
     def row(way: str, step_s: float) -> dict[str, Any]:
         bursts = [Burst(1.0, 1), Burst(1.0 + step_s, 1)]
         events = [(0.0, "begun", -1, 0), (0.1, "issued", 0, 4), (0.2, "cancelled", 0, 0), (0.3, "dead", 0, 0)]
-        answer = Answer([7, 7], bursts, {"runs": events}, [])
-        return stages.row_of([stages.Piped(way, Order([1], 2), answer)] * 2, [1 << 20])
+        answer = Answer(Order([1], 2), [7, 7], bursts, {"runs": events}, [])
+        return stages.row_of(way, [answer] * 2, [1 << 20])
 
     rows = [row("plain", 0.6), row("sync", 0.375), row("async", 0.3), row("async,no-cancel", 0.2)]
     assert rows[0]["tokens_per_s"] == pytest.approx(1 / 0.6) and rows[0]["num_cancelled"] == rows[0]["num_dead"] == 2
     verdicts = {one["name"]: (one["value"], one["is_met"]) for one in stages.checks(rows)}
     assert verdicts["tokens_per_s, async / sync"] == (pytest.approx(1.25), True)
     assert verdicts["tokens_per_s, async,no-cancel / async"] == (pytest.approx(1.5), False)
-    assert stages.held(rows[0]) == "1 MiB"
+    assert stages.held(rows[0]["peak_rss_bytes"]) == "1 MiB"
 
 
 @pytest.mark.full
 def test_two_ranks_write_and_move_what_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (setting, commands):
-        monkeypatch.setattr(module, "CEILING_BYTES", 20_000_000)
+    monkeypatch.setattr(setting, "CEILING_BYTES", 20_000_000)
     monkeypatch.setattr(ranks, "QUICK", ranks.Effort(1, 6, 3, 6, "dynamic:8x4", sizes=(2,)))
     monkeypatch.setattr(ranks, "_DISK_MARGIN", 0.1)
     outcome = shell("bench", "ranks", "--quick", "--size", "60MB", "--link-limit", "400MB", "--json", tmp_path / "r")

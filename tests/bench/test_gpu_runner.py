@@ -17,7 +17,7 @@ import pytest
 from matrix import matrix
 from shell import ROOT
 
-from offload.bench.gpu import child, runner
+from offload.bench.gpu import runner
 from offload.bench.gpu.__main__ import main
 from offload.bench.gpu.runner import Files, rows_of, statuses
 from offload.bench.gpu.steps import Step, all_steps
@@ -37,8 +37,7 @@ def step(name: str, code: str, budget_s: float = 20.0, **more: Any) -> Step:
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(child, "GRACE_S", 0.4)
-    monkeypatch.setattr(runner, "GRACE_S", 0.0)
+    monkeypatch.setattr(runner, "GRACE_S", 0.4)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -245,7 +244,7 @@ def test_what_the_table_names_is_there() -> None:
         assert all(name in [other.name for other in all_steps(False)] for name in one.skips_after)
         assert one.least_s <= one.budget_s <= _MOST_S / 2
     names = [one.name for one in all_steps(False)]
-    assert names == [one.name for one in all_steps(True)] and names[:4] == ["facts", "copies", "gate", "device"]
+    assert names == [one.name for one in all_steps(True)] and names[:3] == ["facts", "gate", "device"]
     assert sum(one.budget_s for one in all_steps(False)) <= _MOST_S
     assert json.dumps([one._asdict() for one in all_steps(False)]).count("{rows}") == len(all_steps(False))
 

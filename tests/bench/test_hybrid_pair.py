@@ -14,12 +14,10 @@ from small_llama import SIZES, save_small
 from transformers import LlamaForCausalLM
 
 from offload.bench.harness.screen import Screen
-from offload.bench.hybrid_pair import make
-from offload.bench.hybrid_pair.acceptance import row_of, setting_of
-from offload.bench.hybrid_pair.make import HYBRID, TWIN, Recipe, hybrid_pair
-from offload.bench.hybrid_pair.twins import hybrid_of, twin_of
-from offload.bench.moe_pair import training
-from offload.bench.moe_pair.training import Course
+from offload.bench.pairs import hybrid_pair as make
+from offload.bench.pairs import training
+from offload.bench.pairs.hybrid_pair import HYBRID, TWIN, Recipe, begun, hybrid_pair, row_of, setting_of
+from offload.bench.pairs.training import Course
 
 IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500
 
@@ -35,7 +33,7 @@ def test_all_but_mixers_is_taken_over(dense: LlamaForCausalLM) -> None:
     """Norms count what they multiply by, and Qwen 3.5 stores one less."""
     hidden = torch.randn(1, 9, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
     tokens = torch.arange(9)[None]
-    hybrid, twin = hybrid_of(dense, 0), twin_of(dense, 0)
+    hybrid, twin = begun(HYBRID, dense, 0), begun(TWIN, dense, 0)
     for model in (hybrid, twin):
         inner: Any = model.model
         assert torch.equal(inner.embed_tokens(tokens), dense.model.embed_tokens(tokens))
@@ -50,17 +48,17 @@ def test_all_but_mixers_is_taken_over(dense: LlamaForCausalLM) -> None:
     assert all(hasattr(layer, "self_attn") for layer in twin.model.layers)
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in (hybrid, twin)]
     assert abs(sizes[0] / sizes[1] - 1) < 0.2
-    assert not torch.equal(hybrid(tokens).logits, hybrid_of(dense, 1)(tokens).logits), "mixers begin at random"
+    assert not torch.equal(hybrid(tokens).logits, begun(HYBRID, dense, 1)(tokens).logits), "mixers begin at random"
 
 
 def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged, cache = tmp_path / "packaged", tmp_path / "cache"
     save_small(packaged / "target", num_hidden_layers=4)
-    for companion in make.COMPANIONS:
+    for companion in training.COMPANIONS:
         (packaged / "target" / companion).write_text("{}")
     monkeypatch.setattr(training, "PAIR", packaged)
-    monkeypatch.setattr(make, "cache_folder", lambda: cache)
-    monkeypatch.setattr(make, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
+    monkeypatch.setattr(training, "cache_folder", lambda: cache)
+    monkeypatch.setattr(training, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
     monkeypatch.setattr(make, "Recipe", lambda: Recipe(Course(9, 1e-3), hybrid_steps=2, twin_steps=3))
     seen: dict[str, list[list[int]]] = {}
     own = make.next_token_loss
@@ -77,7 +75,7 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
     assert sorted(path.name for path in pair.iterdir()) == ["figures.json", "hybrid", "twin"]
     assert {*json.loads((pair / "figures.json").read_text())} == {HYBRID, TWIN}
     assert load_file(pair / HYBRID / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
-    monkeypatch.setattr(make, "trained", lambda *_: pytest.fail("it trained again"))
+    monkeypatch.setattr(make, "train", lambda *_: pytest.fail("it trained again"))
     assert hybrid_pair(Screen(is_quiet=True)) == pair
     assert setting_of(pair / HYBRID).target == setting_of(pair / HYBRID).origin
 

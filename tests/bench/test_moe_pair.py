@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from offload.bench.harness.screen import Screen
-from offload.bench.moe_pair import losses, make, training, upcycle
-from offload.bench.moe_pair.corpus import windows
-from offload.bench.moe_pair.losses import target_loss
-from offload.bench.moe_pair.make import Recipe, moe_pair
-from offload.bench.moe_pair.training import Course, train
-from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
+from offload.bench.pairs import moe_pair as make
+from offload.bench.pairs import training, upcycle
+from offload.bench.pairs.moe_pair import Recipe, moe_pair, target_loss
+from offload.bench.pairs.training import Course, train, windows
+from offload.bench.pairs.upcycle import ExpertSizes, upcycled
 from offload.checkpoint import packaged
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import UserError
@@ -116,8 +115,8 @@ def test_a_cut_run_ends_with_the_weights_of_an_uncut_one(
 def test_routers_that_know_the_text_are_told_from_such_that_do_not() -> None:
     by_token = torch.eye(4).expand(8, 4, 4) * 50  # each text uses all experts
     by_text = torch.eye(8)[:, None].expand(8, 4, 8) * 50
-    assert losses._told_of_text(by_token).abs() < 1e-5
-    assert torch.isclose(losses._told_of_text(by_text), torch.tensor(8.0).log())
+    assert make.told_of_text(by_token).abs() < 1e-5
+    assert torch.isclose(make.told_of_text(by_text), torch.tensor(8.0).log())
 
 
 @pytest.fixture
@@ -126,15 +125,15 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: LlamaForCausa
     pair, cache = tmp_path / "packaged", tmp_path / "cache"
     for name, layers in (("target", 3), ("draft", 1)):
         save_small(pair / name, num_hidden_layers=layers)
-        for companion in make.COMPANIONS:
+        for companion in training.COMPANIONS:
             (pair / name / companion).write_text("{}")
     recipe = Recipe(TINY, Course(3, 1e-3), Course(3, 1e-3))
-    for name, value in {"cache_folder": lambda: cache, "Recipe": lambda: recipe}.items():
-        monkeypatch.setattr(make, name, value)
+    monkeypatch.setattr(make, "Recipe", lambda: recipe)
+    monkeypatch.setattr(training, "cache_folder", lambda: cache)
     monkeypatch.setattr(training, "PAIR", pair)
-    monkeypatch.setattr(make, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
-    monkeypatch.setattr(losses, "_NUM_WRITTEN", 2)
-    monkeypatch.setattr(losses, "_WRITTEN_TOKENS", 64)
+    monkeypatch.setattr(training, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
+    monkeypatch.setattr(make, "_NUM_WRITTEN", 2)
+    monkeypatch.setattr(make, "_WRITTEN_TOKENS", 64)
     return cache
 
 
@@ -142,7 +141,7 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: LlamaForCausa
 def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = moe_pair(Screen(is_quiet=True))
     assert sorted(path.name for path in pair.iterdir()) == ["draft", "figures.json", "target"]
-    assert [path.name for path in little.iterdir()] == [make.Recipe().folder_name] != [Recipe().folder_name]
+    assert [path.name for path in little.iterdir()] == [pair.name] and pair.name.startswith("moe-pair-")
     figures = json.loads((pair / "figures.json").read_text())
     assert 0 <= figures["rank_1"] <= 1
     stored = load_file(pair / "target" / "model.safetensors")
@@ -157,7 +156,7 @@ def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPat
 def test_setting_is_the_pair_inflated(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "cache_folder", lambda: little)
     setting = make.moe_setting("40MB", None, Screen(is_quiet=True))
-    pair = little / make.Recipe().folder_name
+    pair = moe_pair(Screen(is_quiet=True))
     assert setting[:4] == (little / "moe-40MB", pair / "draft", pair / "target", 10_000_000)
     assert 40_000_000 <= open_checkpoint(setting.target).num_bytes < 70_000_000
     assert relative_error(setting.origin, setting.target) < 1e-4
@@ -173,7 +172,8 @@ def test_a_cut_run_leaves_its_state_and_no_pair(little: Path, monkeypatch: pytes
     monkeypatch.setattr(make, "draft_loss", interrupt)
     with pytest.raises(KeyboardInterrupt):
         moe_pair(Screen(is_quiet=True))
-    assert [path.name for path in little.iterdir()] == [f".{make.Recipe().folder_name}.training"]
+    (work,) = little.iterdir()
+    assert work.name.startswith(".moe-pair-") and work.name.endswith(".training")
     monkeypatch.setattr(make, "draft_loss", right)
     monkeypatch.setattr(make, "target_loss", lambda *_: pytest.fail("the target was done"))
     assert (moe_pair(Screen(is_quiet=True)) / "draft" / "model.safetensors").exists()

@@ -197,7 +197,7 @@ def test_sigterm_ends_the_child_and_its_group(cap: FakeCap) -> None:
 def test_sigterm_leaves_no_half_written_gguf(tmp_path: Path) -> None:
     writer, folder = tmp_path / "python", tmp_path / "cache"
     folder.mkdir()
-    writer.write_text('#!/bin/sh\necho half > "$(dirname "$4")/.writing-$(basename "$4")"\nexec sleep 60\n')
+    writer.write_text('#!/bin/sh\necho half > "$4"\nexec sleep 60\n')
     writer.chmod(0o755)
     terminate_when(lambda: any(path.stat().st_size for path in folder.iterdir()))
     with pytest.raises(SystemExit):

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from offload.bench.gpu.copies import is_right
 from offload.model.cuda_graphs import CudaRecorder
 from offload.streaming import device
 from offload.streaming.device import CudaDevice
@@ -28,6 +27,14 @@ def place() -> Iterator[Place]:
     yield Place(card, arena)
     torch.cuda.synchronize()
     arena.close()
+
+
+def is_right(device: CudaDevice) -> bool:
+    """Whether uploads of any type and size bring what was sent, one behind the other."""
+    sources = [torch.arange(size, dtype=dtype) % 2 for size in (1, 77, 9001) for dtype in (torch.int64, torch.float32)]
+    sources += [torch.arange(1001) % 3 == 0, torch.tensor(5)]
+    sent = [device.upload(source) for source in sources]
+    return all(torch.equal(there.cpu(), source) for there, source in zip(sent, sources, strict=True))
 
 
 def test_uploads_are_what_was_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fake_device import FakeDevice
 from test_device_layers import NUM_LAYERS, TIERS, streaming, wait_for
 
-from offload.bench.harness.timeline import Event
+from offload.bench.harness.steps import Event
 from offload.memory.plan import LayerTier
 from offload.streaming.layers import Layers
 

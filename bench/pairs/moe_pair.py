@@ -1,0 +1,222 @@
+"""Train a small mixture of experts and its draft, once, and keep them in the cache.
+
+What experts on demand gain depends on how a text routes and on how often a draft is right, so both
+models have to be trained, and benches must run where no model hub can be reached. A target that is
+trained this shortly would route by token alone. Real mixtures prefer some experts within a text, so
+routers are to tell texts apart: the entropy of a text's mean choice lies below that of all texts'
+by as much as `_TEXT_NATS`, and what goes beyond is not rewarded.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+
+from offload.bench.harness.screen import Screen
+from offload.bench.harness.setting import Setting
+from offload.bench.pairs.training import (
+    LEARNT,
+    Course,
+    draft_loss,
+    held_out_texts,
+    loss_of_logits,
+    packaged,
+    train,
+    trained_once,
+    windows,
+    write_rounded,
+)
+from offload.bench.pairs.upcycle import ExpertSizes, upcycled
+from offload.checkpoint.files import replacing
+from offload.checkpoint.packaged import inflated_target
+from offload.units import parse_size
+
+_STEP_TOKENS = 2048
+_TEXT_TOKENS = 256
+_LONG_TEXT_TOKENS = 512
+_SHORT_SHARE = 0.75
+_MEASURED = 99  # the seed of texts by which queries and keys are measured
+# what routers are to know of texts of so many tokens
+_ROUTED_TOKENS = 128
+_TEXT_NATS = 0.8
+_TEXT_WEIGHT = 1.0
+# what the target writes for its draft: a third each greedy, at T = 0.6 and at T = 1
+_NUM_WRITTEN = 64
+_WRITTEN_TOKENS = 256
+_PROMPT_TOKENS = 48
+_WAYS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"do_sample": True, "temperature": 0.6, "top_k": 0},
+    {"do_sample": True, "top_k": 0},
+)
+# what both are measured on
+_NUM_HELD_OUT = 64
+_NUM_GUESSES = 4
+_BATCH = 8
+
+
+class Recipe(NamedTuple):
+    """All that a pair depends on, beside the text."""
+
+    sizes: ExpertSizes = ExpertSizes()
+    target: Course = Course(500, 1e-3)
+    draft: Course = Course(350, 5e-4)
+    seed: int = 0
+    version: int = 1  # raise it when the same recipe comes to give another pair
+
+
+def moe_pair(screen: Screen) -> Path:
+    """Return the folder of `target` and `draft`, trained when it is not there.
+
+    That takes some twenty minutes on a core.
+    """
+    recipe = Recipe()
+    return trained_once("moe-pair", recipe, partial(make_pair, recipe, screen))
+
+
+def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out: Tensor) -> None:
+    """Train both models in `work`, or go on there; write them and `figures.json`."""
+    measured = windows(ids, 2 * _STEP_TOKENS, _TEXT_TOKENS, recipe.seed + _MEASURED)
+    target = upcycled(packaged("target"), recipe.sizes, measured, recipe.seed)
+    target.set_experts_implementation("grouped_mm")
+
+    def batch(step: int) -> Tensor:
+        """Return short texts, and at last longer ones, so that late positions are trained too."""
+        is_short = step < _SHORT_SHARE * recipe.target.num_steps
+        length = _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS
+        return windows(ids, _STEP_TOKENS, length, recipe.seed + LEARNT + step)
+
+    train(
+        target,
+        lambda step: target_loss(target, batch(step)).sum(),
+        recipe.target,
+        work / "target.state",
+        partial(screen.count, label="training the target"),
+    )
+    # rounds it, so that the draft learns from what is stored
+    write_rounded(target, work / "target")
+    screen.wait("writing what the draft learns from")
+    texts = kept_texts(work / "written.state", target, ids, recipe.seed)
+    draft = packaged("draft")
+
+    def draft_step(step: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return draft_loss(draft, target, _draft_batch(texts, batch, step, recipe.seed))
+
+    progress = partial(screen.count, label="training its draft")
+    train(draft, draft_step, recipe.draft, work / "draft.state", progress)
+    write_rounded(draft, work / "draft")
+    figures = held_out_figures(target, draft, held_out)
+    (work / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
+    """Return next-token loss in nats, and what is added for the routers.
+
+    Texts have a multiple of `_ROUTED_TOKENS`.
+    """
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(input_ids=tokens_BS, use_cache=False, output_router_logits=True)
+    missing = []
+    for logits_NE in out.router_logits:
+        told = told_of_text(logits_NE.float().unflatten(0, (-1, _ROUTED_TOKENS)))
+        missing.append((_TEXT_NATS - told).clamp(min=0))
+    loss = loss_of_logits(out.logits, tokens_BS)
+    return torch.stack([loss, _TEXT_WEIGHT * torch.stack(missing).mean()])
+
+
+def told_of_text(logits_TSE: Tensor) -> Tensor:
+    """Return the information between text and expert in nats.
+
+    How far a text's mean choice differs from that of all.
+    """
+
+    def entropy(share: Tensor) -> Tensor:
+        return -(share * (share + 1e-9).log()).sum(-1)
+
+    chosen_TE = logits_TSE.softmax(-1).mean(1)
+    return entropy(chosen_TE.mean(0)) - entropy(chosen_TE).mean()
+
+
+@torch.no_grad()
+def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
+    """Return what the target writes behind corpus prompts, (texts, tokens).
+
+    From a file, which is written whole when it is not there.
+    """
+    if not path.exists():
+        torch.manual_seed(seed)
+        texts = []
+        for number, way in enumerate(_WAYS):
+            prompts = windows(ids, _NUM_WRITTEN * _PROMPT_TOKENS, _PROMPT_TOKENS, seed + number)
+            how = {"attention_mask": torch.ones_like(prompts), **way}
+            how |= {"min_length": _WRITTEN_TOKENS, "max_length": _WRITTEN_TOKENS}
+            with torch.autocast("cpu", torch.bfloat16):
+                texts.append(target.generate(prompts, **how))
+        with replacing(path) as partial_file:
+            save_file({"texts": torch.cat(texts)}, partial_file)
+    return load_file(path)["texts"]
+
+
+def _draft_batch(texts_BS: Tensor, batch: Callable[[int], Tensor], step: int, seed: int) -> Tensor:
+    """Return by turns what the target wrote and the corpus."""
+    if step % 2:
+        return batch(step)
+    generator = torch.Generator().manual_seed(seed + LEARNT + step)
+    num_texts = _STEP_TOKENS // texts_BS.shape[1]
+    return texts_BS[torch.randint(0, len(texts_BS), (num_texts,), generator=generator)]
+
+
+@torch.no_grad()
+def held_out_figures(
+    target: Qwen3MoeForCausalLM, draft: LlamaForCausalLM, ids: Tensor
+) -> dict[str, float]:
+    """Return losses in nats and `rank_N`, on texts that were kept back.
+
+    `rank_N` is how often the draft's N-th guess is the target's greedy token.
+    """
+    texts_BS = held_out_texts(ids, _TEXT_TOKENS, _NUM_HELD_OUT)
+    wanted_BSV, guessed_BSV = (
+        torch.cat([model(input_ids=rows).logits for rows in texts_BS.split(_BATCH)])
+        for model in (target, draft)
+    )
+    hits = guessed_BSV.topk(_NUM_GUESSES, -1).indices == wanted_BSV.argmax(-1, keepdim=True)
+    ranks = {f"rank_{n + 1}": hits[..., n].float().mean().item() for n in range(_NUM_GUESSES)}
+    losses = (loss_of_logits(logits, texts_BS).item() for logits in (wanted_BSV, guessed_BSV))
+    return {**dict(zip(("target_loss", "draft_loss"), losses, strict=True)), **ranks}
+
+
+def moe_setting(size: str, ram: str | None, screen: Screen) -> Setting:
+    """Return the pair with its target inflated to `size`; both are made when not in the cache.
+
+    Raises `UserError`.
+    """
+    size_bytes = parse_size(size, "--size")
+    pair = moe_pair(screen)
+    progress = partial(screen.bytes_landed, label="making the target")
+    made = inflated_target(size_bytes, progress, pair / "target", "moe")
+    ram_bytes = parse_size(ram or size_bytes // 4, "--ram")
+    return Setting(made, pair / "draft", pair / "target", ram_bytes)
+
+
+def main(
+    size: Annotated[
+        str | None, typer.Option(help="inflate the target to this, too", metavar="SIZE")
+    ] = None,
+) -> None:
+    """Train the mixture of experts that other commands measure with; say what it is worth."""
+    with Screen(is_quiet=False) as screen:
+        target = None if size is None else moe_setting(size, None, screen).target
+        pair = moe_pair(screen)
+    print((pair / "figures.json").read_text(), end="")
+    print(f"target {target or pair / 'target'}\ndraft  {pair / 'draft'}")
+
+
+main.epilog = "Examples:\n\noffload bench moe-pair --size 3GB"  # type: ignore[attr-defined]
