@@ -1,7 +1,5 @@
 """The command `chat`."""
 
-from functools import partial
-
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
@@ -58,8 +56,8 @@ def chat(
             from offload.cli.repl import converse
 
             if names.demo:
-                from offload.cli.demo import packaged_chat
+                from offload.cli.demo import making, packaged_chat
 
-                landed = partial(console.bytes_landed, label="making the target")
-                model, options = packaged_chat(options, landed)
+                with making(console) as landed:
+                    model, options = packaged_chat(options, landed)
             converse(Loading(model, draft, options, note), console, text, chosen, terminal)

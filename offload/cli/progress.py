@@ -94,7 +94,7 @@ class TextProgress:
             return [written, *layer]
         rate = num_later / stats.decode_s
         speed = [f"{rate:.2f} tokens/s", *self._left(num_done, rate, elapsed_s)]
-        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens/sweep"]
+        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens a pass"]
 
     def _prompt_parts(self, elapsed_s: float) -> list[str]:
         total = self.layers_per_sweep * self.num_prompt_sweeps
@@ -182,8 +182,9 @@ Progress = Phase | TextProgress | BatchProgress
 
 
 def plural(count: int, noun: str) -> str:
-    """Return `1 token`, `2 tokens`, `1,234 tokens`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Return `1 token`, `2 tokens`, `1,234 tokens`, `2 passes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
 
 
 def duration(seconds: float) -> str:
