@@ -102,7 +102,7 @@ def _lines(report: "Report") -> list[str]:
         return [
             *tensors,
             *report.notes,
-            f"{report.path}: DAMAGED in {plural(files, 'file')}; {size}",
+            f"{report.path}: DAMAGED in {plural(files, 'file')}; {size if report.num_files else 'no file was read'}",
         ]
     return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
 
