@@ -482,7 +482,9 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
             f"to safetensors"
         )
     _refuse_other_formats(directory)
-    raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
+    has_config = os.path.isfile(directory / "config.json")
+    remedy = _AGAIN if has_config else "give the folder of a Hugging Face model"
+    raise UserError(f"no safetensors files in {directory}: {remedy}")
 
 
 def _refuse_other_formats(directory: Path) -> None:

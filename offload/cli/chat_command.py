@@ -4,6 +4,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
+from offload.cli.progress import making
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, given_sampling
 from offload.cli.session_file import found_session
@@ -56,7 +57,7 @@ def chat(
             from offload.cli.repl import converse
 
             if names.demo:
-                from offload.cli.demo import making, packaged_chat
+                from offload.cli.demo import packaged_chat
 
                 with making(console) as landed:
                     model, options = packaged_chat(options, landed)

@@ -5,19 +5,16 @@ The target of a pair is inflated to about a gigabyte without changing what it co
 a quarter of that in memory, so that it streams.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import cache_folder
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflated_config
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.cli.console import Console
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
@@ -27,7 +24,7 @@ from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.options import CHAT_PAIR
 from offload.planning.options import LoadOptions
 from offload.trees.spec import parse_tree
-from offload.units import ByteSize, format_bytes
+from offload.units import ByteSize
 
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
@@ -69,22 +66,6 @@ def _planned(pair: Path, size_bytes: int, tree: str, **how: Any) -> Callable[[in
     num_nodes = 1 if spec.is_chosen else spec.num_nodes * how.get("parallel", 1)
     files = ModelFiles(target, open_checkpoint(pair / "draft"))
     return lambda ram: MemoryBudget(ram=ram, **how).plan(files, num_nodes)
-
-
-@contextmanager
-def making(console: Console) -> Iterator[Progress]:
-    """Yield what shows how far a packaged target is; where one was made, say that it stays."""
-    num_bytes = 0
-
-    def landed(done_bytes: int, total_bytes: int) -> None:
-        nonlocal num_bytes
-        num_bytes = total_bytes
-        console.bytes_landed(done_bytes, total_bytes, label="making the target")
-
-    yield landed
-    if num_bytes:
-        size = format_bytes(num_bytes, is_decimal=True)
-        console.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
 
 
 def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOptions]:

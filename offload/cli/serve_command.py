@@ -9,6 +9,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
+from offload.cli.progress import making
 from offload.errors import UserError, installing, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
@@ -54,7 +55,7 @@ def serve(
             from offload.cli.serving import serve_model
 
             if names.demo:
-                from offload.cli.demo import making, packaged_chat
+                from offload.cli.demo import packaged_chat
 
                 with making(console) as landed:
                     model, options = packaged_chat(options, landed)
