@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import BOTH, ENOUGH, assert_refused, drop, generate
+from refusals import BOTH, ENOUGH, PLAN, assert_refused, drop, generate
 from shell import shell
 
 from offload.commands import every_command
