@@ -23,7 +23,8 @@ BIN := $(VENV)/bin
 FLOOR := .venv-floor
 EVAL := .venv-eval
 AUDIT := .venv-audit# tools that look at the environment from outside
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# On a terminal pip shows what it fetches: torch takes minutes.
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt
 # What outlives a clone: what mypy knows of the libraries, and a browser (tests/server/headless.py).
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload-tests
 # Which rows run today; the workers of a run, and who repeats it, draw the same.
@@ -38,6 +39,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
+	@echo "the program is $(BIN)/offload: source $(BIN)/activate lets you call it offload"
 
 # Types and imports are checked beside the tests: the linters alone would stop the run.
 test: lint
@@ -146,7 +148,7 @@ clean:
 # The stamps are newer than what decides their content; a development install serves `make demo` too.
 $(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "== installing offload into $(VENV) (once; torch is large, this takes minutes)"
-	@$(PIP_INSTALL) -e .
+	@$(PIP_INSTALL) -e '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip

@@ -1,6 +1,9 @@
 """The errors that a user can mend: one line with the rule, the value that broke it, the remedy."""
 
 import errno
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -74,6 +77,16 @@ def ensure(holds: bool, rule: str) -> None:
 def reason(error: BaseException) -> str:
     """Return what a library says is wrong, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def installing(*packages: str) -> str:
+    """Return the command that installs packages beside this program, such as `offload[serve]`."""
+    names = " ".join(f"'{one}'" if "[" in one else one for one in packages)
+    pip = shutil.which("pip")
+    beside = os.path.join(sys.prefix, "bin")
+    # that of another environment would install them there
+    is_ours = pip is not None and os.path.dirname(os.path.abspath(pip)) == beside
+    return f"{'pip' if is_ours else f'{sys.executable} -m pip'} install {names}"
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:

@@ -65,7 +65,9 @@ class TalkingModels(ModelChoice):
 
     demo: bool = option(
         "--demo", default=False, commands=("chat", "serve"), is_setting=False,
-        help="the packaged pair, made larger than its memory: it answers questions about Python",
+        is_main=True,
+        help="a packaged toy in place of --model: it answers questions about Python",
+        doc="the packaged pair, made larger than its memory: it answers questions about Python",
     )
 
     @property
@@ -88,7 +90,7 @@ class ModelOptions:
     ram: str | int | None = option(
         "--ram", metavar="SIZE", is_per_rank=True, commands=(*_LOAD, "demo"),
         is_main=True,
-        help="memory budget, such as 8GiB, or one for each rank; default: 3/4 of what is free",
+        help="memory budget, such as 8GiB; default: 3/4 of what is free",
         differs={"demo": {
             "help": "memory budget; default: a quarter of the size, if that works",
             "is_per_rank": False,
@@ -142,6 +144,7 @@ class ModelOptions:
         "--context", metavar="N", commands=(*_RUN, "plan"),
         is_main=True,
         help="make room for N tokens, prompt and new ones; default: the model's limit, at most 4096",
+        differs={one: {"is_main": False} for one in ("chat", "serve")},  # eight matter first
         doc="positions to make room for, prompt and new tokens; a smaller one leaves more memory"
         " to layers",
     )
@@ -395,9 +398,9 @@ class PlanOptions:
         help="bytes that the disk reads in a second, such as 3GB; default: measured",
     )
     tokens_per_sweep: float | None = option(
-        "--tokens-per-sweep", metavar="G", commands=("plan",),
+        "--tokens-per-pass", "--tokens-per-sweep", metavar="G", commands=("plan",),
         group="Guessing",
-        help="tokens that a sweep with the named tree yields; default: as the profile says",
+        help="tokens that a pass with the named tree yields; default: as the profile says",
     )
     # elsewhere `--ranks` are roles
     cluster: Path | None = option(

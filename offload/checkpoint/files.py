@@ -119,6 +119,10 @@ def cache_folder() -> Path:
         raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder") from None
 
 
+class BusyError(UserError):
+    """Another process writes to a folder."""
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
     """Lock a folder and yield its descriptor.
@@ -128,7 +132,7 @@ def locked(folder: Path) -> Iterator[int]:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not _try_lock(lock, folder):
-            raise UserError(
+            raise BusyError(
                 f"another process is writing to {folder}: wait for it, or take another name"
             )
         yield lock

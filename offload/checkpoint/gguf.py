@@ -28,7 +28,7 @@ from offload.checkpoint.safetensors import (
     tokenizer_folder,
 )
 from offload.checkpoint.tensors import TensorEntry
-from offload.errors import UserError
+from offload.errors import UserError, installing
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetensors"
@@ -39,7 +39,7 @@ def require_reader(file: Path) -> None:
     if find_spec("gguf") is None:
         raise UserError(
             f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
-            "pip install gguf, or give `config`, the folder or hub id of the original model"
+            f"{installing('gguf')}, or give `config`, the folder or hub id of the original model"
         )
 
 

@@ -6,7 +6,7 @@ Its target is small; inflated it takes any size without computing anything else.
 from collections.abc import Callable
 from pathlib import Path
 
-from offload.checkpoint.files import cache_folder
+from offload.checkpoint.files import BusyError, cache_folder
 from offload.checkpoint.inflate import inflate
 from offload.errors import UserError
 
@@ -38,6 +38,10 @@ def inflated_target(
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         return inflate(source, folder, size_bytes, progress=progress)
+    except BusyError:
+        raise UserError(
+            "another command is making the packaged model just now: try again when it has"
+        ) from None
     except OSError as error:
         raise UserError(
             f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder"

@@ -32,7 +32,7 @@ from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, w
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
 from offload.encoding.exponents import Exponents
-from offload.errors import UnreadError, UserError, reason
+from offload.errors import UnreadError, UserError, did_you_mean, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # beyond any tensor that a file can hold; arithmetic on them stays cheap
@@ -48,6 +48,7 @@ _AGAIN = "download the checkpoint again"
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
+_MOST_NAMES = 1000  # of a folder, among which one may be meant
 _INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -393,9 +394,7 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
             f"model must be a directory or a hub id, {path} is a file: give the folder it lies in"
         )
     if not is_hub_id(str(model)):
-        raise UserError(
-            f"no model directory at {path}: check the path, or give a hub id such as org/name"
-        )
+        raise _not_there(path)
     small = download_small(str(model))
     index = small / _INDEX
     shards = (
@@ -408,6 +407,15 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
         if shards is None
         else download_shards(str(model), small, shards)
     )
+
+
+def _not_there(path: Path) -> UserError:
+    """Return the error of a name that is neither here nor a hub id, with what may be meant."""
+    what = "file" if path.suffix.lower() == ".gguf" else "model directory"
+    beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    if meant := did_you_mean(path.name, beside[:_MOST_NAMES]):
+        return UserError(f"no {what} at {path}{meant}")
+    return UserError(f"no {what} at {path}: check the path, or give a hub id such as org/name")
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -474,7 +482,9 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
             f"to safetensors"
         )
     _refuse_other_formats(directory)
-    raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
+    has_config = os.path.isfile(directory / "config.json")
+    remedy = _AGAIN if has_config else "give the folder of a Hugging Face model"
+    raise UserError(f"no safetensors files in {directory}: {remedy}")
 
 
 def _refuse_other_formats(directory: Path) -> None:

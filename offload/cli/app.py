@@ -70,7 +70,7 @@ class _Program(TyperGroup):
 
 app = typer.Typer(
     cls=_Program,
-    help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
+    help="Decode with models that do not fit into memory: one pass over the weights, many tokens.",
     epilog="Start here: offload demo",
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,

@@ -1,11 +1,10 @@
 """The command `chat`."""
 
-from functools import partial
-
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
+from offload.cli.progress import making
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import choose_sampling, given_sampling
 from offload.cli.session_file import found_session
@@ -60,6 +59,6 @@ def chat(
             if names.demo:
                 from offload.cli.demo import packaged_chat
 
-                landed = partial(console.bytes_landed, label="making the target")
-                model, options = packaged_chat(options, landed)
+                with making(console) as landed:
+                    model, options = packaged_chat(options, landed)
             converse(Loading(model, draft, options, note), console, text, chosen, terminal)

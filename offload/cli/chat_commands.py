@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from offload.cli.console import Console, memory_line, turn_line
@@ -25,7 +24,6 @@ _SAMPLING = options_at("chat", Sampling)
 _TEXT = options_at("chat", TextOptions)
 _NAMES = [*_SAMPLING, *_TEXT]
 _SHORT = {"temp": "temperature", "n": "max-tokens", **synonyms_at("chat", Sampling)}
-_SET_LINES = wrap(f"{listed(_NAMES, 'or')}; alone: show what is set", 70, break_on_hyphens=False)
 _HELP = f"""\
 /help            show this list
 /clear           forget the conversation, but for the system prompt
@@ -35,7 +33,7 @@ _HELP = f"""\
 /read FILE       ask what is in a file of UTF-8 text
 /retry           write another answer to the last question
 /undo            forget the last question and its answer
-/set NAME VALUE  {f"{chr(10)}{' ' * 17}".join(_SET_LINES)}
+/set NAME VALUE  {listed(_NAMES, "or")}; alone: show what is set
 /stats           show the figures of the last answer
 /bye             leave; so do /exit, /quit and Ctrl-D
 \"""             begins and ends a question of several lines; a pasted one needs no quotes"""
@@ -161,7 +159,8 @@ class ChatCommands:
             )
             setattr(self._chat, one.name, own)
         elif name:
-            raise UserError(f"/set knows {', '.join(_NAMES)}, got {name}: try /set temperature 0.7")
+            meant = did_you_mean(name, _NAMES) or ": try /set temperature 0.7"
+            raise UserError(f"/set knows {', '.join(_NAMES)}, got {name}{meant}")
         chat = self._chat
         length = (
             f"at most {chat.max_new_tokens} tokens"

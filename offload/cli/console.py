@@ -191,7 +191,7 @@ def opening_lines(
         called = names.draft if names.draft == "draft" else f"draft {names.draft}"
         drafting = [f"{called}{sources and f' with {sources}'}, {_expectation(choice)}"]
     elif choice and choice.shape.num_nodes > 1:
-        drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a sweep by {sources}"]
+        drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a pass by {sources}"]
     return "\n".join(
         [*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting]
     )
@@ -207,7 +207,7 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
         num_host = plan.num_layers_in(LayerTier.HOST)
         num_disk = plan.num_layers_in(LayerTier.DISK)
         where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
-        return f"{name}: {where}" + (f"; {moved} a sweep" if plan.num_slots else "")
+        return f"{name}: {where}" + (f"; {moved} a pass" if plan.num_slots else "")
     budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
     if plan.has_experts:
         experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts"
@@ -219,13 +219,13 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
         return (
             f"{name}: all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
         )
-    return f"{name}: {plan.num_resident} of {num_layers} layers in RAM ({budget} allowed), {moved} a sweep from disk"
+    return f"{name}: {plan.num_resident} of {num_layers} layers in RAM ({budget} allowed), {moved} a pass from disk"
 
 
 def _expectation(choice: "TreeChoice") -> str:
     from offload.trees.spec import label_of  # which brings numpy along
 
-    speed = f"{choice.tokens_per_sweep:.1f} tokens per sweep"
+    speed = f"{choice.tokens_per_sweep:.1f} tokens a pass"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
     tree = (
@@ -300,7 +300,7 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
             f"rule {settings.rule}, {sampling}",
             f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
             f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
-            _curve_line("sweep, computing alone (s)", costs.compute_s),
+            _curve_line("pass, computing alone (s)", costs.compute_s),
             _curve_line("one draft step (s)", costs.draft_step_s),
             f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; at most {tuned.num_threads} compute threads; "
             f"overlap penalty between link and computing {costs.overlap_penalty:g}",
@@ -335,12 +335,12 @@ def closing_lines(
             f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({_runs_words(stats.runs)})\n{memory}"
         )
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
-    speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
+    speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
     if stats.chain_lengths:
         tree = f"chains of {fmean(stats.chain_lengths):.1f} guesses"
-    lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'sweep')}, {tree})", memory]
+    lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'pass')}, {tree})", memory]
     if stats.bytes_streamed:
-        waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
+        waited = f"{stats.stall_s / stats.sweep_s:.0%} of a pass is waiting for it"
         there = stats.expert_hit_rate
         experts = (
             "" if there is None else f"; {there:.0%} of the experts that were needed were there"
@@ -404,7 +404,7 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
     """Return how long an answer of a conversation took, and how much had to be read again for it."""
     how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = (
-        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens/sweep"
+        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
         if stats.tpot_s
         else ""
     )

@@ -62,9 +62,9 @@ def _group(context: typer.Context) -> None:
     short_help="Make a store.",
     epilog="""Examples:
 
-    offload datastore build --tokenizer Llama-3.1-70B --out python.store /usr/lib/python3.11
+    offload datastore build --tokenizer big --out code.store src/
 
-    offload datastore build --tokenizer big --out chats.store chats.jsonl notes/ --ram 8GiB --skip-bad""",
+    offload datastore build --tokenizer big --out s.store a.jsonl notes/""",
 )
 def build(
     files: Files,

@@ -7,11 +7,14 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, ModelNames
 from offload.cli.libraries import libraries
-from offload.cli.progress import plural
+from offload.cli.progress import making, plural
 from offload.cli.prompt_input import read_prompt
 from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.sampling_options import Sampling
 from offload.units import parse_size
+
+_NEXT = """next: offload chat --demo, which answers questions about Python; or a model of your own:
+      offload plan -m MODEL tells whether it fits, and how fast it will be"""
 
 
 @flags.command(
@@ -52,8 +55,8 @@ def demo(
             link_limit=load.link_limit,
         )
         packaged.check(request)
-        landed = partial(console.bytes_landed, label="making the target")
-        target = inflated_target(size_bytes, landed)
+        with making(console) as landed:
+            target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
             console.open(
@@ -70,3 +73,4 @@ def demo(
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))
     console.say(run.comparison_lines(result))
     console.detail(run.proof_details(result))
+    console.say(_NEXT)

@@ -15,15 +15,15 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOp
     app,
     epilog="""Examples:
 
-    offload generate -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB -p "Once upon a time"
+    offload generate -m Llama-3.1-70B -d Llama-3.2-1B -p "Once upon a time"
 
-    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree dynamic:128x20
+    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7
 
-    offload generate -m big --datastore code.store -f main.py    # guesses from a store and the text
+    offload generate -m big --datastore code.store -f main.py
 
     offload generate -m big -d small -f prompt.txt --json > result.json
 
-    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; the same command goes on
+    offload generate -m big -d small -f prompts.jsonl --out results.jsonl
 
     offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4""",
 )

@@ -12,11 +12,11 @@ from offload.cli.live_line import print_error
     context_settings={"allow_interspersed_args": False},
     epilog="""Examples:
 
-    offload launch -n 2 -- generate -m Llama-3.1-70B -p "Once upon a time" --ranks shards
+    offload launch -n 2 -- generate -m big -p "Once upon a time" --ranks shards
 
-    offload launch -n 4 -- chat -m big -d small --ranks stages:0-2,draft:3 --ram 8GiB,8GiB,8GiB,2GiB
+    offload launch -n 4 -- chat -m big -d small --ranks stages:0-2,draft:3
 
-    offload launch -n 2 --hosts alpha,beta -- generate -m big -p "the same on each host" """,
+    offload launch -n 2 --hosts alpha,beta -- generate -m big -p Hello""",
 )
 def launch(
     command: Annotated[

@@ -43,7 +43,7 @@ class CachedModel(NamedTuple):
 
     offload list
 
-    offload plan -m ORG/NAME    # looks at a model on the hub before it is downloaded""",
+    offload plan -m ORG/NAME    # before it is downloaded""",
 )
 def list_models(output: OutputOptions) -> None:
     """List the models that were downloaded from the hub, which -m takes by these names."""

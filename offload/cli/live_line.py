@@ -8,6 +8,7 @@ a file, a pipe) gets a plain line now and then instead.
 """
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -32,6 +33,8 @@ _SAVE_CURSOR = "\x1b7"
 _RESTORE_CURSOR = "\x1b8"
 _CLEAR_ROW = "\x1b[K"
 _CLEAR_BELOW = "\x1b[J"
+# a name of a list, and the blanks before what is said of it
+_NAMED = re.compile(r" *(?=\S)[^\n]{1,20}?\S {2,}(?=\S)")
 
 
 class LiveLine:
@@ -159,14 +162,15 @@ def columns(stream: TextIO) -> int:
 def fitted(text: str, stream: TextIO) -> str:
     """Return lines broken between words where a terminal is narrower.
 
-    For a file or a pipe they stay whole.
+    What follows a name and two spaces goes on below itself. For a file or a pipe lines stay whole.
     """
     if not stream.isatty():
         return text
     width = columns(stream)
     lines = list[str]()
     for line in text.split("\n"):
-        indent = " " * (2 + len(line) - len(line.lstrip()))
+        named = _NAMED.match(line)
+        indent = " " * (named.end() if named else 2 + len(line) - len(line.lstrip()))
         how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
         lines += textwrap.wrap(line, width, **how) or [""]  # type: ignore[arg-type]
     return "\n".join(lines)

@@ -104,6 +104,9 @@ def _said_of(error: Any, given: list[str]) -> str:
     """Return the option parser's line, with a question where the words were nearly right."""
     if known := getattr(error, "possibilities", None):
         return f"{error.message}{did_you_mean(error.option_name, known)}"
+    missing = None if error.message else getattr(error, "param", None)
+    if missing is not None and "--model" in missing.opts:
+        return "--model says what is to run, got none: give a folder, a GGUF file or a hub id"
     rule = str(error.message).partition(", unable to ")[0].removeprefix(_RULE)
     if rule == error.message or not getattr(error, "param", None):
         return str(error.format_message())

@@ -20,9 +20,9 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOption
 
     offload plan -m Llama-3.1-70B -d Llama-3.2-1B
 
-    offload plan -m 70b/config.json -d 7b/config.json --ram 32GiB --disk-speed 3GB
+    offload plan -m 70b/config.json --ram 32GiB --disk-speed 3GB
 
-    offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2
+    offload plan -m 70b/config.json -d self:int4 --hardware l40
 
     offload plan -m 70b/config.json -d 8b/config.json --ranks lab.json""",
 )

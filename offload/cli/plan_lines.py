@@ -15,7 +15,7 @@ from offload.units import format_bytes
 
 if TYPE_CHECKING:  # they bring numpy along
     from offload.distributed.layout import RankPart
-    from offload.planning.cost_model import Prediction, PromptPass
+    from offload.planning.cost_model import Prediction
     from offload.planning.model_facts import ModelFacts
     from offload.reports.drafts import DraftCandidate
     from offload.reports.estimate import Estimate
@@ -53,8 +53,8 @@ def answer_lines(
             if found.plan.has_experts and found.plan.is_streamed
             else []
         ),
-        *([("a sweep", _sweep_words(found))] if found.plan.is_streamed else []),
-        *([("prompt", _prompt_words(found.prompt))] if found.prompt else []),
+        *([("a pass", _sweep_words(found))] if found.plan.is_streamed else []),
+        *([("prompt", _prompt_words(found))] if found.prompt else []),
         *(
             [("tokens", _tokens_words(found, is_verbose=is_verbose))]
             if len(found.predictions) > 1
@@ -177,7 +177,7 @@ def _layers_words(plan: MemoryPlan) -> str:
         (plan.num_layers_in(LayerTier.DISK), "the disk"),
     ]
     come = " and ".join(f"{count} come from {place}" for count, place in others if count)
-    return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every sweep"
+    return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every pass"
 
 
 def _experts_words(found: "Estimate") -> str:
@@ -215,13 +215,21 @@ _LIMITS = {
 }
 
 
-def _prompt_words(prompt: "PromptPass") -> str:
+def _prompt_words(found: "Estimate") -> str:
+    prompt = found.prompt
+    assert prompt is not None, "others are not asked"
     speed = (
         f"{prompt.tokens_per_s:.3g}"
         if prompt.tokens_per_s < 1000
         else f"{prompt.tokens_per_s:,.0f}"
     )
-    return f"{speed} tokens/s, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
+    words = f"{speed} tokens/s, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
+    # elsewhere computing is counted for all passes, or for none
+    return (
+        f"{words}; with computing, as this processor did it just now"
+        if found.is_link_alone
+        else words
+    )
 
 
 def _packing_words(found: "Estimate") -> str:
@@ -235,7 +243,7 @@ def _packing_words(found: "Estimate") -> str:
         return f"{words}: run it as it is"
     if packing.streamed_bytes is None:
         return f"{words}, but needs more memory than this"
-    words += f": a sweep moves {_gb(packing.streamed_bytes)} instead of {_gb(found.sweep_bytes)}"
+    words += f": a pass moves {_gb(packing.streamed_bytes)} instead of {_gb(found.sweep_bytes)}"
     if packing.sweep_s is None or found.sweep_s is None:
         return words
     return f"{words}, {seconds_words(packing.sweep_s)} s instead of {seconds_words(found.sweep_s)}"
@@ -245,10 +253,10 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
     best = found.predictions[-1]
     low, high = (f"{tokens:.1f}" for tokens in best.tokens_range)
     if best.shape.num_nodes == 1:
-        return f"{low} a sweep with the tree {best.label}"
+        return f"{low} a pass with the tree {best.label}"
     basis = found.basis if is_verbose else found.basis.partition(";")[0]
     return (
-        f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
+        f"{low if low == high else f'{low} to {high}'} a pass with the tree {best.label}: {basis}"
     )
 
 

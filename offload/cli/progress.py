@@ -3,14 +3,17 @@ shows no more.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offload.checkpoint.files import cache_folder
 from offload.stats import Stats
 from offload.units import format_bytes
 
 if TYPE_CHECKING:  # it brings torch along
+    from offload.cli.console import Console
     from offload.engine.generation import Run
 
 _QUIET_S = 1.0  # what is over sooner needs no clock
@@ -94,7 +97,7 @@ class TextProgress:
             return [written, *layer]
         rate = num_later / stats.decode_s
         speed = [f"{rate:.2f} tokens/s", *self._left(num_done, rate, elapsed_s)]
-        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens/sweep"]
+        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens a pass"]
 
     def _prompt_parts(self, elapsed_s: float) -> list[str]:
         total = self.layers_per_sweep * self.num_prompt_sweeps
@@ -181,9 +184,26 @@ class BatchProgress:
 Progress = Phase | TextProgress | BatchProgress
 
 
+@contextmanager
+def making(console: "Console") -> Iterator[Callable[[int, int], None]]:
+    """Yield what shows how far a packaged target is; where one was made, say that it stays."""
+    num_bytes = 0
+
+    def landed(done_bytes: int, total_bytes: int) -> None:
+        nonlocal num_bytes
+        num_bytes = total_bytes
+        console.bytes_landed(done_bytes, total_bytes, label="making the target")
+
+    yield landed
+    if num_bytes:
+        size = format_bytes(num_bytes, is_decimal=True)
+        console.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
+
+
 def plural(count: int, noun: str) -> str:
-    """Return `1 token`, `2 tokens`, `1,234 tokens`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """Return `1 token`, `2 tokens`, `1,234 tokens`, `2 passes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
 
 
 def duration(seconds: float) -> str:

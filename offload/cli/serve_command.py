@@ -1,7 +1,6 @@
 """`offload serve`: a model for many callers, over OpenAI's protocol."""
 
 import re
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.errors import UserError, reason, require
+from offload.cli.progress import making
+from offload.errors import UserError, installing, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
 from offload.units import parse_size
@@ -26,7 +26,7 @@ from offload.units import parse_size
 
     offload serve -m big -d small --port 8000 --queue 16
 
-    offload serve -m big --host 0.0.0.0 --api-key-file keys.txt    # others need a key""",
+    offload serve -m big --host 0.0.0.0 --api-key-file keys.txt""",
 )
 def serve(
     names: TalkingModels, load: ModelOptions, server: ServerOptions, output: OutputOptions
@@ -34,7 +34,7 @@ def serve(
     """Answer OpenAI's protocol with a model larger than memory, until SIGTERM or Ctrl-C."""
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise UserError(
-            f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'"
+            f"offload serve needs {' and '.join(missing)}: {installing('offload[serve]')}"
         )
     from offload.engine.precheck import check_run
     from offload.planning.options import LoadOptions
@@ -57,8 +57,8 @@ def serve(
             if names.demo:
                 from offload.cli.demo import packaged_chat
 
-                landed = partial(console.bytes_landed, label="making the target")
-                model, options = packaged_chat(options, landed)
+                with making(console) as landed:
+                    model, options = packaged_chat(options, landed)
             serve_model(model, draft, options, console, server, keys=keys, early=early)
 
 

@@ -16,9 +16,9 @@ from offload.sampling_options import Sampling
     app,
     epilog="""Examples:
 
-    offload tune -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB --text book.txt --text mails.txt
+    offload tune -m Llama-3.1-70B -d Llama-3.2-1B --text book.txt
 
-    offload tune -m big -d small --text code.py --temp 0.6 --top-p 0.9 --tokens 4096 --json""",
+    offload tune -m big -d small --text a.py --text b.py --temp 0.6 --top-p 0.9""",
 )
 def tune(
     names: ModelChoice,

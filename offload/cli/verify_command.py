@@ -36,9 +36,9 @@ _SHOWN = 10
 
     offload verify meta-llama/Llama-3.1-8B --json
 
-    offload verify Llama-3.1-70B --write    # keeps checksums, which the next time compares with
+    offload verify Llama-3.1-70B --write    # keeps checksums for the next time
 
-    offload verify /mnt/copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
+    offload verify copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
 )
 def verify(
     model: Annotated[
@@ -102,7 +102,7 @@ def _lines(report: "Report") -> list[str]:
         return [
             *tensors,
             *report.notes,
-            f"{report.path}: DAMAGED in {plural(files, 'file')}; {size}",
+            f"{report.path}: DAMAGED in {plural(files, 'file')}; {size if report.num_files else 'no file was read'}",
         ]
     return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
 

@@ -66,7 +66,7 @@ class Generation:
         stats = self.stats
         ended = f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
         ended += "" if self.is_exact else f", NOT exact (lenience {self.lenience:g})"
-        speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
+        speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per pass"
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
     def logprobs_told(self) -> list[dict[str, object]]:

@@ -219,7 +219,7 @@ class LoadOptions(ModelOptions):
             tree = TreeSpec("none")
         if tokens_per_sweep is not None:
             rule = "`tokens_per_sweep` must be 1 or more"
-            remedy = "a sweep yields one token at least"
+            remedy = "a pass yields one token at least"
             require(tokens_per_sweep >= 1, rule, tokens_per_sweep, remedy)
             if tree.is_chosen or tree.kind == "none":
                 raise UserError(

@@ -357,7 +357,7 @@ def _check(profile: Profile) -> None:
         ensure(one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
         ensure(
             one.tokens_per_sweep <= one.depth + 1,
-            "a sweep yields one token, and one more for every level",
+            "a pass yields one token, and one more for every level",
         )
     if uses := profile.expert_uses:
         # pools and plans are sized by them

@@ -226,7 +226,7 @@ class _Selection:
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)
             why += (
-                f", growth repeated for {counted} sweeps"
+                f", growth repeated for {counted} passes"
                 if counted
                 else ", as if static: dynamic trees yield more"
             )
@@ -244,7 +244,7 @@ class _Selection:
         traffic = self._traffic(most + 1)
         if self._costs is None or traffic is None:
             policy = ChainPolicy.assumed(alpha, most)
-            why = f"{why}; a draft step as a {ASSUMED_COST:g} of a sweep"
+            why = f"{why}; a draft step as a {ASSUMED_COST:g} of a pass"
         else:
             policy = ChainPolicy.of(alpha, self._costs, traffic, most)
         ranked = [policy.predicted(gamma) for gamma in range(most + 1)]

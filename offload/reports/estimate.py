@@ -199,7 +199,7 @@ def _predictions(
     tokens, basis = choice.tokens_range(run.files, run.options.dtype, profile, basis)
     if tokens_per_sweep is not None:
         tokens = (tokens_per_sweep, tokens_per_sweep)
-        basis = "tokens per sweep as given"
+        basis = "tokens per pass as given"
     return (plain, _predict(run, trees, costs, plan, choice.shape, tokens)), basis
 
 

@@ -279,7 +279,7 @@ def _one_way(
         if request.files.draft is not None and tree.kind != "none":
             shape, drawn, basis = _choice(request, tree, profile, lay_out)
             drawn = (tokens, tokens) if tokens else drawn
-            basis = "tokens per sweep as given" if tokens else basis
+            basis = "tokens per pass as given" if tokens else basis
             chosen = lay_out(shape.num_nodes)
             rates.append(_rate(request, chosen, shape, drawn, basis))
     except UserError as refusal:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.errors import UserError, reason, refusing
+from offload.errors import UserError, installing, reason, refusing
 from offload.sampling.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def require_compiler() -> None:
     """Raise `UserError` where the package that keeps grammars is missing."""
     if find_spec("llguidance") is None:
         raise UserError(
-            "grammars are kept by the package llguidance, which is missing: pip install offload[grammar]"
+            "grammars are kept by the package llguidance, which is missing: "
+            f"{installing('offload[grammar]')}"
         )
 
 
@@ -106,7 +107,7 @@ def _try_out(source: str, grammar: Grammar) -> None:
     if isinstance(answer, dict):
         raise UserError(
             f"grammars are compiled with the package llguidance by {sys.executable}, which lacks it "
-            f"({answer['failure']:.80}): pip install offload[grammar] there"
+            f"({answer['failure']:.80}): {installing('offload[grammar]')}"
         )
     require_sound(answer, grammar)
 

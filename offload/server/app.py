@@ -27,7 +27,7 @@ from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from offload.declaration import Option, options_at
+from offload.declaration import Option, listed, options_at
 from offload.engine.job import Ticket
 from offload.engine.scheduler import EngineFigures
 from offload.engine.service import Engine
@@ -334,10 +334,17 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for these"
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
     what = f"{request.method} {path:.80}"
-    told = {404: f"Unknown request URL: {what}", 405: f"Not allowed to {what}"}.get(
-        error.status_code, error.detail
-    )
-    return answer(Refusal(error.status_code, told, headers=dict(error.headers or {})))
+    headers = dict(error.headers or {})
+    told = {
+        404: f"Unknown request URL: {what}: this server has {_routes_words()}",
+        405: f"Not allowed to {what}: {headers.get('Allow', 'another method')} is",
+    }.get(error.status_code, error.detail)
+    return answer(Refusal(error.status_code, told, headers=headers))
+
+
+def _routes_words() -> str:
+    """Return what may be asked for, without names in paths."""
+    return listed(sorted((path for path, *_ in _ROUTES if "{" not in path), reverse=True))
 
 
 def _log(error: BaseException) -> None:

@@ -9,8 +9,9 @@ Invariant: 500 is a fault of this program or its disk alone, and never carries a
 client can mend has 400, with the rule, the value and the remedy.
 """
 
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from offload.engine.job import Ticket
 from offload.engine.request import Request, samples_of
 from offload.engine.scheduler import EngineFigures
 from offload.engine.service import Closing, Engine, QueueFull
-from offload.errors import RunError, UserError
+from offload.errors import RunError, UserError, did_you_mean
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling_options import Sampling
 from offload.server.listening import LOADING, is_loopback
@@ -78,7 +79,10 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
     if isinstance(error, Closing):
         return closing()
     if isinstance(error, UserError):
-        return Refusal(400, str(error).replace("`max_new_tokens`", "`max_tokens`"))
+        message = str(error).replace("`max_new_tokens`", "`max_tokens`")
+        # the record of an option begins its line with the field
+        named = re.match(r"`(\w+)` ", message)
+        return Refusal(400, message, param=named and named[1])
     if isinstance(error, RunError):  # whose words name files of this machine
         return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
     return Refusal(500, "the server failed, and its log says where", code="internal_error")
@@ -382,10 +386,11 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _refusal(min(found, key=lambda one: one["type"] != "extra_forbidden")) from None
+        first = min(found, key=lambda one: one["type"] != "extra_forbidden")
+        raise _refusal(first, kind.model_fields) from None
 
 
-def _refusal(error: Mapping[str, Any]) -> Refusal:
+def _refusal(error: Mapping[str, Any], known: Iterable[str]) -> Refusal:
     steps = [step for step in error["loc"] if isinstance(step, int) or not _is_type(step)]
     path = (
         "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:][:80]
@@ -396,7 +401,8 @@ def _refusal(error: Mapping[str, Any]) -> Refusal:
             400, f"The body must be JSON in UTF-8: {error['msg'].removeprefix('Invalid JSON: ')}"
         )
     if error["type"] == "extra_forbidden":
-        return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
+        meant = did_you_mean(str(path), known)
+        return Refusal(400, f"Unrecognized request argument supplied: {path}{meant}", param=path)
     if error["type"] == "missing":
         return Refusal(
             400,

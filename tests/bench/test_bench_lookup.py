@@ -66,7 +66,7 @@ def test_no_figure_of_guesses_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(decode, "measure", wrong)
     outcome = shell("bench", "lookup", *LEAST, "--sources", "lookup")
-    assert outcome.code == 2 and "no speed is worth printing" in outcome.err and "tokens/sweep" not in outcome.out
+    assert outcome.code == 2 and "no speed is worth printing" in outcome.err and "tokens a pass" not in outcome.out
 
 
 def test_stores_hold_no_prompt() -> None:

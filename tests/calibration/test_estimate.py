@@ -253,7 +253,7 @@ def test_memory_and_disk_are_enough_of_a_machine(configs: list[str]) -> None:
     low, high = tree.tokens_range
     assert 1 < low < high and tree.s_per_token_range == pytest.approx((got.sweep_s / high, got.sweep_s / low))
     given = ask(configs, context=512, ram="32GiB", disk_speed="3GB", tree="64x8", tokens_per_sweep=5.0)
-    assert given.predictions[1].tokens_range == (5.0, 5.0) and given.basis == "tokens per sweep as given"
+    assert given.predictions[1].tokens_range == (5.0, 5.0) and given.basis == "tokens per pass as given"
 
 
 def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ FOLDERS = [
     case("text of no model", config(model_type="llava", text_config={"model_type": "no"}), "describe a language model"),
     case("around what nobody knows", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
     case("no text inside", SEEING, "does not write text"),
-    case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
+    case("no weights", drop("*.safetensors*"), "no safetensors files", "download the checkpoint again", by_plan=False),
     case("generation config broken", overwrite(GENERATION, b"{"), GENERATION, by_plan=False),
     case("end token in words", overwrite(GENERATION, WORDY_END), "eos_token_id", "'</s>'", by_plan=False),
     case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import BOTH, ENOUGH, assert_refused, drop, generate
+from refusals import BOTH, ENOUGH, PLAN, assert_refused, drop, generate
 from shell import shell
 
 from offload.commands import every_command
@@ -53,6 +53,20 @@ def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
 def test_words_of_libraries_are_lines_of_ours(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     for command in BOTH:
         assert_refused(shell(*command, *arguments), *words)
+
+
+def test_a_name_that_is_nearly_right_is_told(tmp_path: Path) -> None:
+    (tmp_path / "Llama-3.1-70B").mkdir()
+    (tmp_path / "Llama-Q4_K_M.gguf").touch()
+    for given, meant in (("Llama-3.1-70b", "Llama-3.1-70B"), ("LLama-Q4_K_M.gguf", "Llama-Q4_K_M.gguf")):
+        for command in BOTH:
+            assert_refused(shell(*command, "-m", tmp_path / given), f"at {tmp_path / given}. Did you mean {meant}?")
+    assert_refused(shell(*PLAN, "-m", tmp_path / "other.gguf"), "no file at", "check the path")
+
+
+def test_a_command_without_a_model_says_what_one_is() -> None:
+    for command in BOTH:
+        assert_refused(shell(*command), "--model says what is to run, got none", "a folder, a GGUF file or a hub id")
 
 
 def test_model_that_is_a_file_is_refused(sound: Path, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_ways_to_leave(leave: str, letters: Path) -> None:
         ("/", "got /: a question that begins with / needs a space before it"),
         ("/hlep", "got /hlep. Did you mean /help?"),
         ("/set heat 3", "frequency-penalty, max-tokens, stop, got heat: try"),
+        ("/set temprature 1", "got temprature. Did you mean temperature?"),
         ("/set top-k 0.5", "top-k must be a whole number, got '0.5': try /set top-k 1"),
         ("/set top-p", "top-p must be a number, got ''"),
         ("/undo", "nothing was asked yet"),

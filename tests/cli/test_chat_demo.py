@@ -9,9 +9,14 @@ from refusals import assert_refused
 from served import serving
 from shell import shell
 
+from offload.checkpoint.files import locked_anew
+from offload.checkpoint.packaged import inflated_target
 from offload.cli import demo
+from offload.cli.console import Console
+from offload.cli.progress import making
 from offload.engine.load import open_decoder
 from offload.engine.text import load_tokenizer
+from offload.errors import UserError
 from offload.options import CHAT_PAIR
 from offload.planning.options import LoadOptions
 
@@ -57,6 +62,26 @@ def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     _, chosen = demo.packaged_chat(LoadOptions(), lambda *_: None)
     assert (chosen.tree, chosen.device, chosen.context) == ("auto", "cpu", 1024)
     assert chosen.ram is not None and int(chosen.ram) >= demo._CHAT_BYTES // 4
+
+
+def test_what_is_made_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gigabyte stays on a newcomer's disk: once, and not in silence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+    for _ in range(2):
+        with Console(is_quiet=False) as console, making(console) as landed:
+            inflated_target(40_000_000, landed)
+        told.append(capsys.readouterr().err)
+    assert f"which stay in {tmp_path}/offload" in told[0] and told[1] == ""
+
+
+def test_two_commands_that_make_the_demo_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    being_made = tmp_path / "offload" / ".demo-40MB.inflating"
+    with locked_anew(being_made), pytest.raises(UserError, match="making the packaged model just now: try again"):
+        inflated_target(40_000_000, lambda *_: None)
 
 
 def test_a_model_and_the_demo_exclude_each_other() -> None:

@@ -63,7 +63,7 @@ def test_a_label_is_what_the_flag_would_call_it(label: str) -> None:
 def test_every_line_tells_dynamic_from_static(label: str) -> None:
     shape, is_dynamic = SHAPES[label], label.startswith("dynamic")
     words = f"{'dynamic tree of at most' if is_dynamic else 'tree of'} 64 nodes, 8 deep"
-    assert f"(2 sweeps, {words})" in closing_lines(stats(shape), planned(), 1 << 20)
+    assert f"(2 passes, {words})" in closing_lines(stats(shape), planned(), 1 << 20)
     assert choice_lines(TreeChoice(shape, "as named")).startswith(f"{words}: as named")
     runs: list[Any] = [SimpleNamespace(stats=stats(one)) for one in (chain(0), shape)]
     row = comparison_lines(DemoResult(*runs, num_exact=1, num_near=0, num_same=None)).splitlines()[2]
@@ -95,16 +95,16 @@ def test_what_runs_is_told_in_two_lines() -> None:
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
     names = ModelNames.of("/models/Llama-70B/", "someone/Llama-1B")
     assert opening_lines(names, decoder, choice, is_decimal=True).splitlines() == [
-        "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a sweep from disk",
+        "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a pass from disk",
         "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected",
     ]
     assert ModelNames.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
     alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
-    assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a sweep from disk"
+    assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a pass from disk"
     named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
-    assert named.endswith("\ndraft Llama-1B, tree 64x8, 3.2 tokens per sweep expected")
+    assert named.endswith("\ndraft Llama-1B, tree 64x8, 3.2 tokens a pass expected")
     folder = opening_lines(names._replace(draft="draft"), decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
-    assert folder.endswith("\ndraft, tree 64x8, 3.2 tokens per sweep expected"), "a folder called draft is named once"
+    assert folder.endswith("\ndraft, tree 64x8, 3.2 tokens a pass expected"), "a folder called draft is named once"
 
 
 def test_places_are_those_of_the_plan() -> None:
@@ -112,7 +112,7 @@ def test_places_are_those_of_the_plan() -> None:
     assert place_line("m", whole) == "m: all 4 layers fit into RAM (1.86 GiB allowed), nothing is streamed"
     tier_L = (LayerTier.RESIDENT, LayerTier.HOST, LayerTier.HOST, LayerTier.DISK)
     card = planned(gpu_bytes=10**9, tier_L=tier_L)
-    assert place_line("m", card, is_decimal=True) == "m: 1 of 4 layers on the GPU, 2 in RAM, 1 on disk; 3 GB a sweep"
+    assert place_line("m", card, is_decimal=True) == "m: 1 of 4 layers on the GPU, 2 in RAM, 1 on disk; 3 GB a pass"
 
 
 def test_one_is_not_many_and_no_link_is_not_slow() -> None:
@@ -122,7 +122,7 @@ def test_one_is_not_many_and_no_link_is_not_slow() -> None:
     assert closing_lines(few, planned(), 0).startswith("1 token, the first after ")
     few.num_new_tokens, few.num_sweeps, few.bytes_streamed = 2, 1, 0
     told = closing_lines(few, planned(), 0)
-    assert told.startswith("2 tokens, ") and "(1 sweep, " in told and "link" not in told
+    assert told.startswith("2 tokens, ") and "(1 pass, " in told and "link" not in told
     few.bytes_streamed = 1
     assert "link" in closing_lines(few, planned(), 0)
 

@@ -61,6 +61,18 @@ def test_a_command_with_few_options_shows_them_all(name: str) -> None:
     assert shell(*name.split(), "--help-all").code == 2
 
 
+def examples(text: str) -> list[str]:
+    """Return the lines of help's examples."""
+    return [line for line in text.partition("Examples:")[2].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", [*LONG, *SHORT, "list", "unpack", "launch", "datastore append"])
+def test_examples_can_be_copied_from_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    told = examples(shell(*name.split(), "--help").out)
+    assert told and all(re.match("  (offload|cat|head) ", line) for line in told), "one is broken into lines"
+
+
 def test_every_option_is_of_a_group() -> None:
     for record in RECORDS:
         for one in options_of(record).values():

@@ -128,7 +128,7 @@ def assert_phases_are_told(seen: Recording, num_columns: int) -> None:
         assert phase in seen.text
     lines = seen.screen(num_columns).lines
     said = " ".join(line.strip() for line in lines)
-    for words in ("4 layers in RAM", "a sweep from disk", "12 tokens, the first after", "(--ram) +"):
+    for words in ("4 layers in RAM", "a pass from disk", "12 tokens, the first after", "(--ram) +"):
         assert words in said, "words are whole, wherever lines end"
     assert not any("reading" in line or "importing" in line for line in lines), "the line has gone"
 
@@ -200,11 +200,11 @@ def test_a_text_tells_layer_speed_and_time_left() -> None:
     progress.num_layers = 8 * 4 + 3
     told = progress.parts()
     assert told[:3] == ["12 of 100 tokens", "layer 3 of 8", "2.00 tokens/s"]
-    assert told[3:] == ["40 s left", "4.0 tokens/sweep"], "88 tokens take 44 s, 4 of which are over"
+    assert told[3:] == ["40 s left", "4.0 tokens a pass"], "88 tokens take 44 s, 4 of which are over"
     progress.num_layers = 8 * 4
     assert progress.parts()[1] == "drafting"
     progress.max_new_tokens = None
-    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 tokens/sweep"]
+    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 tokens a pass"]
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,12 @@ def test_lines_break_between_words_on_a_terminal_alone(narrow: io.StringIO) -> N
         "x" * 50,
     ]
     assert fitted(text, io.StringIO()) == text
+
+
+def test_what_is_said_of_a_name_goes_on_below_itself(narrow: io.StringIO) -> None:
+    """A list of commands stays a list on a narrow terminal."""
+    first, *others = fitted("/save FILE       keep the conversation and its cache for later", narrow).split("\n")
+    assert first == "/save FILE       keep the conversation" and others == [f"{'':17}and its cache for later"]
 
 
 def test_columns_are_counted_as_terminals_count() -> None:

@@ -47,10 +47,10 @@ def test_text_goes_to_stdout_and_figures_to_stderr(ender: Path) -> None:
         assert outcome.out == decoder.generate(PROMPT).text + "\n" == SAID + "\n"
     assert outcome.code == 0
     place, drafting, first, link, memory = outcome.err.splitlines()
-    assert place.startswith(f"{ender.name}: 0 of 4 layers in RAM") and place.endswith("a sweep from disk")
-    assert drafting.startswith(f"draft {ender.name}, tree 8x3, ") and drafting.endswith(" tokens per sweep expected")
+    assert place.startswith(f"{ender.name}: 0 of 4 layers in RAM") and place.endswith("a pass from disk")
+    assert drafting.startswith(f"draft {ender.name}, tree 8x3, ") and drafting.endswith(" tokens a pass expected")
     assert f"{NUM_SAID + 1} tokens, the first after" in first
-    assert "tokens/s" in first and "tokens per sweep" in first and "tree of 8 nodes, 3 deep" in first
+    assert "tokens/s" in first and "tokens a pass" in first and "tree of 8 nodes, 3 deep" in first
     assert "GB/s" in link and memory.startswith("peak memory")
 
 

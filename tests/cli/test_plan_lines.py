@@ -115,7 +115,7 @@ def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:
 
 def test_all_terms_are_shown_where_they_are_asked_for(pair: tuple[str, ...]) -> None:
     out = printed(*pair, *GPU, "--tree", "768x22", "--tokens-per-sweep", "12.18", "-v")
-    assert "layers in pinned memory" in out and "12.2 a sweep with the tree 768x22: tokens per sweep as given" in out
+    assert "layers in pinned memory" in out and "12.2 a pass with the tree 768x22: tokens per pass as given" in out
     assert "counted as the static one" in printed(*pair, *GPU, "-v").replace("\n            ", " ")
     assert out.splitlines()[-1].split()[:2] == ["768x22", "12.18"] and out.splitlines()[-1].endswith("disk")
 

@@ -12,6 +12,8 @@ import pytest
 from gguf_files import MODELS, write_gguf
 from refusals import drop
 
+from offload.errors import installing
+
 MOST_TIMES = 50  # as long as counting to a million takes there and then: a second on a quiet machine
 RUN = """
 import io, json, sys, time
@@ -84,3 +86,11 @@ def test_it_is_refused_within_a_second(case: str, refused: dict[str, Any]) -> No
         assert words in line, line
     assert not has_torch, "an import that takes seconds"
     assert num_times < MOST_TIMES
+
+
+def test_what_is_missing_is_installed_beside_this_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer's `pip` is often that of another environment, and would help nothing there."""
+    monkeypatch.setattr(shutil, "which", lambda _: str(Path(sys.prefix, "bin", "pip")))
+    assert installing("offload[serve]") == "pip install 'offload[serve]'"
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/pip")
+    assert installing("gguf") == f"{sys.executable} -m pip install gguf"

@@ -1,6 +1,7 @@
 """`offload verify` as a person and a program meet it."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from shell import shell
 
 from offload.cli.verify_command import verify
 from offload.errors import UserError
-from offload.options import OutputOptions, VerifyOptions
+from offload.options import CHAT_PAIR, OutputOptions, VerifyOptions
 
 
 def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
@@ -90,3 +91,12 @@ def test_what_the_machine_refuses_is_not_told_as_damage(
     monkeypatch.setattr("offload.integrity.verify", refuse)
     with pytest.raises(UserError, match=line):
         verify(str(sound), VerifyOptions(), OutputOptions(quiet=True))
+
+
+def test_of_what_could_not_be_read_no_speed_is_told(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(CHAT_PAIR / "target", tmp_path / "model"))
+    (path,) = model.glob("*.safetensors")
+    os.truncate(path, path.stat().st_size - 100)
+    outcome = shell("verify", model)
+    assert outcome.code == 1 and "truncated: download the checkpoint again" in outcome.out
+    assert outcome.out.endswith(f"{model}: DAMAGED in 1 file; no file was read\n")

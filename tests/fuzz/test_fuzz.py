@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 NAMES = (
     "safetensors/header", "config/qwen3_moe", "tokenizer/unigram", "tokenizer/template", "fewer_bits/awq",
     "gguf_file/llama", "settings/profile", "texts/lines", "texts/session", "http/chat", "datastore/verify",
-    "packed/verify", "verify/notes",
+    "packed/verify", "verify/notes", "verify/manifest",
 )  # fmt: skip
 SECONDS = 300  # of which a quiet machine needs twenty
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs inotify, pidfd and /proc")

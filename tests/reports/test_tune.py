@@ -95,7 +95,7 @@ def test_a_tune_counts_what_grown_trees_yield(
     with offload.load(*pair, streaming_ram(*pair, num_nodes=1), context=256, **slow) as decoder:  # type: ignore[arg-type]
         choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
         assert choice.is_dynamic and choice.shape == choice.candidates[0].shape
-        assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
+        assert f"growth repeated for {sum(one.num_sweeps for one in counted)} passes" in choice.why
     fixed = run(pair, text, rule="sequoia")
     assert fixed.profile.dynamic_yields == () and not any(
         isinstance(one.shape, DynamicShape) for one in fixed.choice.candidates

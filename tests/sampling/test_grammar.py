@@ -171,7 +171,7 @@ def test_without_the_package_or_a_tokenizer_a_line_says_so(tokenizer: Any, monke
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         Grammars(None, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install offload\[grammar\]"):
+    with pytest.raises(UserError, match=r"pip install 'offload\[grammar\]'"):
         Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
 
 

@@ -55,6 +55,7 @@ def told(response: httpx.Response, status: int) -> dict[str, Any]:
 CHAT_BODY = {"messages": HELLO, "max_tokens": 2}
 BAD_CHATS = {
     "an unknown field": ({"best": 1}, "Unrecognized request argument supplied: best"),
+    "a field that is nearly right": ({"max_token": 1}, "supplied: max_token. Did you mean max_tokens?"),
     "an unknown field within": ({"stream_options": {"x": 1}}, "supplied: stream_options.x"),
     "an unknown field of a message": ({"messages": [{**HELLO[0], "image": 1}]}, "supplied: messages[0].image"),
     "no messages": ({"messages": None}, "messages"),
@@ -87,6 +88,11 @@ def test_a_bad_field_is_named(served: Served, change: dict[str, Any], message: s
     assert message in error["message"]
     assert error["type"] == "invalid_request_error"
     assert served.is_idle()
+
+
+@pytest.mark.parametrize("change", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"max_token": 1}])
+def test_programs_are_told_which_field_is_wrong(served: Served, change: dict[str, Any]) -> None:
+    assert told(ask(served, CHAT, CHAT_BODY | change), 400)["param"] == next(iter(change))
 
 
 BAD_BODIES = {
@@ -139,9 +145,11 @@ def test_what_changes_nothing_is_named_in_a_header(served: Served) -> None:
 def test_other_models_and_routes(served: Served) -> None:
     assert told(ask(served, CHAT, CHAT_BODY | {"model": "gpt-4"}), 404)["code"] == "model_not_found"
     assert ask(served, CHAT, CHAT_BODY | {"model": ""}).status_code == 200
-    assert "Unknown request URL: POST /v1/images" in told(ask(served, "/v1/images", {}), 404)["message"]
+    line = told(ask(served, "/v1/images", {}), 404)["message"]
+    assert "Unknown request URL: POST /v1/images: this server has /v1/" in line
+    assert CHAT in line and "/health" in line
     refused = ask(served, CHAT, b"", "GET")
-    told(refused, 405)
+    assert told(refused, 405)["message"].endswith(": POST is")
     assert refused.headers["allow"] == "POST"
     told(ask(served, CHAT + "/", CHAT_BODY), 404)
     line = told(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)["message"]

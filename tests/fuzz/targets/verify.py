@@ -52,6 +52,24 @@ def _verify(folder: Path) -> Outcome:
     return shell("verify", folder / ("model" if (folder / "model").exists() else "m.gguf"), "--write")
 
 
+def _save_compared(folder: Path) -> None:
+    """With a manifest in a place of its own, and nothing beside the model."""
+    save_files(folder / "model", shards=True)
+    told = shell("verify", folder / "model", "--write", "--manifest", folder / "sums.json")
+    assert told.code == 0, told.err
+    (folder / "wanted.json").write_text(json.dumps(_bits(folder)))
+
+
+def _look(folder: Path) -> Outcome:
+    """Nothing may be written, whatever is damaged."""
+    return shell("verify", folder / "model")
+
+
+def _compare(folder: Path) -> Outcome:
+    """With a manifest that is named; of whole weights and a manifest that holds for them nothing is damaged."""
+    return shell("verify", folder / "model", "--manifest", folder / "sums.json")
+
+
 def _verify_bits(folder: Path) -> Outcome:
     told = _verify(folder)
     assert told.code != 0 or _bits(folder) == json.loads((folder / "wanted.json").read_text()), "called sound"
@@ -68,6 +86,8 @@ _NOTES = {
 TARGETS = [
     Target("verify/weights", _save_noted, _SAFETENSORS, _verify_bits, writes=_SUMS),
     Target("verify/notes", _save_noted, _NOTES, _verify, writes=_SUMS),
+    Target("verify/reads-only", _save_noted, {**_SAFETENSORS, **_NOTES}, _look),
+    Target("verify/manifest", _save_compared, {"sums.json": (only(*_KEYS), text, special, *JSON)}, _compare),
     Target("verify/gguf", _save_gguf, _GGUF, _verify_bits, writes=_SUMS),
     Target("verify/gguf-sums", _save_gguf, {"m.gguf.sums.json": (only(*_KEYS), *JSON)}, _verify, writes=_SUMS),
 ]
