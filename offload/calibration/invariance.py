@@ -233,9 +233,7 @@ def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KV
     """Return scores of all rows of a chain, taken in by passes of so many rows."""
     parts = []
     for part_T in token_T.split(list(cut)):
-        position_T = torch.arange(len(part_T)) + cache.length
-        sees_TT = torch.ones(len(part_T), len(part_T), dtype=torch.bool).tril()
-        parts.append(model.forward(part_T, position_T, sees_TT, cache))
+        parts.append(model.forward_chain(part_T, cache))
         cache.commit(range(len(part_T)))
     return torch.cat(parts)
 

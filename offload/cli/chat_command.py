@@ -7,7 +7,7 @@ from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.cli.rank_process import is_worker
-from offload.cli.sampling import choose_sampling, given_sampling
+from offload.cli.sampling import GivenSampling
 from offload.cli.session_file import found_session
 from offload.options import (
     ModelOptions,
@@ -40,7 +40,7 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    said = given_sampling(sampling)
+    given = GivenSampling.of(sampling)
     found_session(text.session, load.ranks)
     from offload.engine.precheck import check_run
     from offload.planning.options import LoadOptions
@@ -53,7 +53,7 @@ def chat(
 
     shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram)
     with shown as console, SilentTerminal() as terminal:
-        chosen, note = choose_sampling(str(load.config or model), said, console.wait)
+        chosen, note = given.settled(str(load.config or model), console.wait)
         with libraries(console, before_leaving=terminal.end):
             from offload.cli.repl import converse
 

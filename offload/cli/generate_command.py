@@ -6,7 +6,7 @@ from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import asked_prompt
 from offload.cli.rank_process import is_worker
-from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
+from offload.cli.sampling import GivenSampling, found_grammar
 from offload.cli.session_file import found_session
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
 
@@ -44,7 +44,7 @@ def generate(
     is_elsewhere = is_worker(load.ranks)
     prompts = prompts_of(text, as_json=output.as_json)
     session = found_session(text.session, load.ranks)
-    given = given_sampling(sampling)
+    given = GivenSampling.of(sampling)
     grammar = found_grammar(text)
     asked = None
     if prompts is None and not is_elsewhere:
@@ -58,7 +58,7 @@ def generate(
         tried_source(grammar)
     is_quiet = output.quiet or output.as_json or is_elsewhere
     with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
-        chosen, note = choose_sampling(str(load.config or model), given, console.wait)
+        chosen, note = given.settled(str(load.config or model), console.wait)
         loading = Loading(model, draft, options, note)
         request = Request(
             asked,

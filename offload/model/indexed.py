@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload.model.index_choice import Choice, Pool, choose
+from offload.model.recurrent import with_functions
 
 _UPDATE = "update_indexer"
 _TURN = "apply_rotary_pos_emb"
@@ -226,11 +227,11 @@ def shares_index(layer: nn.Module) -> bool:
 
 
 def _follow(layer: nn.Module) -> bool:
-    found = [module for module in layer.modules() if _find(type(module)) is not None]
+    found = [module for module in layer.modules() if _follower_of(type(module)) is not None]
     for module in found:
         if not getattr(module, "index_kpool_always_select_tail", True):
             raise ValueError("an index by which the first tokens of a text see nothing")
-        module.__class__ = _find(type(module))
+        module.__class__ = _follower_of(type(module))
     # where attention makes a mask of indices, the choice is one
     attention: Any = getattr(layer, "self_attn", None)
     if hasattr(attention, "build_attention_mask_from_topk"):
@@ -238,12 +239,8 @@ def _follow(layer: nn.Module) -> bool:
     return len(found) == 1
 
 
-def _find(own: Any) -> Any:
-    return _follower_of(own)
-
-
 @lru_cache(maxsize=64)
-def _follower_of(own: Any) -> type[nn.Module] | None:
+def _follower_of(own: Any) -> Any:
     """Return a class like this one that chooses along paths; None for any other."""
     forward = inspect.unwrap(own.forward)
     if not isinstance(forward, FunctionType) or _UPDATE not in forward.__code__.co_names:
@@ -252,14 +249,7 @@ def _follower_of(own: Any) -> type[nn.Module] | None:
     make = next((one for one in _MAKES if one.names <= names), None)
     if make is None:
         return None
-    known = forward.__globals__
-    clone = FunctionType(
-        forward.__code__,
-        {**known, **make.in_place(known)},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    clone = with_functions(forward, make.in_place(forward.__globals__))
     more = {
         "forward": _forward_by(clone, forward, make),
         "get_visible_tokens": lambda *_, **__: None,
