@@ -26,7 +26,7 @@ from offload.errors import UserError
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import PROMPT_ROWS, MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 from offload.stats import RankFigures
 

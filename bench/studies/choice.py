@@ -20,7 +20,7 @@ from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
 from offload.bench.harness.steps import step_times
 from offload.planning.acceptance import bursts
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
 from offload.reports.tune import DEPTH, TuneResult, tune

@@ -22,7 +22,7 @@ from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
 from offload.model.streamed import StreamedModel
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy, thread_ladder
 

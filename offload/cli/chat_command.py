@@ -43,7 +43,7 @@ def chat(
     given = GivenSampling.of(sampling)
     found_session(text.session, load.ranks)
     from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
     model, draft = names.given
     options = LoadOptions.of(load)

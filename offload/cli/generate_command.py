@@ -39,7 +39,7 @@ def generate(
     from offload.cli.many_texts import prompts_of, write_many
     from offload.engine.precheck import check_run
     from offload.engine.request import Request
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
     is_elsewhere = is_worker(load.ranks)
     prompts = prompts_of(text, as_json=output.as_json)

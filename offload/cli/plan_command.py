@@ -31,8 +31,8 @@ def plan(
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import describe, is_built
+    from offload.planning.load_options import LoadOptions
     from offload.planning.near_copy import copy_bits
-    from offload.planning.options import LoadOptions
 
     if machine.cluster is not None:
         own = {"hardware": machine.hardware, "disk_speed": machine.disk_speed}

@@ -37,7 +37,7 @@ def serve(
             f"offload serve needs {' and '.join(missing)}: pip install 'offload[serve]'"
         )
     from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
     model, draft = names.given
     options = LoadOptions.of(load)

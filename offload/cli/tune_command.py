@@ -29,7 +29,7 @@ def tune(
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
     from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
     model, draft = names.given
     assert draft is not None, "its flag is required here"

@@ -21,7 +21,7 @@ from offload.engine.decoder_config import DecoderConfig
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
-from offload.engine.session import Models
+from offload.engine.session import SessionModels
 from offload.errors import UserError
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.sampling.grammar_mask import Grammars
@@ -166,7 +166,7 @@ def settled_of(rank: PipelineRank) -> DecoderConfig:
     plan = rank.own_plan()
     assert plan is not None, "rank 0 is a stage"
     identities = Identities(run.files, run.open_source)
-    models = Models(
+    models = SessionModels(
         *run.files, run.options.dtype, plan.context, plan.has_longest_context, identities
     )
     end_ids = end_ids_of(run.files.target)

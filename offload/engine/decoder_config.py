@@ -5,7 +5,7 @@ from typing import NamedTuple
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.lookup import NO_SOURCES, GuessSources
-from offload.engine.session import Models
+from offload.engine.session import SessionModels
 from offload.engine.text import Tokenizer
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeSelector
@@ -17,7 +17,7 @@ class DecoderConfig(NamedTuple):
     """What holds for all runs; a rank's decoder has no more than what it names."""
 
     plan: MemoryPlan
-    models: Models
+    models: SessionModels
     trees: TreeSelector
     # where a run names none
     rule: str

@@ -13,7 +13,7 @@ from offload.cli import demo
 from offload.engine.load import open_decoder
 from offload.engine.text import load_tokenizer
 from offload.options import CHAT_PAIR
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 
 QUESTION = "Hello"
 
