@@ -213,9 +213,7 @@ def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
 
 
 def _logits_by_tree(model: StreamedModel, token_T: Tensor, num_levels: int) -> Tensor:
-    """Scores of the first rows of a chain, which come with a sibling each, and of as many behind
-    them.
-    """
+    """Return scores of the first rows of a chain, each beside a sibling, and of as many behind them."""
     cache = model.new_cache(4 * num_levels)
     level_N = torch.arange(2 * num_levels) // 2
     is_beside_N = torch.arange(2 * num_levels) % 2 == 1

@@ -155,7 +155,7 @@ class _SlotLayer(DynamicLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:
-        """A family would keep those of its rows there."""
+        """Do nothing: a family would keep those of its rows there."""
 
     def get_seq_length(self) -> int:
         return self._window.lo

@@ -86,7 +86,7 @@ class PassRows:
         return self._steps[is_wide, where]
 
     def walk(self) -> Tensor:
-        """What `steps` needs, with slots for states instead; see `RowTree.slots`."""
+        """Return what `steps` needs, with slots for states instead; see `RowTree.slots`."""
         if self._walk is None:
             needed = self.tree.with_ancestors(range(self.first, self.end))
             self._walk = torch.tensor(self.tree.slots(needed))

@@ -91,8 +91,9 @@ class RowTree:
         yield from (levels[depth] for depth in sorted(levels))
 
     def slots(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """The rows branch by branch: each with the slot of the state before it, or `BASE`, and the
-        slot for its own.
+        """Return the rows branch by branch, each with the slot of the state before it and its own.
+
+        Before the first ones it is `BASE`.
 
         A slot is free when the last child has begun, so that child may write over it.
         """
@@ -141,10 +142,10 @@ def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
 
 
 def previous_inputs(parents: Sequence[int], num_taps: int) -> NDArray[np.int64]:
-    """What a convolution of so many taps sees: (U, taps) places in the last taps - 1 inputs of the
-    base, then of rows.
+    """Return what a convolution of so many taps sees, (U, taps), the row itself last.
 
-    The oldest comes first, and the row itself last.
+    These are places in the last taps - 1 inputs of the base, then in those of rows; the oldest
+    comes first.
     """
     num_before = num_taps - 1
     place_U = np.arange(len(parents)) + num_before
