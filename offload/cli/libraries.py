@@ -43,8 +43,6 @@ def libraries(
     """Import what computes, while a line says so; its warnings become lines of the console.
 
     `before_leaving` is called where Ctrl-C ends the program meanwhile.
-
-    `before_leaving` is called where Ctrl-C ends the program meanwhile.
     """
     with _heard(console.say):
         if "torch" in sys.modules:

@@ -21,6 +21,8 @@ class DecoderConfig(NamedTuple):
     trees: TreeSelector
     # where a run names none
     rule: str
+    # that texts may be asked to keep
+    grammars: Grammars
     threads: ThreadPolicy
     lenience: float = 1.0
     choice: KernelChoice = NO_KERNELS
@@ -29,5 +31,3 @@ class DecoderConfig(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES
-    # that texts may be asked to keep
-    grammars: Grammars | None = None

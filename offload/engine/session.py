@@ -30,7 +30,7 @@ from offload.checkpoint.state_sizes import RecurrentLayer, index_layers, recurre
 from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED, Encoding
 from offload.engine.identities import Identities
-from offload.engine.sequence import CachePool
+from offload.engine.sharing import CachePool
 from offload.errors import ReadError, UserError, ensure, reason, require
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache

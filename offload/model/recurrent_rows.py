@@ -1,10 +1,9 @@
-"""In which order rows of a tree pass through a recurrent layer, so that few states are held at a
-time.
+"""The order in which rows of a tree pass through a recurrent layer, so that few states are held.
 
 A row begins with the state that its parent ends with. Where the states of all rows are small they
 go level by level, all rows of one depth in one step. Large ones go branch by branch, the heaviest
 last: a state goes when its last child has begun, and of N rows at most log2(N) + 2 states are held.
-    Either way a row takes the same operations.
+Either way a row takes the same operations.
 
 Rows are numbered as they were run; -1 is the state behind which all of them lie.
 """
