@@ -17,7 +17,7 @@ from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
-from offload.model.index_choice import choosing_few
+from offload.model.indexed import choosing_few
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
