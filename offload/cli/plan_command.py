@@ -27,7 +27,7 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOption
     offload plan -m 70b/config.json -d 8b/config.json --ranks lab.json""",
 )
 def plan(
-    names: ModelChoice, load: ModelOptions, machine: PlanOptions, output: OutputOptions
+    models: ModelChoice, model_options: ModelOptions, machine: PlanOptions, output: OutputOptions
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import describe, is_built
@@ -36,11 +36,19 @@ def plan(
 
     if machine.cluster is not None:
         own = {"hardware": machine.hardware, "disk_speed": machine.disk_speed}
-        _require_no_machine(**own, ram=load.ram, gpu_memory=load.gpu_memory, device=load.device)
-    model, draft = names.given
-    options = LoadOptions.of(load)
+        _require_no_machine(
+            **own,
+            ram=model_options.ram,
+            gpu_memory=model_options.gpu_memory,
+            device=model_options.device,
+        )
+    model, draft = models.given
+    options = LoadOptions.of(model_options)
     tokens_per_sweep = machine.tokens_per_sweep
-    with Console(is_quiet=output.as_json, sizes_like=load.ram) as console, ExitStack() as resources:
+    with (
+        Console(is_quiet=output.as_json, sizes_like=model_options.ram) as console,
+        ExitStack() as resources,
+    ):
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
