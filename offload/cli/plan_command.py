@@ -35,13 +35,7 @@ def plan(
     from offload.planning.near_copy import copy_bits
 
     if machine.cluster is not None:
-        own = {"hardware": machine.hardware, "disk_speed": machine.disk_speed}
-        _require_no_machine(
-            **own,
-            ram=model_options.ram,
-            gpu_memory=model_options.gpu_memory,
-            device=model_options.device,
-        )
+        _require_no_machine(machine, model_options)
     model, draft = models.given
     options = LoadOptions.of(model_options)
     tokens_per_sweep = machine.tokens_per_sweep
@@ -90,7 +84,14 @@ def plan(
     )
 
 
-def _require_no_machine(**given: object) -> None:
-    """Raises `UserError` for a flag that is of one machine."""
+def _require_no_machine(machine: PlanOptions, model_options: ModelOptions) -> None:
+    """Raise `UserError` for a flag that is of one machine."""
+    given = {
+        "hardware": machine.hardware,
+        "disk_speed": machine.disk_speed,
+        "ram": model_options.ram,
+        "gpu_memory": model_options.gpu_memory,
+        "device": model_options.device,
+    }
     own = next((f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None)
     require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")

@@ -16,18 +16,17 @@ from offload.checkpoint.generation_config import end_ids_of
 from offload.distributed.head import Head
 from offload.distributed.pipeline_rank import PipelineRank
 from offload.drafting.base import NoDrafter, NoState
-from offload.engine.decoder import Decoder
+from offload.engine.decoder import Decoder, RunStart
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
 from offload.engine.session import SessionModels
 from offload.errors import UserError
-from offload.planning.selector import TreeChoice, TreeSelector
+from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
 from offload.stats import RankFigures, Transfers
 from offload.threads import ThreadPolicy
-from offload.trees.verification import Rule
 
 
 def check_stages(request: Request) -> None:
@@ -139,7 +138,7 @@ class PipelineDecoder(Decoder):
 
     def check(
         self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> tuple[list[int], Rule, TreeChoice]:
+    ) -> RunStart:
         """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
         check_stages(request)
         return super().check(request, tree=tree, rule=rule)

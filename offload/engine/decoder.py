@@ -33,6 +33,9 @@ from offload.rules import check_lenience
 from offload.sampling_options import Sampling
 from offload.trees.verification import Rule, find_rule
 
+# what a run begins with: ids of its prompt, the rule and the tree
+RunStart = tuple[list[int], Rule, TreeChoice]
+
 
 class Decoder(TokenDecoder):
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context
@@ -189,10 +192,10 @@ class Decoder(TokenDecoder):
 
     def check(
         self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> tuple[list[int], Rule, TreeChoice]:
-        """Return what a run of this request begins with: ids of its prompt, rule and tree.
+    ) -> RunStart:
+        """Return what a run of this request begins with; any thread may ask while runs are under way.
 
-        Any thread may ask while runs are under way. Raises `UserError`.
+        Raises `UserError`.
         """
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
