@@ -55,6 +55,8 @@ class BigramModel:
         self.num_rows.append(len(token_T))
         return self.logits_VV[token_T][-num_logits:]
 
+    forward_chain = forward
+
 
 def draft_of_bigrams(model: BigramModel) -> Draft:
     return Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
