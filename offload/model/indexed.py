@@ -427,11 +427,12 @@ def shares_index(layer: nn.Module) -> bool:
 
 
 def _follow(layer: nn.Module) -> bool:
-    found = [module for module in layer.modules() if _follower_of(type(module)) is not None]
+    modules: Iterator[Any] = layer.modules()
+    found = [module for module in modules if _follower_of(module.__class__) is not None]
     for module in found:
         if not getattr(module, "index_kpool_always_select_tail", True):
             raise ValueError("an index by which the first tokens of a text see nothing")
-        module.__class__ = _follower_of(type(module))
+        module.__class__ = _follower_of(module.__class__)
     # where attention makes a mask of indices, the choice is one
     attention: Any = getattr(layer, "self_attn", None)
     if hasattr(attention, "build_attention_mask_from_topk"):

@@ -7,7 +7,7 @@ what a layer does across rows goes through these two; a layer of another make is
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, wraps
 from types import FunctionType
@@ -55,12 +55,12 @@ def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
 
 
 def _follow(layer: nn.Module, index: int) -> bool:
+    modules: Iterator[Any] = layer.modules()
     found = [
         (module, follower)
-        for module in layer.modules()
-        if (follower := _follower_of(type(module))) is not None
+        for module in modules
+        if (follower := _follower_of(module.__class__)) is not None
     ]
-    module: Any
     for module, follower in found:
         module.__class__ = follower
         if hasattr(module, _DECAYS[0]):
