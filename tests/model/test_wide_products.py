@@ -57,7 +57,7 @@ def test_rows_that_lie_otherwise_and_no_rows_at_all() -> None:
     for turned in (rows.t(), rows.t().expand(2, -1, -1)[1], torch.cat([rows, rows]).t()[:, :96]):
         assert_same_bits(linear(turned, weight, bias), wanted, Promise.SAME_PRODUCTS)
     assert linear(rows.t()[:0], weight, bias).shape == (0, 64)
-    with pytest.raises(RuntimeError, match="96.* must match .*80"):
+    with pytest.raises(RuntimeError, match=r"96.* must match .*80"):
         linear(numbers(5, 80), weight)
 
 

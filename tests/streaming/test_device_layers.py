@@ -170,7 +170,7 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
         with streaming(TIERS["host"], limit_bytes=limit_bytes, seed=limit_bytes) as (stream, device, _):
             assert not sweeps(stream, device)
             assert stream.note and "could not be page-locked" in stream.note and "the wall is at" in stream.note
-            assert {bounce.is_pinned for bounce in stream.carrier.carriers._bounces.buffers} <= {
+            assert {bounce.is_pinned for bounce in stream.carrier.sender._bounces.buffers} <= {
                 limit_bytes > 1000,
                 False,
             }
