@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What completion and `help` list; without this, only what has been used already."""
+    """Return what completion and `help` list; without this, only what has been used already."""
     return [*__all__, "__version__"]

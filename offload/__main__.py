@@ -19,7 +19,7 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
-    """Entry point of the `offload` command."""
+    """Run the `offload` command."""
     _open_closed_streams()
     sys.stdout = _buffered(sys.stdout)
     # not ignored, as in the background of a shell
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Nothing in place of what `>&-` closed, lest the next file to be opened take its number."""
+    """Open /dev/null in place of what `>&-` closed, lest the next file take its number."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -49,8 +49,7 @@ def _open_closed_streams() -> None:
 
 
 def _buffered(stdout: Any) -> Any:
-    """The same stream with a buffer, by which it can be told that it failed, and without a letter
-    that makes it fail.
+    """Return the stream with a buffer, which tells that it failed, and which any letter passes.
 
     All of it in C: in a `write` of Python's, Ctrl-C would lose text or write it twice.
     """
@@ -62,8 +61,9 @@ def _buffered(stdout: Any) -> Any:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or
-    swallows it.
+    """Raise `KeyboardInterrupt`, but not within an import.
+
+    What is half imported takes it for an error of its own, or swallows it.
     """
     if not _is_importing(frame):
         raise KeyboardInterrupt
@@ -71,14 +71,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """The same for what ends a program from outside."""
+    """Raise `SystemExit` for a signal that ends a program, but not within an import."""
     if not _is_importing(frame):
         sys.exit(128 + number)
     _send_later(number)
 
 
 def _unraisable(what: "sys.UnraisableHookArgs") -> None:
-    """A signal within a destructor, which no exception leaves."""
+    """Send a signal again that came within a destructor, which no exception leaves."""
     if what.exc_type is KeyboardInterrupt:
         _send_later(signal.SIGINT)
     elif isinstance(what.exc_value, SystemExit) and isinstance(what.exc_value.code, int):

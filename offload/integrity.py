@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offload.checkpoint.files import PART_BYTES
-from offload.checkpoint.hub_sums import changed_small_files, hub_sum, is_sha256
+from offload.checkpoint.identity import changed_small_files, hub_sum, is_sha256
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
 from offload.checkpoint.safetensors import stamp_of

@@ -6,13 +6,13 @@ either case. A process's place comes from torchrun's environment.
 
 `pipeline` says how runs of a pipeline of stages follow each other:
 
-    plain                     one token at a time, no speculation sync                      one
-    tree, one run, wait for it: pipeline-parallel speculation async                     PipeInfer:
-    drafting goes on while runs are in flight async,rows=8,runs=3       rows of a run (sync: nodes
-    of a tree), most runs in flight async,cut=0.3/0.4/0.01    the paper's cut-off
-    (start/recovery/decay) instead of a price async,no-cancel           an ablation: dead runs are
-    computed to their end async,no-continuous       another: one large batch of guesses instead of
-    micro-batches
+    plain                   one token at a time, no speculation
+    sync                    one tree, one run, wait for it: pipeline-parallel speculation
+    async                   PipeInfer: drafting goes on while runs are in flight
+    async,rows=8,runs=3     rows of a run (sync: nodes of a tree), most runs in flight
+    async,cut=0.3/0.4/0.01  the paper's cut-off (start/recovery/decay) instead of a price
+    async,no-cancel         an ablation: dead runs are computed to their end
+    async,no-continuous     another: one large batch of guesses instead of micro-batches
 
 Invariant: every rank has something to do, and `pipeline` never changes what is emitted. No torch,
 so a command can ask at once.

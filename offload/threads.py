@@ -137,7 +137,7 @@ class _Choice:
         self._has_judged = False
 
     def took(self, seconds: float) -> bool:
-        """Whether a trial has ended with this step."""
+        """Return whether a trial has ended with this step."""
         if self._move:
             self._tried.append(seconds)
             return self._judge()
@@ -165,7 +165,7 @@ class _Choice:
         self._wait = dict(other._wait)
 
     def _waits(self, least: int) -> dict[str, int]:
-        """Steps until each move is tried, by what it led to at start."""
+        """Return steps until each move is tried, by what it led to at start."""
         usual_s = self._seen_s.get(self.usual)
         modes = {move: self._after(move) for move in ("other way", "fewer", "more")}
         lost_s = {

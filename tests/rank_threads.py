@@ -13,7 +13,7 @@ from in_memory import Delay, InMemory, in_memory
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 
 _NOBODY = Hooks()
 Options = Callable[[int], LoadOptions]  # by rank

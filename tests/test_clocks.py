@@ -37,7 +37,7 @@ TOLD = {
     ("offload/reports/windows.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/safetensors.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
     (
-        "offload/checkpoint/hub_sums.py",
+        "offload/checkpoint/identity.py",
         "st_mtime",
     ): "beside the time that the hub's library has noted, as it does itself",
     ("bench/harness/record.py", "now"): "when a figure was taken, for people",

@@ -12,7 +12,7 @@ import pytest
 
 from offload.declaration import build, called_with, check_numbers, interval, option, options_of, unset
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.units import ByteSize, Rate, is_decimal, parse_rate, parse_size
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.streaming import carriers, sender
+from offload.streaming import carriers
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, RefusedError
 
@@ -335,12 +335,12 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
     patch.setattr(ThreadPoolExecutor, "submit", submitted)
     patch.setattr(ThreadPoolExecutor, "shutdown", shut)
     for kind, names in (
-        (sender.Sender, ("_sending",)),
+        (carriers.Sender, ("_sending",)),
         (carriers.DeviceExpertCarrier, ("_lock",)),
     ):
         patch.setattr(kind, "__init__", _with_locks(kind.__init__, names, clocks))
-    patch.setattr(sender.Bounces, "__init__", _with_buffers(sender.Bounces.__init__, clocks))
-    patch.setattr(sender.Bounces, "send", _with_writes(sender.Bounces.send, clocks))
+    patch.setattr(carriers.Bounces, "__init__", _with_buffers(carriers.Bounces.__init__, clocks))
+    patch.setattr(carriers.Bounces, "send", _with_writes(carriers.Bounces.send, clocks))
 
 
 def _with_locks(make: Callable[..., None], names: tuple[str, ...], clocks: Clocks) -> Callable[..., None]:

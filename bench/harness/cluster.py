@@ -22,7 +22,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import PROMPT_ROWS
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 from offload.stats import RankFigures
 

@@ -89,7 +89,7 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
     from offload.checkpoint.packaged import PROMPT
     from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
     meter = Meter()
     options = LoadOptions(profile="none", device="cpu", **order.options)

@@ -20,7 +20,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import MemoryBudget, make_plan
 from offload.planning.cost_model import Traffic, costs_on, step_time
 from offload.planning.hardware import KNOWN
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import Estimate, estimate
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 

@@ -14,6 +14,7 @@ import torch
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.model.kv_cache import KVCache
+from offload.model.parts import causal
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Curve
 from offload.sampling.sampler import Sampler
@@ -117,7 +118,7 @@ def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
 
 def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
     row_T = torch.arange(num_rows)
-    sees_TT = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    sees_TT = causal(num_rows)
     with model.cut_to(layers):
         cache = model.new_cache(num_rows)
         # A number on the host is the sign that a device is done as well.

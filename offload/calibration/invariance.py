@@ -17,12 +17,12 @@ from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
-from offload.model.index_choice import choosing_few
+from offload.model.indexed import choosing_few
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
 from offload.model.streamed import StreamedModel
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy, thread_ladder
 
@@ -213,9 +213,7 @@ def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
 
 
 def _logits_by_tree(model: StreamedModel, token_T: Tensor, num_levels: int) -> Tensor:
-    """Scores of the first rows of a chain, which come with a sibling each, and of as many behind
-    them.
-    """
+    """Return scores of the first rows of a chain, each beside a sibling, and of as many behind them."""
     cache = model.new_cache(4 * num_levels)
     level_N = torch.arange(2 * num_levels) // 2
     is_beside_N = torch.arange(2 * num_levels) % 2 == 1
@@ -233,9 +231,7 @@ def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KV
     """Return scores of all rows of a chain, taken in by passes of so many rows."""
     parts = []
     for part_T in token_T.split(list(cut)):
-        position_T = torch.arange(len(part_T)) + cache.length
-        sees_TT = torch.ones(len(part_T), len(part_T), dtype=torch.bool).tril()
-        parts.append(model.forward(part_T, position_T, sees_TT, cache))
+        parts.append(model.forward_chain(part_T, cache))
         cache.commit(range(len(part_T)))
     return torch.cat(parts)
 

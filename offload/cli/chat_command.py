@@ -6,7 +6,7 @@ from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.cli.progress import making
 from offload.cli.rank_process import is_worker
-from offload.cli.sampling import choose_sampling, given_sampling
+from offload.cli.sampling import GivenSampling
 from offload.cli.session_file import found_session
 from offload.options import (
     ModelOptions,
@@ -32,33 +32,33 @@ from offload.options import (
     offload chat -m big -d small --quiet < questions.txt""",
 )
 def chat(
-    names: TalkingModels,
-    load: ModelOptions,
-    text: TextOptions,
+    models: TalkingModels,
+    model_options: ModelOptions,
+    text_options: TextOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    said = given_sampling(sampling)
-    found_session(text.session, load.ranks)
+    given = GivenSampling.of(sampling)
+    found_session(text_options.session, model_options.ranks)
     from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
-    model, draft = names.given
-    options = LoadOptions.of(load)
+    model, draft = models.given
+    options = LoadOptions.of(model_options)
     check_run(model, draft, options)
-    is_quiet = output.quiet or is_worker(load.ranks)
+    is_quiet = output.quiet or is_worker(model_options.ranks)
     from offload.cli.chat_input import SilentTerminal
 
-    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram)
+    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=model_options.ram)
     with shown as console, SilentTerminal() as terminal:
-        chosen, note = choose_sampling(str(load.config or model), said, console.wait)
+        chosen, note = given.settled(str(model_options.config or model), console.wait)
         with libraries(console, before_leaving=terminal.end):
             from offload.cli.repl import converse
 
-            if names.demo:
+            if models.demo:
                 from offload.cli.demo import packaged_chat
 
                 with making(console) as landed:
                     model, options = packaged_chat(options, landed)
-            converse(Loading(model, draft, options, note), console, text, chosen, terminal)
+            converse(Loading(model, draft, options, note), console, text_options, chosen, terminal)

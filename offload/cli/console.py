@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait 
     from offload.engine.generation import Run
     from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Curve, Prediction
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
     from offload.planning.profile import Profile
     from offload.planning.selector import TreeChoice
 

@@ -22,7 +22,7 @@ from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
 from offload.options import CHAT_PAIR
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.trees.spec import parse_tree
 from offload.units import ByteSize
 

@@ -26,19 +26,19 @@ _NEXT = """next: offload chat --demo, which answers questions about Python; or a
     offload demo --size 2GB --tree 64x16 -p "def main(argv):" --temp 0.6""",
 )
 def demo(
-    text: TextOptions,
-    made: DemoOptions,
-    load: ModelOptions,
+    text_options: TextOptions,
+    demo_options: DemoOptions,
+    model_options: ModelOptions,
     sampling: Sampling,
     output: OutputOptions,
 ) -> None:
     """See it work on a packaged model, here and now."""
-    size_bytes = parse_size(made.size, "`size`")
-    max_tokens = text.max_new_tokens or 0
+    size_bytes = parse_size(demo_options.size, "`size`")
+    max_tokens = text_options.max_new_tokens or 0
     shown = Console(
         is_quiet=output.quiet or output.as_json,
         is_verbose=output.verbose,
-        sizes_like=load.ram or made.size,
+        sizes_like=model_options.ram or demo_options.size,
     )
     with shown as console, libraries(console):
         from offload.checkpoint.packaged import PROMPT, inflated_target
@@ -46,13 +46,13 @@ def demo(
         from offload.cli import demo_run as run
         from offload.engine.request import Request
 
-        prompt = PROMPT if text.prompt is None else read_prompt(text.prompt, None)
+        prompt = PROMPT if text_options.prompt is None else read_prompt(text_options.prompt, None)
         request = Request(prompt, sampling, max_tokens, raw=True)
         options = packaged.demo_options(
-            packaged.budget(size_bytes, load.ram, load.tree, load.rule),
-            load.tree,
-            rule=load.rule,
-            link_limit=load.link_limit,
+            packaged.budget(size_bytes, model_options.ram, model_options.tree, model_options.rule),
+            model_options.tree,
+            rule=model_options.rule,
+            link_limit=model_options.link_limit,
         )
         packaged.check(request)
         with making(console) as landed:

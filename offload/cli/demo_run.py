@@ -20,7 +20,7 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.sequence import PassFigures
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
 from offload.sampling_options import Sampling
 from offload.stats import Stats

@@ -6,7 +6,7 @@ from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import asked_prompt
 from offload.cli.rank_process import is_worker
-from offload.cli.sampling import choose_sampling, found_grammar, given_sampling
+from offload.cli.sampling import GivenSampling, found_grammar
 from offload.cli.session_file import found_session
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
 
@@ -28,9 +28,9 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOp
     offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4""",
 )
 def generate(
-    names: ModelChoice,
-    load: ModelOptions,
-    text: TextOptions,
+    models: ModelChoice,
+    model_options: ModelOptions,
+    text_options: TextOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
 ) -> None:
@@ -39,43 +39,47 @@ def generate(
     from offload.cli.many_texts import prompts_of, write_many
     from offload.engine.precheck import check_run
     from offload.engine.request import Request
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
-    is_elsewhere = is_worker(load.ranks)
-    prompts = prompts_of(text, as_json=output.as_json)
-    session = found_session(text.session, load.ranks)
-    given = given_sampling(sampling)
-    grammar = found_grammar(text)
-    asked = None
+    is_elsewhere = is_worker(model_options.ranks)
+    prompts = prompts_of(text_options, as_json=output.as_json)
+    session = found_session(text_options.session, model_options.ranks)
+    given = GivenSampling.of(sampling)
+    grammar = found_grammar(text_options)
+    prompt = None
     if prompts is None and not is_elsewhere:
-        asked = asked_prompt(text, is_needed=session is None)
-    model, draft = names.given
-    options = LoadOptions.of(load)
+        prompt = asked_prompt(text_options, is_needed=session is None)
+    model, draft = models.given
+    options = LoadOptions.of(model_options)
     check_run(model, draft, options, needs_text=session is None)
     if grammar is not None and not is_elsewhere:
         from offload.sampling.grammar_source import tried_source
 
         tried_source(grammar)
     is_quiet = output.quiet or output.as_json or is_elsewhere
-    with Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=load.ram) as console:
-        chosen, note = choose_sampling(str(load.config or model), given, console.wait)
+    with Console(
+        is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=model_options.ram
+    ) as console:
+        chosen, note = given.settled(str(model_options.config or model), console.wait)
         loading = Loading(model, draft, options, note)
         request = Request(
-            asked,
+            prompt,
             chosen,
-            text.num_wanted,
+            text_options.num_wanted,
             is_clipped=True,
-            stop=text.stop,
-            raw=text.raw,
+            stop=text_options.stop,
+            raw=text_options.raw,
             session=session,
-            is_kept=text.session is not None,
-            num_logprobs=text.num_logprobs,
+            is_kept=text_options.session is not None,
+            num_logprobs=text_options.num_logprobs,
             grammar=grammar,
         )
-        if prompts is not None or text.samples > 1:
-            write_many(loading, console, request, text, as_json=output.as_json)
+        if prompts is not None or text_options.samples > 1:
+            write_many(loading, console, request, text_options, as_json=output.as_json)
             return
         with libraries(console):
             from offload.cli.text_run import write_text
 
-            write_text(loading, console, request, session=text.session, as_json=output.as_json)
+            write_text(
+                loading, console, request, session=text_options.session, as_json=output.as_json
+            )

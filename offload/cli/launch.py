@@ -96,7 +96,7 @@ def names_ranks(command: Sequence[str]) -> bool:
     return any(one.split("=")[0] == "--ranks" for one in command)
 
 
-def launch(plan: Launch) -> tuple[int, list[str]]:
+def run_ranks(plan: Launch) -> tuple[int, list[str]]:
     """Start the ranks and wait for their end.
 
     Return an exit code, and lines on ranks that could not say a word.

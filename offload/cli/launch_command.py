@@ -56,10 +56,9 @@ def launch(
     ] = None,
 ) -> None:
     """Run a command on many ranks, by torchrun's launcher; rank 0 reads and writes here."""
-    from offload.cli.launch import launch as start
-    from offload.cli.launch import plan_launch
+    from offload.cli.launch import plan_launch, run_ranks
 
-    code, lines = start(plan_launch(num_ranks, hosts, host_index, port, command))
+    code, lines = run_ranks(plan_launch(num_ranks, hosts, host_index, port, command))
     for line in lines:
         print_error(line)
     raise typer.Exit(code)

@@ -27,20 +27,22 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOption
     offload plan -m 70b/config.json -d 8b/config.json --ranks lab.json""",
 )
 def plan(
-    names: ModelChoice, load: ModelOptions, machine: PlanOptions, output: OutputOptions
+    models: ModelChoice, model_options: ModelOptions, machine: PlanOptions, output: OutputOptions
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import describe, is_built
+    from offload.planning.load_options import LoadOptions
     from offload.planning.near_copy import copy_bits
-    from offload.planning.options import LoadOptions
 
     if machine.cluster is not None:
-        own = {"hardware": machine.hardware, "disk_speed": machine.disk_speed}
-        _require_no_machine(**own, ram=load.ram, gpu_memory=load.gpu_memory, device=load.device)
-    model, draft = names.given
-    options = LoadOptions.of(load)
+        _require_no_machine(machine, model_options)
+    model, draft = models.given
+    options = LoadOptions.of(model_options)
     tokens_per_sweep = machine.tokens_per_sweep
-    with Console(is_quiet=output.as_json, sizes_like=load.ram) as console, ExitStack() as resources:
+    with (
+        Console(is_quiet=output.as_json, sizes_like=model_options.ram) as console,
+        ExitStack() as resources,
+    ):
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
@@ -82,7 +84,14 @@ def plan(
     )
 
 
-def _require_no_machine(**given: object) -> None:
-    """Raises `UserError` for a flag that is of one machine."""
+def _require_no_machine(machine: PlanOptions, model_options: ModelOptions) -> None:
+    """Raise `UserError` for a flag that is of one machine."""
+    given = {
+        "hardware": machine.hardware,
+        "disk_speed": machine.disk_speed,
+        "ram": model_options.ram,
+        "gpu_memory": model_options.gpu_memory,
+        "device": model_options.device,
+    }
     own = next((f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None)
     require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")

@@ -108,7 +108,10 @@ def _headline(found: "Estimate") -> str:
 
 
 def _range_words(one: "Prediction") -> str:
-    low, high = map(seconds_words, one.s_per_token_range)
+    return _between(*map(seconds_words, one.s_per_token_range))
+
+
+def _between(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
@@ -255,9 +258,7 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
     if best.shape.num_nodes == 1:
         return f"{low} a pass with the tree {best.label}"
     basis = found.basis if is_verbose else found.basis.partition(";")[0]
-    return (
-        f"{low if low == high else f'{low} to {high}'} a pass with the tree {best.label}: {basis}"
-    )
+    return f"{_between(low, high)} a pass with the tree {best.label}: {basis}"
 
 
 def wrapped(label: str, words: str) -> str:
@@ -398,12 +399,12 @@ def _cluster_headline(found: "Forecast") -> str:
     low, high = map(seconds_words, best.rates[-1].s_per_token_range)
     least = "at least " if found.is_link_alone else ""
     against = f" ({seconds_words(other.s_per_token)} as {other.kind})" if other.layout else ""
-    return f"As {best.kind}: {least}{low if low == high else f'{low} to {high}'} seconds per token{against}."
+    return f"As {best.kind}: {least}{_between(low, high)} seconds per token{against}."
 
 
 def _pass_words(rate: "ForecastRate") -> str:
     low, high = (f"{tokens:.1f}" for tokens in rate.tokens_range)
-    return f"{low if low == high else f'{low} to {high}'} a pass with {rate.label}: {rate.basis}"
+    return f"{_between(low, high)} a pass with {rate.label}: {rate.basis}"
 
 
 def _way_lines(way: "ClusterForecast", is_link_alone: bool) -> Iterator[str]:
@@ -428,8 +429,7 @@ def _speed_words(rate: "ForecastRate", is_link_alone: bool) -> str:
     if rate.tokens_per_s_range is None:
         return "as fast as it computes, which is not known,"
     low, high = map(seconds_words, rate.tokens_per_s_range)
-    tokens = low if low == high else f"{low} to {high}"
-    return f"{'at most ' if is_link_alone else ''}{tokens} tokens per second"
+    return f"{'at most ' if is_link_alone else ''}{_between(low, high)} tokens per second"
 
 
 def _tree_words(rate: "ForecastRate") -> str:

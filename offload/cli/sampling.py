@@ -16,37 +16,51 @@ from offload.sampling_options import DRAWING, NARROWING, Sampling
 _OFF = Sampling()
 
 
-class SamplingChoice(NamedTuple):
-    """What a run samples with."""
-
-    sampling: Sampling
-    note: str  # for the user, where it is the model's
-
-
 class GivenSampling(NamedTuple):
-    """What the flags say."""
+    """How tokens are drawn, as the flags say."""
 
     sampling: Sampling | None  # None leaves it to the model
     laid_over: Mapping[str, Any]  # that holds for greedy text as well, over what the model suggests
 
+    @classmethod
+    def of(cls, options: SamplingOptions) -> "GivenSampling":
+        """Return what the flags say. Raises `UserError` for what makes no sense.
 
-def given_sampling(options: SamplingOptions) -> GivenSampling:
-    """Return what the flags say. Raises `UserError` for what makes no sense.
+        One flag that chooses among tokens, and nothing is left to the model.
+        """
+        given = dict(options.given)
+        if biases := given.get("logit_bias"):
+            given["logit_bias"] = tuple(_bias(text) for text in biases)
+        own = Sampling(**given)
+        laid_over = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
+        if options.greedy:
+            return cls(Sampling(**laid_over, seed=own.seed), {})
+        is_drawn = any(name in given for name in DRAWING)
+        if is_drawn and "temperature" not in given:
+            names = listed([f"`{name}`" for name in NARROWING])
+            raise UserError(
+                f"{names} choose among tokens that are drawn: give `temperature` as well"
+            )
+        return cls(own if is_drawn else None, {**laid_over, "seed": own.seed})
 
-    One flag that chooses among tokens, and nothing is left to the model.
-    """
-    given = dict(options.given)
-    if biases := given.get("logit_bias"):
-        given["logit_bias"] = tuple(_bias(text) for text in biases)
-    own = Sampling(**given)
-    laid_over = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
-    if options.greedy:
-        return GivenSampling(Sampling(**laid_over, seed=own.seed), {})
-    is_drawn = any(name in given for name in DRAWING)
-    if is_drawn and "temperature" not in given:
-        names = listed([f"`{name}`" for name in NARROWING])
-        raise UserError(f"{names} choose among tokens that are drawn: give `temperature` as well")
-    return GivenSampling(own if is_drawn else None, {**laid_over, "seed": own.seed})
+    def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
+        """Return the user's own sampling, or what the model suggests with a note for the user.
+
+        Raises `UserError` for a suggestion that makes no sense.
+        """
+        if self.sampling is not None:
+            return self.sampling, ""
+        from offload.checkpoint.generation_config import suggested_sampling
+
+        if not os.path.isdir(os.path.expanduser(model)):
+            on_phase("asking the hub")
+        suggested = suggested_sampling(model, self.laid_over["seed"])
+        chosen = replace(suggested, **self.laid_over)
+        if suggested == Sampling(seed=suggested.seed):
+            return chosen, ""
+        but = ", but for flags" if len(self.laid_over) > 1 else ""
+        words = sampling_words(chosen)
+        return chosen, f"sampling as the model suggests{but}: {words}; --greedy for none"
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -55,29 +69,6 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(number)
     except ValueError:
         raise UserError(f"`logit_bias` must be ID:NUMBER, got {text!r:.80}: try 42:-1.5") from None
-
-
-def choose_sampling(
-    model: str, given: GivenSampling, on_phase: Callable[[str], None]
-) -> SamplingChoice:
-    """Return the user's own sampling, or what the model suggests.
-
-    Raises `UserError` for a suggestion that makes no sense.
-    """
-    if given.sampling is not None:
-        return SamplingChoice(given.sampling, "")
-    from offload.checkpoint.generation_config import suggested_sampling
-
-    if not os.path.isdir(os.path.expanduser(model)):
-        on_phase("asking the hub")
-    suggested = suggested_sampling(model, given.laid_over["seed"])
-    chosen = replace(suggested, **given.laid_over)
-    if suggested == Sampling(seed=suggested.seed):
-        return SamplingChoice(chosen, "")
-    but = ", but for flags" if len(given.laid_over) > 1 else ""
-    return SamplingChoice(
-        chosen, f"sampling as the model suggests{but}: {sampling_words(chosen)}; --greedy for none"
-    )
 
 
 def sampling_words(sampling: Sampling) -> str:

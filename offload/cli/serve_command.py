@@ -29,7 +29,7 @@ from offload.units import parse_size
     offload serve -m big --host 0.0.0.0 --api-key-file keys.txt""",
 )
 def serve(
-    names: TalkingModels, load: ModelOptions, server: ServerOptions, output: OutputOptions
+    models: TalkingModels, model_options: ModelOptions, server: ServerOptions, output: OutputOptions
 ) -> None:
     """Answer OpenAI's protocol with a model larger than memory, until SIGTERM or Ctrl-C."""
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
@@ -37,10 +37,10 @@ def serve(
             f"offload serve needs {' and '.join(missing)}: {installing('offload[serve]')}"
         )
     from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
-    model, draft = names.given
-    options = LoadOptions.of(load)
+    model, draft = models.given
+    options = LoadOptions.of(model_options)
     check_run(model, draft, options)
     keys = read_keys(server.api_key_file, server.host)
     parse_size(server.max_body, "`max_body`")
@@ -48,13 +48,13 @@ def serve(
         is_origin = re.fullmatch(r"https?://[a-z0-9.-]+(:\d+)?", origin) is not None
         rule = "`cors` must be an origin, with no path and no capitals"
         require(is_origin, rule, f"{origin!r:.80}", "try --cors http://localhost:3000")
-    shown = Console(is_quiet=output.quiet, is_verbose=output.verbose, sizes_like=load.ram)
+    shown = Console(is_quiet=output.quiet, is_verbose=output.verbose, sizes_like=model_options.ram)
     with shown as console, EarlyAnswers(bind(server.host, server.port)) as early:
         console.say(f"{early.address} answers 503 until the model is loaded")
         with libraries(console):
             from offload.cli.serving import serve_model
 
-            if names.demo:
+            if models.demo:
                 from offload.cli.demo import packaged_chat
 
                 with making(console) as landed:

@@ -17,7 +17,7 @@ from offload.engine.request import Request
 from offload.engine.service import Closing, Engine
 from offload.errors import UserError
 from offload.options import ServerOptions
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.server.app import create_app
 from offload.server.listening import EarlyAnswers
 from offload.server.network import Listening

@@ -21,23 +21,23 @@ from offload.sampling_options import Sampling
     offload tune -m big -d small --text a.py --text b.py --temp 0.6 --top-p 0.9""",
 )
 def tune(
-    names: ModelChoice,
-    load: ModelOptions,
+    models: ModelChoice,
+    model_options: ModelOptions,
     sampling: Sampling,
     trace: TuneOptions,
     output: OutputOptions,
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
     from offload.engine.precheck import check_run
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
-    model, draft = names.given
+    model, draft = models.given
     assert draft is not None, "its flag is required here"
-    options = LoadOptions.of(replace(load, tree=load.tree or "auto"))
+    options = LoadOptions.of(replace(model_options, tree=model_options.tree or "auto"))
     # a tune sets its own
     check_run(model, draft, options, needs_context=False)
     with (
-        Console(is_quiet=output.quiet or output.as_json, sizes_like=load.ram) as console,
+        Console(is_quiet=output.quiet or output.as_json, sizes_like=model_options.ram) as console,
         libraries(console),
     ):
         from offload.planning.profile import format_json

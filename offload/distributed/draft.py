@@ -34,7 +34,7 @@ from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
 from offload.engine.resolve import ResolvedRun
-from offload.engine.sequence import num_shared
+from offload.engine.sharing import num_shared
 from offload.errors import RankError
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler

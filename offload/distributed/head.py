@@ -28,7 +28,7 @@ import torch
 from offload.distributed.orders import reset_message
 from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
-from offload.engine.sequence import num_shared
+from offload.engine.sharing import num_shared
 from offload.errors import RankError, require
 from offload.interrupts import held_back
 from offload.memory.plan import PROMPT_ROWS

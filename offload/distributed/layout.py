@@ -7,8 +7,8 @@ shards the embeddings and the model's head; of stages the last one has the model
 Shards have whole rows of every matrix, so that each product is made in one place:
 
     q k v, gate up   a rank's own heads and features; their outputs stay where they are
-    o, down          take the outputs of all ranks, gathered; each rank has some rows of the result,
-        which are gathered again
+    o, down          take the outputs of all ranks, gathered; each rank has some rows of the
+                     result, which are gathered again
 
 That is four gathers a layer. Families that cannot be cut by heads, or are to be cut among more
 ranks than they have key/value heads, have every product gathered at once, and attention on every

@@ -16,12 +16,12 @@ from offload.checkpoint.generation_config import end_ids_of
 from offload.distributed.head import Head
 from offload.distributed.pipeline_rank import PipelineRank
 from offload.drafting.base import NoDrafter, NoState
-from offload.engine.decoder import Decoder, ValidatedRequest
+from offload.engine.decoder import Decoder, RunStart
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
-from offload.engine.session import Models
+from offload.engine.session import SessionModels
 from offload.errors import UserError
 from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
@@ -138,7 +138,7 @@ class PipelineDecoder(Decoder):
 
     def check(
         self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> ValidatedRequest:
+    ) -> RunStart:
         """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
         check_stages(request)
         return super().check(request, tree=tree, rule=rule)
@@ -165,7 +165,7 @@ def settled_of(rank: PipelineRank) -> DecoderConfig:
     plan = rank.own_plan()
     assert plan is not None, "rank 0 is a stage"
     identities = Identities(run.files, run.open_source)
-    models = Models(
+    models = SessionModels(
         *run.files, run.options.dtype, plan.context, plan.has_longest_context, identities
     )
     end_ids = end_ids_of(run.files.target)

@@ -38,7 +38,7 @@ from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
-from offload.model.parts import BatchPart
+from offload.model.parts import BatchPart, causal
 from offload.model.section import SectionModel
 from offload.rank_roles import TIMED_ROWS
 from offload.sampling.sampler import Logits, Sampler, or_no_token
@@ -171,9 +171,8 @@ class PipelineStage:
         """Run a pass over `num_rows` of an empty text, for timing."""
         self.reset(0, Sampling())
         row_W = torch.arange(num_rows)
-        sees_WW = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
         zeros_WD = torch.zeros(num_rows, self.model.width, dtype=self.model.dtype)
-        run = RunMessage(0, False, num_rows, torch.zeros_like(row_W), row_W, sees_WW)
+        run = RunMessage(0, False, num_rows, torch.zeros_like(row_W), row_W, causal(num_rows))
         self.run(run, None if self.model.section.has_table else zeros_WD, lambda: False)
         self.reset(0, Sampling())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.model.kv_cache import KVCache
-from offload.model.parts import BatchPart
+from offload.model.parts import BatchPart, causal
 from offload.model.streamed import StreamedModel
 
 _CHUNK = 512  # rows of one pass when a long prompt is taken in
@@ -88,15 +88,8 @@ class Draft:
                     yield logits_V[None, : self._vocab_size]
 
     def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
-        position_T = torch.arange(len(token_T)) + self._cache.length
         self._cache.promise(len(token_T))
-        logits = self._model.forward(
-            self._known(token_T),
-            position_T,
-            _causal(len(token_T)),
-            self._cache,
-            num_logits=num_logits,
-        )
+        logits = self._model.forward_chain(self._known(token_T), self._cache, num_logits=num_logits)
         self._cache.commit(range(len(token_T)))
         return logits
 
@@ -135,7 +128,7 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
         num_rows = len(last)
         draft._cache.promise(num_rows)
         position_U = torch.arange(num_rows) + draft._cache.length
-        sees_UU = _causal(num_rows)
+        sees_UU = causal(num_rows)
         before += (
             [draft.part(last[:-1], position_U[:-1], sees_UU[:-1, :-1])] if num_rows > 1 else []
         )
@@ -152,7 +145,3 @@ def run_together(added: Sequence[tuple[Draft, tuple[Tensor, Tensor, Tensor]]]) -
     if len(added) == 1:
         return draft.run(*rows)
     return draft.score_parts([own.part(*its) for own, its in added])
-
-
-def _causal(num_rows: int) -> Tensor:
-    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()

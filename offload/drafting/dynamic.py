@@ -25,7 +25,7 @@ last.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,53 +137,121 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
-class DraftEntry(NamedTuple):
-    """One text, and what its tree is grown with."""
+class GrowingTree:
+    """The tree of one text while it grows: rows that were run, in the order of the text's cache.
 
-    draft: Draft
-    # depth of the tree, at most
-    depth: int
-    # committed tokens; the last is the root
-    tokens: Sequence[int]
-    sampler: Sampler
-    # beta, by which candidates are ranked, see `DraftCalibration`
-    exponent: float
-    # that are mixed with the draft's own
-    guesses: Guesses = NO_GUESSES
+    The root is the first row.
+
+    Args:
+        depth: of the tree, at most.
+        tokens: committed ones; the last is the root.
+        exponent: beta, by which candidates are ranked, see `DraftCalibration`.
+        guesses: that are mixed with the draft's own.
+
+    Attributes:
+        root: its position.
+        paths: tokens from below the root down to each row.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        depth: int,
+        tokens: Sequence[int],
+        sampler: Sampler,
+        exponent: float,
+        guesses: Guesses = NO_GUESSES,
+    ) -> None:
+        self.draft = draft
+        self.depth = depth
+        self.tokens = tokens
+        self.sampler = sampler
+        self.exponent = exponent
+        self.guesses = guesses
+        self.root = len(tokens) - 1
+        self.num_run = 1
+        self.paths: list[tuple[int, ...]] = [()]
+        self._position_U = np.zeros(_LEAST_ROOM, dtype=np.int64)
+        self._sees_UU = np.eye(_LEAST_ROOM, dtype=bool)
+
+    def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return its next rows, as `Draft.run` takes them, below these parents.
+
+        A parent comes before its children.
+        """
+        lo = self.num_run
+        hi = self.num_run + picked.size
+        self._make_room(hi)
+        self._position_U[lo:hi] = self.root + picked["depth"]
+        for level, above in _levels(parents, lo):
+            self._sees_UU[level] |= self._sees_UU[above]
+        self.paths += [()] * picked.size
+        for row, (parent, token) in enumerate(
+            zip(parents, picked["token"].tolist(), strict=True), lo
+        ):
+            self.paths[row] = (*self.paths[parent], token)
+        self.num_run = hi
+        token_W = torch.from_numpy(picked["token"].copy())
+        return (
+            token_W,
+            torch.from_numpy(self._position_U[1:hi]),
+            torch.from_numpy(self._sees_UU[lo:hi, 1:hi]),
+        )
+
+    def _make_room(self, num_rows: int) -> None:
+        """Grow the arrays when needed: a whole forest's room in every text is too much."""
+        num_more = max(num_rows, 2 * len(self._position_U)) - len(self._position_U)
+        if num_rows > len(self._position_U):
+            self._position_U = np.pad(self._position_U, (0, num_more))
+            self._sees_UU = np.pad(self._sees_UU, (0, num_more))
+            np.fill_diagonal(self._sees_UU, True)
+
+
+def _levels(
+    parents: Sequence[int], first: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield rows from `first` on with their parents, in groups without edges inside."""
+    parent_W = np.array(parents)
+    row_W = first + np.arange(parent_W.size)
+    while row_W.size:
+        is_next_W = parent_W < row_W[0]
+        yield row_W[is_next_W], parent_W[is_next_W]
+        row_W = row_W[~is_next_W]
+        parent_W = parent_W[~is_next_W]
 
 
 def grow_forest(
-    entries: Sequence[DraftEntry], bounds: DynamicShape, policy: DraftPassPolicy = _NO_COSTS
+    trees: Sequence[GrowingTree], bounds: DynamicShape, policy: DraftPassPolicy = _NO_COSTS
 ) -> list[Drafted]:
-    """Return one tree for each text, of `bounds.num_nodes` nodes together.
+    """Grow these trees, of `bounds.num_nodes` nodes together, to the end; return what was drafted.
 
-    Each entry bounds the depth of its tree, one or more.
+    Each may be of depth one or more.
     """
-    rows = _Rows(entries)
-    best = _Best(bounds, [entry.depth for entry in entries])
+    rows = _Rows(trees)
+    best = _Best(bounds, [tree.depth for tree in trees])
     picked = rows.roots()
     expected = 0.0
-    logits_RV = catch_up([entry.draft for entry in entries], [entry.tokens for entry in entries])
-    rows.keep(picked, logits_RV, [entry.guesses.root for entry in entries])
+    logits_RV = catch_up([tree.draft for tree in trees], [tree.tokens for tree in trees])
+    rows.keep(picked, logits_RV, [tree.guesses.root for tree in trees])
     rows.run_ahead(bounds)
     while picked.size:
         best.add(
-            np.concatenate([_children(own, rows, entries[text]) for text, own in _by_text(picked)])
+            np.concatenate([_children(own, rows, trees[text]) for text, own in _by_text(picked)])
         )
         picked = best.scored()
         if not picked.size:
             gain = best.expected - expected
             expected = best.expected
             if not policy.pays(
-                gain, policy.num_rows(best.chances, rows.widths, len(entries)), rows.widths
+                gain, policy.num_rows(best.chances, rows.widths, len(trees)), rows.widths
             ):
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
                 rows.run(picked, rows.places_of(picked))
-    best.cut(policy.num_rows(best.chances, rows.widths, len(entries)))
-    found = [best.candidates[best.candidates["text"] == text] for text in range(len(entries))]
-    return [_as_tree(one, text, entries[text].tokens[-1], rows) for text, one in enumerate(found)]
+    best.cut(policy.num_rows(best.chances, rows.widths, len(trees)))
+    found = [best.candidates[best.candidates["text"] == text] for text in range(len(trees))]
+    return [_as_tree(one, text, trees[text].tokens[-1], rows) for text, one in enumerate(found)]
 
 
 def _by_text(candidates: Candidates) -> Iterator[tuple[int, Candidates]]:
@@ -282,69 +350,11 @@ class _Best:
         return picked
 
 
-class _TextRows:
-    """The rows of one text that were run, in the order of its cache; the root is the first."""
-
-    def __init__(self, entry: DraftEntry) -> None:
-        self.root = len(entry.tokens) - 1
-        self.num_run = 1
-        self._position_U = np.zeros(_LEAST_ROOM, dtype=np.int64)
-        self._sees_UU = np.eye(_LEAST_ROOM, dtype=bool)
-        # tokens from below the root down to each row
-        self.paths: list[tuple[int, ...]] = [()]
-
-    def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return its next rows, as `Draft.run` takes them, below these parents.
-
-        A parent comes before its children.
-        """
-        lo = self.num_run
-        hi = self.num_run + picked.size
-        self._make_room(hi)
-        self._position_U[lo:hi] = self.root + picked["depth"]
-        for level, above in _levels(parents, lo):
-            self._sees_UU[level] |= self._sees_UU[above]
-        self.paths += [()] * picked.size
-        for row, (parent, token) in enumerate(
-            zip(parents, picked["token"].tolist(), strict=True), lo
-        ):
-            self.paths[row] = (*self.paths[parent], token)
-        self.num_run = hi
-        token_W = torch.from_numpy(picked["token"].copy())
-        return (
-            token_W,
-            torch.from_numpy(self._position_U[1:hi]),
-            torch.from_numpy(self._sees_UU[lo:hi, 1:hi]),
-        )
-
-    def _make_room(self, num_rows: int) -> None:
-        """Grow the arrays when needed: a whole forest's room in every text is too much."""
-        num_more = max(num_rows, 2 * len(self._position_U)) - len(self._position_U)
-        if num_rows > len(self._position_U):
-            self._position_U = np.pad(self._position_U, (0, num_more))
-            self._sees_UU = np.pad(self._sees_UU, (0, num_more))
-            np.fill_diagonal(self._sees_UU, True)
-
-
-def _levels(
-    parents: Sequence[int], first: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield rows from `first` on with their parents, in groups without edges inside."""
-    parent_W = np.array(parents)
-    row_W = first + np.arange(parent_W.size)
-    while row_W.size:
-        is_next_W = parent_W < row_W[0]
-        yield row_W[is_next_W], parent_W[is_next_W]
-        row_W = row_W[~is_next_W]
-        parent_W = parent_W[~is_next_W]
-
-
 class _Rows:
     """What was run, in order, the roots first."""
 
-    def __init__(self, entries: Sequence[DraftEntry]) -> None:
-        self._entries = entries
-        self._texts = [_TextRows(entry) for entry in entries]
+    def __init__(self, trees: Sequence[GrowingTree]) -> None:
+        self._trees = trees
         self.scores = list[Tensor]()
         self.places = list[TrieCursor]()
         # the text of every row, and which of that text's rows it is
@@ -361,7 +371,7 @@ class _Rows:
 
     def roots(self) -> Candidates:
         """Return the roots as candidates that were run."""
-        roots = np.zeros(len(self._entries), dtype=_CANDIDATE)
+        roots = np.zeros(len(self._trees), dtype=_CANDIDATE)
         roots["row"] = roots["text"] = np.arange(roots.size)
         self._text_of = list(range(roots.size))
         self.local = [0] * roots.size
@@ -369,10 +379,10 @@ class _Rows:
 
     def places_of(self, picked: Candidates) -> list[TrieCursor]:
         """Return where guesses stand for what follows each candidate."""
-        if not any(entry.guesses for entry in self._entries):
+        if not any(tree.guesses for tree in self._trees):
             return [NO_GUESSES.root] * picked.size
         below = picked[["parent", "token"]].tolist()
-        guesses = [self._entries[self._text_of[parent]].guesses for parent, _ in below]
+        guesses = [self._trees[self._text_of[parent]].guesses for parent, _ in below]
         return [
             own.follow(self.places[parent], token)
             for own, (parent, token) in zip(guesses, below, strict=True)
@@ -385,14 +395,14 @@ class _Rows:
         lo = self.num_run
         for text, own in _by_text(picked):
             logits = logits_WV[: own.size]
-            sampler = self._entries[text].sampler
-            rows = self._texts[text]
+            tree = self._trees[text]
+            sampler = tree.sampler
             logits_WV = logits_WV[own.size :]
             if sampler.is_adjusted:
                 logits = sampler.adjusted(
-                    logits, [rows.paths[one] for one in self.local[lo : lo + own.size]]
+                    logits, [tree.paths[one] for one in self.local[lo : lo + own.size]]
                 )
-            positions = (rows.root + 1 + own["depth"]).tolist()
+            positions = (tree.root + 1 + own["depth"]).tolist()
             self.scores += point_mass_scores(logits, sampler, positions).float().unbind()
             lo += own.size
 
@@ -400,20 +410,21 @@ class _Rows:
         """Score candidates as the next rows, parents before their children."""
         added = []
         for text, own in _by_text(picked):
-            first = self._texts[text].num_run
+            tree = self._trees[text]
+            first = tree.num_run
             self._text_of += [text] * own.size
             self.local += range(first, first + own.size)
-            rows = self._texts[text].add(own, [self.local[row] for row in own["parent"].tolist()])
-            added.append((self._entries[text].draft, rows))
+            rows = tree.add(own, [self.local[row] for row in own["parent"].tolist()])
+            added.append((tree.draft, rows))
         self.keep(picked, run_together(added), places)
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses of all texts in one pass."""
-        most = bounds.num_nodes // _AHEAD // len(self._entries)
+        most = bounds.num_nodes // _AHEAD // len(self._trees)
         first = self.num_run
         found = list[tuple[int, Guess, int]]()
-        for text, entry in enumerate(self._entries):
-            own = entry.guesses.best(most, entry.depth - 1, least=1 / bounds.num_nodes)
+        for text, tree in enumerate(self._trees):
+            own = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)
             # the root, then they themselves
             rows = [text, *range(first + len(found), first + len(found) + len(own))]
             found += [(text, guess, rows[guess.parent + 1]) for guess in own]
@@ -438,22 +449,22 @@ def ranked_children(score_WV: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
     return log_pi_WV, score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
 
 
-def _children(parents: Candidates, rows: _Rows, entry: DraftEntry) -> Candidates:
+def _children(parents: Candidates, rows: _Rows, tree: GrowingTree) -> Candidates:
     """Return the likeliest children of one text's rows that were run, row after row.
 
     Children without a chance are left out.
     """
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
-    log_pi_WV, token_WK = ranked_children(score_WV, entry.exponent)
+    log_pi_WV, token_WK = ranked_children(score_WV, tree.exponent)
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
     children_WK["token"] = token_WK.cpu().numpy()
     children_WK["row"] = _NOT_RUN
     children_WK["parent"] = parents["row"][:, None]
     children = children_WK.reshape(-1)
-    guesses = entry.guesses
+    guesses = tree.guesses
     if guesses:
-        children = _mixed(children_WK, log_pi_WV, rows, guesses, entry.sampler)
+        children = _mixed(children_WK, log_pi_WV, rows, guesses, tree.sampler)
     above = parents[np.searchsorted(parents["row"], children["parent"])]
     children["depth"] = above["depth"] + 1
     children["text"] = above["text"]

@@ -12,7 +12,6 @@ was drawn before it; so growth stays predictable, and the tree exact with every 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -195,31 +194,26 @@ def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
     return Topology.from_parents([-1, *np.searchsorted(kept, shape.parent_N[kept[1:]]).tolist()])
 
 
-class DrafterInputs(NamedTuple):
-    """What drafters are made of; each takes what it needs."""
+def drafter_of(
+    draft: StreamedModel | None,
+    vocab_size: int,
+    num_slots: int,
+    kernels: KernelSet,
+    sources: GuessSources,
+    step_s: StepSeconds,
+) -> Drafter:
+    """Return what grows trees: of a draft model, of other sources, of both or of none.
 
-    # its weights are bound for good
-    draft: StreamedModel | None
-    # V of the target
-    vocab_size: int
-    # slots of a cache: committed positions plus the rows that growing the largest tree may take
-    num_slots: int
-    kernels: KernelSet
-    sources: GuessSources
-    step_s: StepSeconds
-
-
-def drafter_of(inputs: DrafterInputs) -> Drafter:
-    """Return what grows trees of these: of a draft model, of other sources, of both or of none."""
-    if inputs.draft is None:
-        if not inputs.sources:
+    Args:
+        draft: its weights are bound for good.
+        vocab_size: V of the target.
+        num_slots: of a cache: committed positions plus the rows that growing the largest tree may
+            take.
+    """
+    if draft is None:
+        if not sources:
             return NoDrafter()
-        return LookupDrafter(inputs.sources, lambda num_rows: inputs.step_s(num_rows, ()))
-    drafter = ModelDrafter(
-        inputs.draft,
-        inputs.vocab_size,
-        inputs.num_slots,
-        inputs.kernels,
-        partial(DraftPassPolicy, inputs.step_s),
-    )
-    return HybridDrafter(drafter, inputs.sources) if inputs.sources else drafter
+        return LookupDrafter(sources, lambda num_rows: step_s(num_rows, ()))
+    policy = partial(DraftPassPolicy, step_s)
+    drafter = ModelDrafter(draft, vocab_size, num_slots, kernels, policy)
+    return HybridDrafter(drafter, sources) if sources else drafter

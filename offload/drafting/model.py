@@ -13,8 +13,8 @@ from offload.drafting.base import ByKind, Drafted, DraftText
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import (
     DraftCalibration,
-    DraftEntry,
     DraftPassPolicy,
+    GrowingTree,
     grow_forest,
 )
 from offload.drafting.lookup import NO_GUESSES, Guesses
@@ -66,7 +66,7 @@ class ModelDrafter:
         """
         guesses = guesses or [NO_GUESSES] * len(batch)
         grown = dict[int, Drafted]()
-        entries = dict[int, DraftEntry]()
+        growing = dict[int, GrowingTree]()
         for index, (shape, tokens, sampler, state) in enumerate(batch):
             draft = Draft(self.model, self._vocab_size, state)
             if not isinstance(shape, DynamicShape):
@@ -74,13 +74,13 @@ class ModelDrafter:
             elif not shape.depth:
                 grown[index] = Drafted(TokenTree(chain(0), torch.tensor(tokens[-1:])), {}, {})
             else:
-                entries[index] = DraftEntry(
+                growing[index] = GrowingTree(
                     draft, shape.depth, tokens, sampler, self.exponent(sampler), guesses[index]
                 )
-        if entries:
-            pooled = [batch[index] for index in entries]
-            forest = grow_forest([*entries.values()], _bounds_of(pooled), self._policy_of(pooled))
-            grown |= zip(entries, forest, strict=True)
+        if growing:
+            pooled = [batch[index] for index in growing]
+            forest = grow_forest([*growing.values()], _bounds_of(pooled), self._policy_of(pooled))
+            grown |= zip(growing, forest, strict=True)
         return [grown[index] for index in range(len(batch))]
 
     def _policy_of(self, texts: Sequence[DraftText]) -> DraftPassPolicy:

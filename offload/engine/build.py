@@ -19,7 +19,7 @@ from offload.engine.hooks import Progress
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
-from offload.engine.session import Models, check_session, require_sessions
+from offload.engine.session import SessionModels, check_session, require_sessions
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
 from offload.model.encoder_decoder import open_model
 from offload.model.streamed import StreamedModel
@@ -57,7 +57,7 @@ class ModelPair:
     scans: tuple[WeightScan, ...]
     damage: list[str]
     grammars: Grammars
-    models: Models
+    models: SessionModels
 
     def check(self, request: Request) -> None:
         """Raise `UserError` for a request that these models cannot serve."""
@@ -127,7 +127,7 @@ def open_pair(
         scans=scans,
         damage=damage,
         grammars=Grammars(tokenizer, target.vocab_size, end_ids),
-        models=Models(*files, dtype, plan.context, plan.has_longest_context, identities),
+        models=SessionModels(*files, dtype, plan.context, plan.has_longest_context, identities),
     )
     pair.check(request)
     return pair

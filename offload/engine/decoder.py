@@ -7,7 +7,7 @@ import os
 from collections import abc, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from offload.declaration import whole_number
 from offload.engine.generation import Generation, Run, RunInfo
@@ -33,13 +33,8 @@ from offload.rules import check_lenience
 from offload.sampling_options import Sampling
 from offload.trees.verification import Rule, find_rule
 
-
-class ValidatedRequest(NamedTuple):
-    """What a run begins with, of a request that can be served."""
-
-    prompt_ids: list[int]
-    rule: Rule
-    choice: TreeChoice
+# what a run begins with: ids of its prompt, the rule and the tree
+RunStart = tuple[list[int], Rule, TreeChoice]
 
 
 class Decoder(TokenDecoder):
@@ -197,9 +192,8 @@ class Decoder(TokenDecoder):
 
     def check(
         self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> ValidatedRequest:
-        """Return what a run of this request begins with; any thread may ask while runs are under
-        way.
+    ) -> RunStart:
+        """Return what a run of this request begins with; any thread may ask while runs are under way.
 
         Raises `UserError`.
         """
@@ -210,9 +204,8 @@ class Decoder(TokenDecoder):
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:
             self._grammars.mask(request.grammar)
-        return ValidatedRequest(
-            prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree)
-        )
+        choice = self._trees.for_run(request.sampling, acceptance.name, tree)
+        return prompt_ids, acceptance, choice
 
     def sweep(self, runs: abc.Sequence[Run]) -> None:
         """Run one pass over the weights for all of these; what each gains is there to `take`.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.lookup import NO_SOURCES, GuessSources
-from offload.engine.session import Models
+from offload.engine.session import SessionModels
 from offload.engine.text import Tokenizer
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeSelector
@@ -17,10 +17,12 @@ class DecoderConfig(NamedTuple):
     """What holds for all runs; a rank's decoder has no more than what it names."""
 
     plan: MemoryPlan
-    models: Models
+    models: SessionModels
     trees: TreeSelector
     # where a run names none
     rule: str
+    # that texts may be asked to keep
+    grammars: Grammars
     threads: ThreadPolicy
     lenience: float = 1.0
     choice: KernelChoice = NO_KERNELS
@@ -29,5 +31,3 @@ class DecoderConfig(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES
-    # that texts may be asked to keep
-    grammars: Grammars | None = None

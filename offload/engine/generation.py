@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.trial import ComparisonOutcome, rows_of
-from offload.engine.sequence import DecoderLock, Sequence, TokenLogprob
+from offload.engine.sequence import Sequence, TokenLogprob
+from offload.engine.sharing import DecoderLock
 from offload.engine.text import TextStream
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan

@@ -23,7 +23,7 @@ from offload.engine.request import Request
 from offload.engine.resolve import NO_HOOKS, resolve
 from offload.errors import require
 from offload.options import ModelChoice, ModelOptions
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.rules import check_lenience
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, OpenSource

@@ -12,7 +12,7 @@ from offload.drafting.lookup import Copying, GuessSources, Source
 from offload.drafting.retrieval import Ngrams, Retrieval
 from offload.engine.text import Tokenizer
 from offload.errors import UserError, require
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.trees.spec import parse_match_length
 from offload.units import format_bytes
 

@@ -13,7 +13,7 @@ import numpy as np
 from offload.calibration.invariance import settle_invariance
 from offload.calibration.startup import calibrate, pick_kernels
 from offload.calibration.threads import thread_policy
-from offload.drafting.hybrid import DrafterInputs, drafter_of
+from offload.drafting.hybrid import drafter_of
 from offload.engine.build import (
     ModelPair,
     counter,
@@ -77,14 +77,12 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
     )
     pair.notes.extend([*run.notes, *team.notes])
     drafter = drafter_of(
-        DrafterInputs(
-            pair.draft,
-            pair.target.vocab_size,
-            plan.draft_slots,
-            config.choice.kernels,
-            config.sources,
-            trees.step_s,
-        )
+        pair.draft,
+        pair.target.vocab_size,
+        plan.draft_slots,
+        config.choice.kernels,
+        config.sources,
+        trees.step_s,
     )
     return Decoder(target, drafter, config, resources=resources.pop_all(), notes=pair.notes)
 

@@ -16,8 +16,8 @@ from offload.checkpoint.sizes import config_sizes
 from offload.engine.resolve import settle
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
+from offload.planning.load_options import LoadOptions
 from offload.planning.near_copy import check_held, files_of, models_to_read
-from offload.planning.options import LoadOptions
 
 # A short context: every run has more positions.
 _SHORT = 64

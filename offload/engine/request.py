@@ -143,8 +143,7 @@ class Request:
 def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
     """Return the request that keywords of `Decoder.generate` ask for.
 
-    Raises `UserError`, and `TypeError` for an unknown keyword. Raises `UserError`, and `TypeError`
-    for a name that there is not.
+    Raises `UserError`, and `TypeError` for an unknown keyword.
     """
     drawing = options_of(Sampling)
     known = [*options_at("python", TextOptions), *drawing]

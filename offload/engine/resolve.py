@@ -29,8 +29,8 @@ from offload.planning.acceptance import prior_for
 from offload.planning.budget import budget_of, traffic_in, with_experts
 from offload.planning.cost_model import Costs, costs_on
 from offload.planning.hardware import Hardware, find_hardware
+from offload.planning.load_options import LoadOptions
 from offload.planning.near_copy import check_held, files_of, models_to_read
-from offload.planning.options import LoadOptions
 from offload.planning.profile import (
     Identity,
     Machine,

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from offload.engine.generation import Generation, Run
 from offload.engine.job import Cancelled, Job, TextPiece
 from offload.engine.request import Request
-from offload.engine.sequence import LEAST_COPIED
+from offload.engine.sharing import LEAST_COPIED
 from offload.errors import RunError, UserError
 from offload.model.target import Target
 from offload.stats import Transfers

@@ -80,7 +80,7 @@ class Engine:
         and `Closing`.
         """
         self._require_room()  # before its prompt is read, which may take longer
-        prompt_ids = self.decoder.check(request, tree=tree, rule=rule).prompt_ids
+        prompt_ids, *_ = self.decoder.check(request, tree=tree, rule=rule)
         job = Job(replace(request, prompt=prompt_ids), tree=tree, rule=rule)
         with self._changed:
             self._require_room()

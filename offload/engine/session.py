@@ -30,7 +30,7 @@ from offload.checkpoint.state_sizes import RecurrentLayer, index_layers, recurre
 from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED, Encoding
 from offload.engine.identities import Identities
-from offload.engine.sequence import CachePool
+from offload.engine.sharing import CachePool
 from offload.errors import ReadError, UserError, ensure, reason, require
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
@@ -102,7 +102,7 @@ _AFRESH = "name another file, or delete it to begin anew"
 
 
 @dataclass(frozen=True)
-class Models:
+class SessionModels:
     """What keys and values depend on, and how many there may be."""
 
     target: Checkpoint
@@ -140,7 +140,7 @@ class Session(NamedTuple):
 
 def save_session(
     path: Path,
-    models: Models,
+    models: SessionModels,
     pool: CachePool,
     arithmetic: str,
     messages: list[dict[str, str]] | None,
@@ -170,7 +170,7 @@ def save_session(
         ) from None
 
 
-def _identities(models: Models) -> dict[str, str]:
+def _identities(models: SessionModels) -> dict[str, str]:
     """Return what a file tells of the models. Raises `ReadError`."""
     found = {part: models.identities.of(part) for part in _PARTS}
     told = {part: json.dumps(one.as_dict()) if one else "" for part, one in found.items()}
@@ -189,7 +189,7 @@ def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
         return None
 
 
-def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -> Session:
+def load_session(path: Path, models: SessionModels, pool: CachePool, arithmetic: str) -> Session:
     """Fill the caches with what a file holds for them. Raises `UserError`.
 
     Of another draft nothing is taken, and of the target nothing that would have other bits if
@@ -235,7 +235,7 @@ def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
         )
 
 
-def check_session(path: Path, models: Models) -> Session:
+def check_session(path: Path, models: SessionModels) -> Session:
     """Return what a file holds, proved by its header to fit these models.
 
     Raises `UserError`; nothing is filled.
@@ -244,7 +244,7 @@ def check_session(path: Path, models: Models) -> Session:
         return _checked(path, file, models)
 
 
-def _checked(path: Path, file: Any, models: Models) -> Session:
+def _checked(path: Path, file: Any, models: SessionModels) -> Session:
     notes = file.metadata() or {}
     if notes.get("format") != _FORMAT:
         raise UserError(

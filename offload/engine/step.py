@@ -24,26 +24,21 @@ from offload.trees.topology import Shape
 from offload.trees.verification import Acceptance
 
 
-class BatchShare(NamedTuple):
-    """One text's part of a pass."""
+def share_out(texts: Sequence[Text], num_rows: int) -> list[tuple[Text, BatchEntry]]:
+    """Share out a pass that takes in at most `num_rows` tokens of prompts.
 
-    text: Text
-    num_pending: int  # tokens that its cache lacks, the root left out, and that this pass takes in
-    is_whole: bool  # whether these are all of them: only then there is a root to grow a tree from
-
-
-def share_out(texts: Sequence[Text], num_rows: int) -> list[BatchShare]:
-    """Share out a pass that takes in at most `num_rows` tokens; texts that get none wait for the
-    next.
+    Return its texts, each with what it has in the pass; texts that get no row wait for the next. No
+    trees are grown yet.
     """
-    shares = []
+    batch = []
     for text in texts:
-        missing = len(text.tokens) - 1 - text.caches.target.length
+        cache = text.caches.target
+        missing = len(text.tokens) - 1 - cache.length
         taken = min(missing, num_rows)
         num_rows -= taken
         if taken or not missing:
-            shares.append(BatchShare(text, taken, taken == missing))
-    return shares
+            batch.append((text, BatchEntry(text.tokens, cache, taken)))
+    return batch
 
 
 class SpeculationStep:
@@ -80,8 +75,8 @@ class SpeculationStep:
             # of a step that was cut short they may hold more
             text.caches.clear(len(text.tokens) - 1)
         batch = share_out(texts, self._max_prompt_rows)
-        num_pending = sum(share.num_pending for share in batch)
-        growing = [share.text for share in batch if share.is_whole]
+        num_pending = sum(entry.num_pending for _, entry in batch)
+        growing = [text for text, entry in batch if entry.is_whole]
         shapes = [text.shape_among(len(growing)) for text in growing]
         moved = self._target.moved
         started = time.perf_counter()
@@ -99,46 +94,47 @@ class SpeculationStep:
 
         times = _Times(len(batch), grown - started, ended - grown, self._target.moved.since(moved))
         gained = list[list[int]]()
-        for share, one, rows in zip(batch, drafted, scored, strict=True):
-            share.text.stats.threads = modes
-            share.text.stats.peak_device_bytes = self._target.peak_device_bytes
+        for (text, entry), one, rows in zip(batch, drafted, scored, strict=True):
+            text.stats.threads = modes
+            text.stats.peak_device_bytes = self._target.peak_device_bytes
             if one is None:
-                share.text.caches.target.commit(range(share.num_pending))
+                entry.cache.commit(range(entry.num_pending))
                 gained.append([])
                 continue
             began = time.perf_counter()
-            accepted = self._accept(share.text, one, rows)
-            gained.append(self._commit(share.text, one, accepted, rows))
-            self._note(share.text, one, accepted, times, began)
+            accepted = self._accept(text, one, rows)
+            gained.append(self._commit(text, one, accepted, rows))
+            self._note(text, one, accepted, times, began)
         if not num_pending:
             self._learn_from(shapes, gained, num_rows, times)
-        by_text = {id(share.text): own for share, own in zip(batch, gained, strict=True)}
+        by_text = {id(text): own for (text, _), own in zip(batch, gained, strict=True)}
         return [by_text.get(id(text), []) for text in texts]
 
     def _modes(self, num_rows: int) -> StepModes:
         return self._threads.modes(_rows_alike(num_rows))
 
-    def _grow(self, batch: Sequence[BatchShare], shapes: Sequence[Shape]) -> list[Drafted | None]:
-        """Return a tree for each text that is taken in; `shapes` are theirs."""
-        growing = [share.text for share in batch if share.is_whole]
+    def _grow(
+        self, batch: Sequence[tuple[Text, BatchEntry]], shapes: Sequence[Shape]
+    ) -> list[Drafted | None]:
+        """Return a tree for each text that is taken in whole; `shapes` are theirs."""
+        growing = [text for text, entry in batch if entry.is_whole]
         asked = [
             DraftText(shape, text.tokens, text.sampler, text.caches.draft)
             for text, shape in zip(growing, shapes, strict=True)
         ]
         trees = iter(self._drafter.grow(asked))
-        return [next(trees) if share.is_whole else None for share in batch]
+        return [next(trees) if entry.is_whole else None for _, entry in batch]
 
     def _score(
-        self, batch: Sequence[BatchShare], drafted: Sequence[Drafted | None]
+        self, batch: Sequence[tuple[Text, BatchEntry]], drafted: Sequence[Drafted | None]
     ) -> Sequence[Rows]:
         """Return each text's logits after the nodes of its tree, when the pass is over."""
-        entries = [
-            BatchEntry(
-                share.text.tokens, share.text.caches.target, share.num_pending, one and one.tree
-            )
-            for share, one in zip(batch, drafted, strict=True)
-        ]
-        scored = self._target.score(entries)
+        scored = self._target.score(
+            [
+                entry._replace(tree=one and one.tree)
+                for (_, entry), one in zip(batch, drafted, strict=True)
+            ]
+        )
         self._target.wait()
         return scored
 

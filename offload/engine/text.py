@@ -202,8 +202,10 @@ def _in_template(
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
-    """Templates of some models that also see look for lists of parts, and pass over what is text as
-    if it were none.
+    """Return the messages in the tokenizer's template.
+
+    Templates of some models that also see look for lists of parts, and pass over what is text as if
+    it were none.
     """
     last = str(messages[-1]["content"]).strip()
     failure = None
@@ -380,7 +382,7 @@ def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
 
 
 def _as_utf8(ids: list[int], byte_of: Mapping[int, int]) -> list[int]:
-    """With replacement characters in place of bytes that are no UTF-8, each by itself.
+    """Return the tokens with replacement characters for bytes that are no UTF-8, each by itself.
 
     A tokenizer would replace all tokens of bytes that stand together, characters that are complete
     included.

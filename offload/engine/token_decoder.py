@@ -16,12 +16,12 @@ from offload.drafting.base import Drafter
 from offload.drafting.lookup import NO_SOURCES
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.request import whole_numbers, with_start
-from offload.engine.sequence import CachePool, Caches, DecoderLock, Limits, Sequence
+from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.sharing import CachePool, DecoderLock
 from offload.engine.step import SpeculationStep
 from offload.machine import giving_back_memory
 from offload.model.target import Target
 from offload.sampling.grammar import Grammar
-from offload.sampling.grammar_mask import Grammars
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.thread_waiting import ThreadWaiting
@@ -68,8 +68,7 @@ class TokenDecoder:
         self._resources = resources
         self._vocab_size = target.vocab_size
         self._start = target.start
-        own_grammars = Grammars(self.tokenizer, self._vocab_size, self.end_ids)
-        self._grammars = config.grammars or own_grammars
+        self._grammars = config.grammars
         self._turn = DecoderLock(target.computing)
         # not every tokenizer may be used by two threads
         self._encoding = threading.Lock()

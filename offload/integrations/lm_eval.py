@@ -130,7 +130,7 @@ class OffloadLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text; without its system prompt where the template knows none."""
+        """Return a conversation as text, without a system prompt that its template does not know."""
         how = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
@@ -144,7 +144,7 @@ class OffloadLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids, with the token that begins texts unless the string brings it."""
+        """Return token ids, with the token that begins texts unless the string brings it."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None:
             add_special_tokens = False if has_bos_prefix(string, prefix) else self._add_bos
@@ -154,9 +154,7 @@ class OffloadLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Tokens], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """For each the log-probability of what is behind its context, and whether it is what greedy
-        decoding writes.
-        """
+        """Return the log-probability of what is behind each context, and whether it is greedy text."""
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # alike ones
         order = sorted(
@@ -179,8 +177,9 @@ class OffloadLM(TemplateLM):
         return answers
 
     def _window(self, request: Tokens) -> tuple[list[int], int]:
-        """As much of a text as there is room for, of which the last token is no input; where the
-        scored part begins.
+        """Return as much of a text as there is room for, and where its scored part begins.
+
+        Its last token is no input.
         """
         _, context, scored = request
         rule = f"what is scored must have between 1 and {self.max_length} tokens"
@@ -196,8 +195,9 @@ class OffloadLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of each text the log-probability of all its tokens; longer ones than the context go
-        window by window.
+        """Return for each text the log-probability of all its tokens.
+
+        Texts that are longer than the context go window by window.
         """
         windows = list[Tokens]()
         owners = list[int]()
@@ -226,7 +226,7 @@ class OffloadLM(TemplateLM):
         )
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to their stop strings, as many at a time as the decoder has places for."""
+        """Return texts up to their stop strings, as many at a time as the decoder has places for."""
         texts = [""] * len(requests)
         seen = Counter[str]()
         wanted = list[Request]()
@@ -253,8 +253,9 @@ class OffloadLM(TemplateLM):
     def _request(
         self, context: str, settings: dict[str, Any], *, repetition: int
     ) -> tuple[Request, list[str]]:
-        """What to write, and the strings that end it, that of the end token included. Raises
-        `UserError`.
+        """Return what to write, and the strings that end it, that of the end token included.
+
+        Raises `UserError`.
         """
         told: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
@@ -296,7 +297,7 @@ def _load(
 
 
 def main() -> NoReturn:
-    """lm-eval's own command line, where `--model offload` is known. Leaves by `sys.exit`."""
+    """Run lm-eval's own command line, where `--model offload` is known. Leaves by `sys.exit`."""
     try:
         cli_evaluate()
     except (UserError, RunError) as error:

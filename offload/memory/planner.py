@@ -8,6 +8,7 @@ budgets; a budget that cannot hold two slots is refused, with the least one that
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -218,15 +219,15 @@ def _smaller_runs(plan: Callable[[MemoryBudget], MemoryPlan], budget: MemoryBudg
 
 def _most(plan: Callable[[int], MemoryPlan], refused: int) -> int:
     """Return the largest number below `refused` that `plan` does not refuse; 0 for none."""
-    works = 0
-    while refused - works > 1:
-        middle = (works + refused) // 2
-        try:
-            plan(middle)
-            works = middle
-        except UserError:
-            refused = middle
-    return works
+    return bisect_left(range(1, refused), True, key=partial(_is_refused, plan))
+
+
+def _is_refused(plan: Callable[[int], MemoryPlan], number: int) -> bool:
+    try:
+        plan(number)
+    except UserError:
+        return True
+    return False
 
 
 def on_demand(shape: ModelShape) -> ModelShape:
@@ -456,16 +457,8 @@ def default_ram_bytes() -> int:
 
 def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
     """Return the smallest budget in bytes that `plan` does not refuse."""
-    too_small = 0
-    enough = 1 << 50
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        try:
-            plan(middle)
-            enough = middle
-        except UserError:
-            too_small = middle
-    return enough
+    budgets = range(1, 1 << 50)
+    return budgets[bisect_left(budgets, True, key=lambda one: not _is_refused(plan, one))]
 
 
 def ram_warning(ram: str | int) -> str | None:

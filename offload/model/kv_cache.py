@@ -3,8 +3,8 @@
 Layers that choose by an index what they attend to keep a third thing of each position, its index
 keys.
 
-    [0, length) committed   [length, length + U) not committed, in the order in which they were run
-    or kept
+    [0, length)             committed
+    [length, length + U)    not committed, in the order in which they were run or kept
 
 A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted
 path, moves the length, and behind it the rows that are kept for a later commit. Where nothing is
@@ -155,7 +155,7 @@ class _SlotLayer(DynamicLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:
-        """A family would keep those of its rows there."""
+        """Do nothing: a family would keep those of its rows there."""
 
     def get_seq_length(self) -> int:
         return self._window.lo

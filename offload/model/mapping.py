@@ -42,19 +42,13 @@ Shape = tuple[int, ...]
 _Found = list[tuple[str | None, str, TensorEntry]]
 
 
-class ParameterSources(NamedTuple):
-    """Where the parameters of a model come from; each of them is in exactly one of the two."""
-
-    # shape and parts of a parameter that the file holds
-    stored: dict[str, tuple[Shape, list[TensorPart]]]
-    # tied parameter -> the stored one that it shares
-    shared: dict[str, str]
-
-
 def sources_of_parameters(
     checkpoint: Checkpoint, model: PreTrainedModel, shapes: dict[str, Shape]
-) -> ParameterSources:
+) -> tuple[dict[str, tuple[Shape, list[TensorPart]]], dict[str, str]]:
     """Find every parameter in the checkpoint: `shapes` has them by their names in the model.
+
+    Return shape and parts of each parameter that the file holds, and of each tied one the stored one
+    that it shares; each parameter is in exactly one of the two.
 
     Raises:
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
@@ -81,7 +75,7 @@ def sources_of_parameters(
     parts = {
         name: _parts(where, name, shape, found[name], by_pattern) for name, shape in stored.items()
     }
-    return ParameterSources({name: (shape, parts[name]) for name, shape in stored.items()}, shared)
+    return {name: (shape, parts[name]) for name, shape in stored.items()}, shared
 
 
 class _Table(NamedTuple):

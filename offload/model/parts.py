@@ -74,19 +74,16 @@ class BatchMask:
         return torch.cat(found, 1)
 
 
-class Laid(NamedTuple):
-    """Parts, one behind the other, as one pass."""
-
-    token_T: Tensor
-    position_T: Tensor
-    cache: JointCache
-    rows: tuple[CacheRows, ...]
+def causal(num_rows: int) -> Tensor:
+    """Return bool (T, T): what rows of a chain see of each other, themselves included."""
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
 
 
-def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = None) -> Laid:
-    """Give every part its rows of the pass, and its cache their places.
+def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = None) -> JointCache:
+    """Return the cache of a pass in which the parts lie one behind the other.
 
-    `mode` is for `KVCache.take_rows`.
+    Every part is given its rows of the pass, and its own cache their places. `mode` is for
+    `KVCache.take_rows`.
     """
     rows = list[CacheRows]()
     lo = 0
@@ -97,10 +94,7 @@ def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = N
             CacheRows(cache, lo, lo + num_rows, position, cache.take_rows(ancestor_TU, mode))
         )
         lo += num_rows
-    position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
-    return Laid(
-        torch.cat([part.token_T for part in parts]), position_T, JointCache(rows), tuple(rows)
-    )
+    return JointCache(rows)
 
 
 def seen_by(rows: Sequence[CacheRows], masks: Sequence[Any]) -> BatchMask:

@@ -5,8 +5,8 @@ A sum of floating-point numbers depends on their order, and the keys of a tree's
 scattered columns. So keys are taken by their position on the path, in blocks of 64, and blocks are
 added up one after another in float32.
 
-    [0, base) full blocks that lie in order for every row   [base, ...) columns of a tree, whose
-    rows share few of them
+    [0, base)      full blocks that lie in order for every row
+    [base, ...)    columns of a tree, whose rows share few of them
 
 Behind `base` rows are taken in runs that look at the same columns, those of all their paths; what a
 row does not see has weight 0.0 there. A product that adds up in the order of its columns gives the

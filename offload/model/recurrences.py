@@ -98,12 +98,12 @@ class GatedDelta:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> Inputs:
-        """Queries and keys are (1, T, G, K), values (1, T, H, K)."""
+        """Return the inputs; queries and keys are (1, T, G, K), values (1, T, H, K)."""
         rows = {"query": query[0], "key": key[0], "value": value[0], "g": g[0], "beta": beta[0]}
         return Inputs(rows, {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """(1, H, K, K) in float32."""
+        """Return (1, H, K, K) in float32."""
         key = inputs.rows["key"]
         value = inputs.rows["value"]
         return value.new_zeros(1, value.shape[1], key.shape[2], value.shape[2], dtype=torch.float32)
@@ -217,8 +217,9 @@ class Mamba2:
         self._step = step
 
     def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
-        """Inputs are (1, T, H, K), time steps (1, T, H), B and C (1, T, G, K). Time steps are
-        settled here, once.
+        """Return the inputs: (1, T, H, K), time steps (1, T, H), B and C (1, T, G, K).
+
+        Time steps are settled here, once.
         """
         lowest, highest = more.get("dt_limit", _UNLIMITED)
         dt = torch.clamp(
@@ -230,7 +231,7 @@ class Mamba2:
         return Inputs(rows, {"A": A, "D": more["D"].clone(), "chunk_size": more["chunk_size"]})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """(1, H, K, K) in float32."""
+        """Return (1, H, K, K) in float32."""
         x = inputs.rows["x"]
         B = inputs.rows["B"]
         return x.new_zeros(1, *x.shape[1:], B.shape[2], dtype=torch.float32)
@@ -281,7 +282,7 @@ class Mamba:
         self._step = step
 
     def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
-        """All inputs are (1, D, T) or (1, K, T)."""
+        """Return the inputs, which are all (1, D, T) or (1, K, T)."""
         bias = more.get("delta_bias")
         z = more.get("z")
         dt = _settled(
@@ -293,7 +294,7 @@ class Mamba:
         )
 
     def start(self, inputs: Inputs) -> Tensor:
-        """(1, D, K) in float32."""
+        """Return (1, D, K) in float32."""
         return inputs.rows["x"].new_zeros(1, *inputs.fixed["A"].shape, dtype=torch.float32)
 
     def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -325,12 +326,12 @@ class Lightning:
     kept: tuple[str, ...] = ("key", "value")
 
     def start(self, inputs: Inputs) -> Tensor:
-        """(1, H, K, K) in float32."""
+        """Return (1, H, K, K) in float32."""
         value = inputs.rows["value"]
         return value.new_zeros(1, *value.shape[1:], value.shape[2], dtype=torch.float32)
 
     def read(self, query: Tensor, key: Tensor, value: Tensor, decay_H: Tensor) -> Inputs:
-        """Rows are (1, T, H, K); `decay_H` is what a state keeps from row to row."""
+        """Return the inputs, (1, T, H, K); `decay_H` is what a state keeps from row to row."""
         rows = {"query": query[0], "key": key[0], "value": value[0]}
         return Inputs(rows, {"decay_H": decay_H})
 
@@ -357,7 +358,7 @@ class Lightning:
         return torch.cat(outs).to(rows["value"].dtype), state
 
     def _run_chunk(self, state: Tensor, rows: RowInputs, decay_H: Tensor) -> tuple[Tensor, Tensor]:
-        """A few rows by products of matrices: what they had from before, and from each other."""
+        """Run a few rows by products of matrices: what they had from before, and from each other."""
         query, key, value = (
             rows[name].float().transpose(0, 1) for name in ("query", "key", "value")
         )
@@ -373,7 +374,7 @@ class Lightning:
         return (before + among).transpose(0, 1), behind[None]
 
     def give(self, out_T: Tensor) -> Tensor:
-        """(1, T, H, K)."""
+        """Return (1, T, H, K)."""
         return out_T[None]
 
 
@@ -383,11 +384,11 @@ class Gated:
     kept: tuple[str, ...] = ("x", "share")
 
     def read(self, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) -> Inputs:
-        """All inputs are (1, T, C); a text begins where `reset`, (1, T, 1), says so."""
+        """Return the inputs, all (1, T, C); a text begins where `reset`, (1, T, 1), says so."""
         return Inputs({"x": hidden_states[0], "share": (recurrent_gate * ~reset)[0]}, {})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """(1, C) in float32."""
+        """Return (1, C) in float32."""
         x = inputs.rows["x"]
         return x.new_zeros(1, x.shape[1], dtype=torch.float32)
 
@@ -403,7 +404,7 @@ class Gated:
         return one_by_one(self, state, rows, fixed)
 
     def give(self, out_T: Tensor) -> Tensor:
-        """(1, T, C)."""
+        """Return (1, T, C)."""
         return out_T[None]
 
 

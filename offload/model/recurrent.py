@@ -7,10 +7,10 @@ what a layer does across rows goes through these two; a layer of another make is
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +55,12 @@ def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
 
 
 def _follow(layer: nn.Module, index: int) -> bool:
+    modules: Iterator[Any] = layer.modules()
     found = [
         (module, follower)
-        for module in layer.modules()
-        if (follower := _find(type(module))) is not None
+        for module in modules
+        if (follower := _follower_of(module.__class__)) is not None
     ]
-    module: Any
     for module, follower in found:
         module.__class__ = follower
         if hasattr(module, _DECAYS[0]):
@@ -79,17 +79,13 @@ def _settle_decays(module: Any) -> None:
     module.register_buffer("decay_H", decay_H, persistent=False)
 
 
-def _find(own: Any) -> Any:
-    return _follower_of(own)
-
-
 @lru_cache(maxsize=256)
-def _follower_of(own: Any) -> type[nn.Module] | None:
+def _follower_of(own: Any) -> Any:
     """Return a class like this one whose forward pass follows trees; None for any other."""
     forward = inspect.unwrap(own.forward)
     if not isinstance(forward, FunctionType):
         return None
-    names = _names(forward.__code__)
+    names = {*forward.__code__.co_names, *forward.__code__.co_varnames}
     if "get_linear_cache" in names and hasattr(own, "get_slope_rate"):
         return _subclass(own, _forward_by(_attend_linearly, Lightning()))
     if {"rg_lru", "conv1d_state"} <= names:
@@ -106,15 +102,21 @@ def _follower_of(own: Any) -> type[nn.Module] | None:
     for kind in kinds:
         replaced[kind.scan] = _scan
         recurrence = kind.kind(*(_by_device(known[name]) for name in kind[:2]))
+    clone = with_functions(forward, replaced)
+    return _subclass(own, _forward_by(clone, recurrence))
+
+
+def with_functions(forward: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
+    """Return a function like a library's, for which other functions stand under these names."""
     clone = FunctionType(
         forward.__code__,
-        {**known, **replaced},
+        {**forward.__globals__, **replaced},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
     )
     clone.__kwdefaults__ = forward.__kwdefaults__
-    return _subclass(own, _forward_by(clone, recurrence))
+    return clone
 
 
 def _subclass(own: Any, forward: Callable[..., Any]) -> type[nn.Module]:
@@ -157,10 +159,6 @@ def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
         return (reference if one.device.type in ("cpu", "meta") else function)(*args, **kwargs)
 
     return call
-
-
-def _names(code: CodeType) -> set[str]:
-    return {*code.co_names, *code.co_varnames}
 
 
 def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Callable[..., Any]:

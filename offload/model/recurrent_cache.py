@@ -1,8 +1,9 @@
 """States of recurrent and convolutional layers beside keys and values: of one text, at few of its
 positions.
 
-    [0, length) in `_here`   [length, length + C) certain to be committed, in `_trunk`   behind it a
-    tree, as inputs
+    [0, length)             in `_here`
+    [length, length + C)    certain to be committed, in `_trunk`
+    behind it               a tree, as inputs
 
 A pass computes the states of its rows and lets them go; of rows whose fate is open only what they
 bring is kept, from which `commit` runs the accepted path again. Rows that are certain, such as a
@@ -86,7 +87,7 @@ class PassRows:
         return self._steps[is_wide, where]
 
     def walk(self) -> Tensor:
-        """What `steps` needs, with slots for states instead; see `RowTree.slots`."""
+        """Return what `steps` needs, with slots for states instead; see `RowTree.slots`."""
         if self._walk is None:
             needed = self.tree.with_ancestors(range(self.first, self.end))
             self._walk = torch.tensor(self.tree.slots(needed))

@@ -1,10 +1,9 @@
-"""In which order rows of a tree pass through a recurrent layer, so that few states are held at a
-time.
+"""The order in which rows of a tree pass through a recurrent layer, so that few states are held.
 
 A row begins with the state that its parent ends with. Where the states of all rows are small they
 go level by level, all rows of one depth in one step. Large ones go branch by branch, the heaviest
 last: a state goes when its last child has begun, and of N rows at most log2(N) + 2 states are held.
-    Either way a row takes the same operations.
+Either way a row takes the same operations.
 
 Rows are numbered as they were run; -1 is the state behind which all of them lie.
 """
@@ -91,8 +90,9 @@ class RowTree:
         yield from (levels[depth] for depth in sorted(levels))
 
     def slots(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """The rows branch by branch: each with the slot of the state before it, or `BASE`, and the
-        slot for its own.
+        """Return the rows branch by branch, each with the slot of the state before it and its own.
+
+        Before the first ones it is `BASE`.
 
         A slot is free when the last child has begun, so that child may write over it.
         """
@@ -141,10 +141,10 @@ def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
 
 
 def previous_inputs(parents: Sequence[int], num_taps: int) -> NDArray[np.int64]:
-    """What a convolution of so many taps sees: (U, taps) places in the last taps - 1 inputs of the
-    base, then of rows.
+    """Return what a convolution of so many taps sees, (U, taps), the row itself last.
 
-    The oldest comes first, and the row itself last.
+    These are places in the last taps - 1 inputs of the base, then in those of rows; the oldest
+    comes first.
     """
     num_before = num_taps - 1
     place_U = np.arange(len(parents)) + num_before

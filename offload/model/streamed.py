@@ -22,7 +22,7 @@ from offload.model.indexed import ChoosingMask, has_index, shares_index
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
-from offload.model.parts import BatchMask, BatchPart, lay, seen_by, take_rows_in_parts
+from offload.model.parts import BatchMask, BatchPart, causal, lay, seen_by, take_rows_in_parts
 from offload.model.path_attention import InvariantAttention, path_attention, path_rows
 from offload.model.recurrent import has_states, new_cache
 from offload.model.thread_team import TEAM
@@ -130,6 +130,12 @@ class StreamedModel(BoundModel):
         masks = self._masks_of(position_U, ancestor_TU, cache)
         return self.run(token_T, position_T, masks, cache, num_logits=num_logits)
 
+    def forward_chain(self, token_T: Tensor, cache: KVCache, *, num_logits: int = 0) -> Tensor:
+        """Run tokens that follow one another behind what a cache has committed, see `forward`."""
+        num_rows = len(token_T)
+        position_T = torch.arange(num_rows) + cache.length
+        return self.forward(token_T, position_T, causal(num_rows), cache, num_logits=num_logits)
+
     @torch.inference_mode()
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
         """Run the rows of several texts, part behind part, as `forward` runs those of one.
@@ -138,9 +144,13 @@ class StreamedModel(BoundModel):
         """
         if len(parts) == 1:
             return self.forward(*parts[0], num_logits=num_logits)
-        token_T, position_T, cache, rows = lay(parts, self._invariant)
+        token_T = torch.cat([part.token_T for part in parts])
+        position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
+        cache = lay(parts, self._invariant)
         masks = [self._masks_of(*part[1:]) for part in parts]
-        joint = {window: seen_by(rows, [one[window] for one in masks]) for window in self.windows}
+        joint = {
+            window: seen_by(cache.parts, [one[window] for one in masks]) for window in self.windows
+        }
         return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
 
     @torch.inference_mode()

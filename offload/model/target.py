@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.parts import BatchPart
+from offload.model.parts import BatchPart, causal
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Logits
 from offload.stats import RankFigures, Transfers
@@ -40,6 +40,11 @@ class BatchEntry(NamedTuple):
     @property
     def num_nodes(self) -> int:
         return self.tree.num_nodes if self.tree else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all that the cache lacks is taken in: else there is no root for a tree."""
+        return self.num_pending == len(self.tokens) - 1 - self.cache.length
 
 
 class Target:
@@ -179,7 +184,7 @@ class Target:
         tokens, cache, num_pending, tree = one
         token_T = torch.tensor(tokens[cache.length : cache.length + num_pending], dtype=torch.long)
         offset_T = torch.arange(num_pending)
-        sees_TT = _causal(num_pending + one.num_nodes)
+        sees_TT = causal(num_pending + one.num_nodes)
         if tree is not None:
             depth_N = torch.from_numpy(tree.topology.depth_N.copy())
             token_T = torch.cat([token_T, tree.token_N])
@@ -224,10 +229,6 @@ class Target:
         self.stream.release(layer)
         if layer < self._model.num_layers:  # others are no part of a sweep
             self._on_layer()
-
-
-def _causal(num_rows: int) -> Tensor:
-    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
 
 
 def _prompts_then_trees(parts: Sequence[BatchPart], nums_pending: Sequence[int]) -> list[BatchPart]:

@@ -75,7 +75,9 @@ def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
     return sum(yields) / len(yields) if yields else 1.0
 
 
-def acceptance(traces: Sequence[Trace], num_ranks: int = NUM_RANKS) -> tuple[Floats, Floats]:
+def measured_acceptance(
+    traces: Sequence[Trace], num_ranks: int = NUM_RANKS
+) -> tuple[Floats, Floats]:
     """Return the frequency of every rank, `p_K`, and the standard error of each entry.
 
     The error is that between windows, since positions of one window resemble each other; with one

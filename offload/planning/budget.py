@@ -25,7 +25,7 @@ from offload.memory.prompt_rows import USUAL_GPU, row_s
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import Costs, Curve, Traffic, link_alone, step_of
 from offload.planning.hardware import Hardware, rates_of
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.search import known_trees
 from offload.trees.topology import SIZES
 from offload.units import ByteSize

@@ -4,13 +4,12 @@ Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation)
 program achieves:
 
 - Pinned memory to the GPU over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on
-PCIe 4 (RTX 4090, issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the
-other direction).
-
+  PCIe 4 (RTX 4090, issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the
+  other direction).
 - Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum
-achievable matmul FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows
-reaches three quarters of that, 0.6, weights are read at 0.8 of the memory's peak, and the host has
-256 GiB and a disk of 5 GB/s.
+  achievable matmul FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows
+  reaches three quarters of that, 0.6, weights are read at 0.8 of the memory's peak, and the host
+  has 256 GiB and a disk of 5 GB/s.
 
 No torch, no clock. Invariant: every figure is above zero, and no share above one.
 """

@@ -112,7 +112,9 @@ class ObservedPasses:
                 return of_size[size]
         return best
 
-    def acceptance(self, p_K: Floats, expected: Callable[[Floats, Shape], float]) -> Floats:
+    def corrected_acceptance(
+        self, p_K: Floats, expected: Callable[[Floats, Shape], float]
+    ) -> Floats:
         """Return the assumed acceptance, with as many misses as the gained tokens suggest.
 
         Args:

@@ -276,7 +276,7 @@ class _Selection:
             p_K = check_acceptance(self._known.usual.acceptance)
             counted = self._known.usual.dynamic_yields
             if self._learns and not counted:
-                p_K = self._known.seen.acceptance(p_K, self._expected)
+                p_K = self._known.seen.corrected_acceptance(p_K, self._expected)
             return known_trees(
                 tuple(p_K.tolist()), max_nodes=max_nodes, max_depth=max_depth, counted=counted
             )

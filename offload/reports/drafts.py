@@ -15,9 +15,9 @@ from offload.engine.resolve import ReadHeaders
 from offload.errors import UserError
 from offload.model.headers import describe
 from offload.planning.cost_model import Prediction
+from offload.planning.load_options import LoadOptions
 from offload.planning.model_facts import name_of
 from offload.planning.near_copy import BITS, copy_bits
-from offload.planning.options import LoadOptions
 from offload.reports.estimate import estimate
 
 

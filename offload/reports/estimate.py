@@ -29,8 +29,8 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.hardware import Hardware
+from offload.planning.load_options import LoadOptions
 from offload.planning.model_facts import ModelFacts
-from offload.planning.options import LoadOptions
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.reports.packing import Packing, packing_of
 from offload.trees.spec import label_of

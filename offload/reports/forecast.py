@@ -37,8 +37,8 @@ from offload.planning.cost_model import (
     Traffic,
     draft_widths,
 )
+from offload.planning.load_options import LoadOptions
 from offload.planning.model_facts import ModelFacts
-from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule

@@ -54,8 +54,7 @@ def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
     cache = model.new_cache(len(ids))
     model.take_in(ids, cache)
     token_T = torch.tensor(ids[cache.length :])
-    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
-    return model.forward(token_T, torch.arange(len(token_T)) + cache.length, sees_TT, cache)
+    return model.forward_chain(token_T, cache)
 
 
 def gaps_of(

@@ -18,7 +18,7 @@ from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun, resolve
 from offload.errors import require
 from offload.planning.budget import traffic_in
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.profile import (
     Identity,
     Profile,

@@ -25,7 +25,7 @@ from offload.engine.hooks import Counted
 from offload.engine.request import encode
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.planning.acceptance import NUM_RANKS, acceptance, bounds_to_count, yields_of
+from offload.planning.acceptance import NUM_RANKS, bounds_to_count, measured_acceptance, yields_of
 from offload.planning.cost_model import Costs
 from offload.planning.profile import (
     ExpertUses,
@@ -231,7 +231,7 @@ def summarise(
 ) -> Profile:
     """Return the profile of what was measured; `names` are those of target and draft."""
     traces = [window.ranks for window in traced]
-    p_K, error_K = acceptance(traces)
+    p_K, error_K = measured_acceptance(traces)
     return Profile(
         identity=question.identity,
         target_name=names[0],

@@ -1,20 +1,7 @@
-"""A grammar that a text must keep: JSON, a JSON schema, a regular expression or Lark rules.
+"""What a text must keep, as callers describe it: JSON, a JSON schema, a regular expression or Lark.
 
-`Grammar` is the description, checked as far as it can be without a vocabulary. `Grammars` compiles
-descriptions for one vocabulary with llguidance, which knows the bytes of every token. `GrammarMask`
-is the adjustment that keeps one text within its grammar: tokens that would leave it lose every
-chance. A row's mask is what the grammar allows behind the row's own path, so a draft guesses what
-the target may say.
-
-Rows that the target's walk never looks at, or whose token is dropped, stay as they are: those
-behind a token that the grammar forbids, and those behind the end of the text. Where a draft knows
-no token that is allowed, all allowed ones are equally likely: any distribution is exact that is
-settled before the draw.
-
-Invariants: a row's logits depend on the tokens behind the prompt alone, however many of them are
-committed. The package is imported, and the vocabulary read, when the first grammar is asked for. A
-grammar is compiled in a process of its own first, so that it can neither end this one nor keep it
-for ever.
+A description is checked as far as it can be without a vocabulary. `grammar_source` has it compiled
+in a process of its own; `grammar_mask` compiles it for one vocabulary, and keeps texts within it.
 """
 
 import json

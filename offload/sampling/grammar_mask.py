@@ -1,7 +1,16 @@
-"""Grammars compiled by llguidance, and the masks that they lay over the scores of a tree's nodes.
+"""Grammars compiled for one vocabulary by llguidance, and the masks that keep a text within one.
 
-A grammar comes from callers that are not trusted, so it is first compiled in a process with limits.
-Invariant: a mask depends on the tokens of a path alone, whatever tree it stands in.
+llguidance knows the bytes of every token. A row's mask is what the grammar allows behind the row's
+own path, so a draft guesses what the target may say; tokens that would leave the grammar lose every
+chance. Rows that the target's walk never looks at, or whose token is dropped, stay as they are:
+those behind a token that the grammar forbids, and those behind the end of the text. Where a draft
+knows no token that is allowed, all allowed ones are equally likely: any distribution is exact that
+is settled before the draw.
+
+Invariants: a mask depends on the tokens of a path behind the prompt alone, whatever tree it stands
+in and however many of them are committed. The package is imported, and the vocabulary read, when
+the first grammar is asked for. A grammar is compiled in a process of its own first, so that it can
+neither end this one nor keep it for ever.
 """
 
 import copy

@@ -7,14 +7,15 @@ memory, so that what is used most there is not read again (`DeviceExpertCarrier`
 what the device lacked: what stays on the device is not used here, and gives way to what does not
 stay, without either pool knowing of the other.
 
-The copy into a slot waits, on the device, for the event after which nothing reads the slot; kernels
-wait for the event after the copy. The host only enqueues, and waits for a disk alone. Device memory
-begins at a multiple of 256 bytes or more, and each copy with the block's first weight
-(`layout.py`).
+A `Sender` copies to the device: at once from memory that is locked, in pieces through locked
+buffers (`Bounces`) from memory that could not be. The copy into a slot waits, on the device, for
+the event after which nothing reads the slot; kernels wait for the event after the copy. The host
+only enqueues, and waits for a disk alone. Device memory begins at a multiple of 256 bytes or more,
+and each copy with the block's first weight (`layout.py`).
 
-Invariant: a host slot or buffer is held from the read of its block until all copies from it are
-enqueued, and read into again only after the last of these is over; a block that is no longer wanted
-is not sent.
+Invariants: a host slot or buffer is held from the read of its block until all copies from it are
+enqueued, and written again only after the event behind the last of these; a block that is no longer
+wanted is not sent.
 """
 
 import threading
@@ -33,8 +34,96 @@ from offload.streaming.device import Device, Event, Spans
 from offload.streaming.disk import ByteSource, drop, finish, read_all, when_all_done
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
-from offload.streaming.sender import HostBlock, Sender
 from offload.streaming.stage import Stage
+
+_BOUNCE_BYTES = 32 << 20
+_NUM_BOUNCES = 3
+
+
+class HostBlock(NamedTuple):
+    """A block in host memory, to be sent from its first weight on."""
+
+    weights: Tensor
+    is_locked: bool
+    # a number for the memory it lies in, by which the last copy from there is found; None: it is
+    # never written again
+    place: int | None = None
+
+
+class Sender:
+    """Enqueues copies of blocks on the copy stream of a device.
+
+    Any thread may send what is locked, one thread what is not.
+
+    Attributes:
+        last: by place, the event after the last copy of a locked block that lay there.
+    """
+
+    def __init__(self, device: Device, pinned: PinnedAllocator, spans: Spans) -> None:
+        self.last = dict[int, Event]()
+        self._device = device
+        self._pinned = pinned
+        self._spans = spans
+        self._bounces: Bounces | None = None
+        # a wait, a copy and an event must stand together on the copy stream
+        self._sending = threading.Lock()
+
+    def expect_unlocked(self) -> None:
+        """Make the buffers for memory that is not locked, while there is room for them."""
+        self._bounces = Bounces(self._device, self._pinned)
+
+    def send(self, block: int, slot: Tensor, free: Event, source: HostBlock) -> Event:
+        """Enqueue the copy of a block into a slot behind the event `free`; return the event after.
+
+        A source that is not locked may be written again on return.
+        """
+        device = self._device
+        to = slot[: len(source.weights)]
+        with self._sending:
+            device.wait(device.copies, free)
+            begun = self._spans.mark(device.copies)
+            if source.is_locked:
+                device.copy(to, source.weights, device.copies)
+                sent = device.record(device.copies, is_timed=begun is not None)
+                if source.place is not None:
+                    self.last[source.place] = sent
+        if not source.is_locked:
+            assert self._bounces is not None, "memory that is not locked was expected"
+            sent = self._bounces.send(to, source.weights, is_timed=begun is not None)
+        self._spans.add("copy", block, begun, sent)
+        return sent
+
+    def close(self) -> None:
+        """Let go of the buffers; nothing moves."""
+        self._bounces = None
+
+
+class Bounces:
+    """A ring of locked buffers; one thread uses it, and waits for the device where it has to."""
+
+    def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
+        self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
+        self._device = device
+        self._next = deque[tuple[Tensor, Event]](
+            (torch.from_numpy(one.array), None) for one in self.buffers
+        )
+
+    def send(self, to: Tensor, source: Tensor, *, is_timed: bool = False) -> Event:
+        """Enqueue copies of all bytes.
+
+        Returns the event after the last one; `source` is free on return.
+        """
+        device = self._device
+        sent = None
+        size = len(self._next[0][0])
+        for piece, part in zip(source.split(size), to.split(size), strict=True):
+            bounce, last = self._next.popleft()
+            if last is not None:
+                device.synchronize(last)
+            device.copy(part, bounce[: len(piece)].copy_(piece), device.copies)
+            sent = device.record(device.copies, is_timed=is_timed)
+            self._next.append((bounce, sent))
+        return sent
 
 
 class HostCarrier:

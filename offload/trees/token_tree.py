@@ -122,7 +122,7 @@ def _without(probs_V: Floats, tokens: list[int]) -> Floats:
 
 
 def _normalised(probs_V: Floats) -> Floats:
-    """`probs_V` divided by its sum; zeros stay zeros. Raises `UserError` for NaN."""
+    """Return `probs_V` divided by its sum; zeros stay zeros. Raises `UserError` for NaN."""
     return probs_V / (require_number(probs_V.sum()) or 1.0)
 
 

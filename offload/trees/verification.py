@@ -99,7 +99,7 @@ def _is_of_draft(tree: TokenTree, offer: Offer) -> bool:
     return tree.proposals is None or offer.probs_V is not None
 
 
-def acceptance(p_V: Floats, q_V: Floats, lenience: float = 1.0) -> float:
+def acceptance_rate(p_V: Floats, q_V: Floats, lenience: float = 1.0) -> float:
     """Return the chance that a draw from q is accepted: the sum of min(p / l, q).
 
     l = 1 is exact (Leviathan et al., section A.5).
@@ -115,7 +115,7 @@ def _chance(target_V: Floats, offer: Offer, lenience: float) -> float:
     """
     if offer.probs_V is None:
         return min(1.0, float(target_V[offer.token]) / lenience)
-    return acceptance(target_V, offer.probs_V, lenience)
+    return acceptance_rate(target_V, offer.probs_V, lenience)
 
 
 def pick(probs_V: Floats, coin: float) -> int:

@@ -9,7 +9,7 @@ from tiny import FAMILIES, build, save, save_tokenizer
 import offload
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 
 OPTIONS = LoadOptions(ram="1GiB", device="cpu")

@@ -22,7 +22,7 @@ from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
 from offload.reports.estimate import Estimate, estimate

@@ -8,7 +8,7 @@ from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.budget import budget_of
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.selector import FindProfile
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree

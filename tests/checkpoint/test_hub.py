@@ -26,7 +26,7 @@ from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling

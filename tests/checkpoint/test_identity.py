@@ -269,7 +269,7 @@ def test_weights_are_summed_as_they_are_read(tmp_path: Path, monkeypatch: pytest
     from offload.engine import identities
     from offload.engine.load import open_decoder
     from offload.engine.request import Request
-    from offload.planning.options import LoadOptions
+    from offload.planning.load_options import LoadOptions
 
     pair = save_pair(FAMILIES["llama"](), tmp_path)
     wanted = [summed(one).proofs["sum"] for one in pair]

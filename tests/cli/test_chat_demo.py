@@ -18,7 +18,7 @@ from offload.engine.load import open_decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.options import CHAT_PAIR
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 
 QUESTION = "Hello"
 

@@ -214,5 +214,5 @@ def test_what_happens_after_the_end_of_rank_0_is_no_failure() -> None:
 
 
 def test_no_torch_before_ranks_are_started() -> None:
-    code = "import sys, offload.cli.main, offload.planning.options; sys.exit('torch' in sys.modules)"
+    code = "import sys, offload.cli.main, offload.planning.load_options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -12,7 +12,7 @@ from offload.cli.console import Console
 from offload.cli.demo import demo_options
 from offload.cli.demo_run import compare, open_demo
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling
 

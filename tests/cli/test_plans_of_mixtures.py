@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from offload.calibration import link as rates
 from offload.errors import UserError
-from offload.planning import options
-from offload.planning.options import LoadOptions
+from offload.planning import load_options as options
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 from offload.reports.estimate import estimate
 

@@ -48,6 +48,8 @@ class BigramModel:
         self.num_rows.append(len(token_T))
         return self.logits_VV[token_T][-num_logits:]
 
+    forward_chain = forward
+
 
 class Fixed(DraftCalibration):
     """Learns nothing, and notes what it was taught."""

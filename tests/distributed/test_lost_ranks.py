@@ -12,7 +12,7 @@ from tiny import FAMILIES, build, save
 
 from offload.engine.load import open_decoder
 from offload.errors import RankError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 
 END_S = 20.0  # for what takes a fraction of a second, on a machine that has other things to do

@@ -17,9 +17,9 @@ from offload.engine.hooks import Hooks
 from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, UserError
 from offload.memory.planner import ModelFiles
-from offload.planning import options
+from offload.planning import load_options as options
 from offload.planning.budget import budget_of
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 
 

@@ -17,7 +17,7 @@ import offload
 from offload.distributed import join
 from offload.distributed.exchange import Exchange
 from offload.engine import load
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 from offload.streaming.device import Device
 

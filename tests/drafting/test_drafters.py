@@ -9,7 +9,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting.base import DraftText
-from offload.drafting.hybrid import DrafterInputs, drafter_of
+from offload.drafting.hybrid import drafter_of
 from offload.drafting.lookup import Copying, GuessSources, LookupDrafter, PassSeconds
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
@@ -85,7 +85,7 @@ def test_a_drafter_keeps_a_text_in_its_state_alone(has_draft: bool, has_sources:
     model = resident_model(open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[1]), "float32")
     sources = GuessSources([Copying(MatchLength(1, 8))] if has_sources else [])
     draft = model if has_draft else None
-    drafter = drafter_of(DrafterInputs(draft, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0))
+    drafter = drafter_of(draft, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0)
     sampler, shape = Sampler(Sampling(), VOCAB_SIZE), k_ary(2, 7) if (has_draft or has_sources) else chain(0)
     one, other, fresh = (drafter.new_state() for _ in range(3))
 

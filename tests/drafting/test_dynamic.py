@@ -13,7 +13,7 @@ from torch import Tensor
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DraftCalibration, DraftEntry, DraftPassPolicy, grow_forest
+from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
@@ -55,6 +55,8 @@ class BigramModel:
         self.num_rows.append(len(token_T))
         return self.logits_VV[token_T][-num_logits:]
 
+    forward_chain = forward
+
 
 def draft_of_bigrams(model: BigramModel) -> Draft:
     return Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
@@ -70,8 +72,8 @@ def grow_best(
     policy: DraftPassPolicy | None = None,
 ) -> Drafted:
     """One text's tree of the best paths."""
-    entry = DraftEntry(draft, bounds.depth, tokens, sampler, exponent, guesses)
-    (drafted,) = grow_forest([entry], bounds, policy or DraftPassPolicy())
+    growing = GrowingTree(draft, bounds.depth, tokens, sampler, exponent, guesses)
+    (drafted,) = grow_forest([growing], bounds, policy or DraftPassPolicy())
     return drafted
 
 

@@ -18,7 +18,7 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.engine.sequence import num_shared
+from offload.engine.sharing import num_shared
 from offload.errors import UserError
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
@@ -81,7 +81,7 @@ def test_a_turn_is_that_of_a_fresh_decoder(
 
 def test_a_prefix_that_is_not_shared_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: keeping what later turns do not begin with is seen in their tokens."""
-    monkeypatch.setattr("offload.engine.sequence.num_shared", lambda held, keep: min(len(held), len(keep)))
+    monkeypatch.setattr("offload.engine.sharing.num_shared", lambda held, keep: min(len(held), len(keep)))
     with open_pair("llama", tmp_path, "8x3") as decoder:
         chat = offload.Chat(decoder, max_new_tokens=NUM_NEW)
         turns = [said(chat, question) for question in QUESTIONS]

@@ -12,7 +12,7 @@ from offload.drafting import dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.engine.request import Request
-from offload.engine.step import BatchShare, share_out
+from offload.engine.step import share_out
 from offload.model.target import Target
 from offload.sampling_options import Sampling
 
@@ -170,4 +170,4 @@ def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: l
             self.caches = type("Caches", (), {"target": type("Cache", (), {"length": 0})})
 
     texts: Any = [Text(num) for num in missing]
-    assert [share[1:] for share in share_out(texts, num_rows)] == wanted and BatchShare._fields[0] == "text"
+    assert [(entry.num_pending, entry.is_whole) for _, entry in share_out(texts, num_rows)] == wanted

@@ -117,8 +117,8 @@ def test_a_draft_takes_in_no_more_at_once_than_planned(
 
 def test_rows_of_a_forest_take_memory_as_they_are_run(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text may have all rows, but not all texts together."""
-    grown, right = list[dynamic._TextRows](), dynamic._TextRows.__init__
-    monkeypatch.setattr(dynamic._TextRows, "__init__", lambda own, *given: (right(own, *given), grown.append(own))[0])
+    grown, right = list[dynamic.GrowingTree](), dynamic.GrowingTree.__init__
+    monkeypatch.setattr(dynamic.GrowingTree, "__init__", lambda own, *given: (right(own, *given), grown.append(own))[0])
     with opened(pair, "dynamic:40x5", parallel=12) as decoder:
         prompts = [[seed, seed + 1] for seed in range(3, 15)]
         many = decoder.generate(prompts, max_new_tokens=12)

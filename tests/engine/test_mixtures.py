@@ -14,7 +14,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import opening as loading
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, save_profile
 from offload.reports.estimate import estimate
 from offload.sampling_options import Sampling

@@ -19,8 +19,8 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.precheck import check_run
 from offload.errors import UserError
 from offload.packing.pack import pack
+from offload.planning.load_options import LoadOptions
 from offload.planning.near_copy import copy_bits, files_of
-from offload.planning.options import LoadOptions
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
 FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")

@@ -20,7 +20,7 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -14,7 +14,7 @@ from offload.engine.resolve import Assumptions, ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.hardware import KNOWN
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports import estimate as estimating
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune

@@ -12,7 +12,8 @@ from tiny import FAMILIES, save_pair
 import offload
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import CachePool, Caches, Limits, Sequence
+from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.sharing import CachePool
 from offload.engine.text import TextStream
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target

@@ -20,10 +20,10 @@ from offload.checkpoint.identity import PARTS, SUM, ModelIdentity
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import Models, _caches, check_session
+from offload.engine.session import SessionModels, _caches, check_session
 from offload.errors import UserError
 from offload.model.target import BatchEntry
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 
 PROMPT = list(range(20, 60))
@@ -214,7 +214,7 @@ def test_states_are_taken_of_the_same_weights_in_the_same_type(
 ) -> None:
     models: Any = SimpleNamespace(identities=SimpleNamespace(of=lambda _: SAME), dtypes={"draft": "float32"})
     notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
-    assert Models.can_use(models, "draft", notes) == is_taken
+    assert SessionModels.can_use(models, "draft", notes) == is_taken
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from offload.memory import planner as plans
 from offload.memory.plan import DRAW_BYTES, LayerTier, MemoryPlan
 from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, least_budget
 from offload.planning.budget import budget_of
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,

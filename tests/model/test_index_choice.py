@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from offload.kernels.path_attention import PathRows, ScoreTerms
-from offload.model import index_choice
-from offload.model.index_choice import Choice, Pool, choose, index_scores
+from offload.model import indexed
+from offload.model.indexed import Choice, Pool, choose, index_scores
 from offload.model.parts import BatchMask, PartMask
 from offload.model.path_attention import path_attention, path_rows
 
@@ -102,7 +102,7 @@ def test_a_prompt_chooses_row_by_row() -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_in_the_whole_tree_would_show(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a row chooses among all columns, its cousins' among them."""
-    monkeypatch.setattr(index_choice, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool))
+    monkeypatch.setattr(indexed, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool))
     with pytest.raises(AssertionError):
         assert_chooses(CHOICES[choice], 30, 64, 0)
 

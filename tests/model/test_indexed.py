@@ -24,7 +24,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
 from offload.memory.planner import ModelFiles, require_no_states
-from offload.model import index_choice, indexed
+from offload.model import indexed
 
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence
 KINDS = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")
@@ -74,13 +74,13 @@ def test_every_node_of_a_tree_chooses_as_its_path_alone_would(kind: str, tmp_pat
 
 
 MISTAKES = {
-    "the whole tree": (index_choice, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool)),
+    "the whole tree": (indexed, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool)),
     "a sibling's key": (
         indexed._CacheOf,
         "update_indexer",
         lambda self, keys, layer, own=indexed._CacheOf.update_indexer: own(self, keys.flip(1), layer),
     ),
-    "no choice": (index_choice, "choose", None),
+    "no choice": (indexed, "choose", None),
 }
 
 
@@ -153,9 +153,9 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
 
 def test_scores_that_depend_on_others_are_found_out(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what a pass of many rows scores differs in the last bits from what one of few does."""
-    scores = index_choice.index_scores
+    scores = indexed.index_scores
     other = lambda *what: scores(*what) * (1 if len(what[0]) < 9 else -1)  # noqa: E731
-    monkeypatch.setattr(index_choice, "index_scores", other)
+    monkeypatch.setattr(indexed, "index_scores", other)
     with decoder_of(glm, "chain:8", ram="2GiB", invariant=True) as decoder:
         assert not decoder.invariance.holds
 

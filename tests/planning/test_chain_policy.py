@@ -9,7 +9,7 @@ import pytest
 from offload.planning.chains import ChainPolicy, best_length, tokens_per_run
 from offload.planning.cost_model import Costs, Curve, Traffic
 from offload.stats import RunningMean
-from offload.trees.verification import acceptance
+from offload.trees.verification import acceptance_rate
 
 TABLE_1 = [  # alpha, gamma, operations, speed; c = c' = 0
     (0.6, 2, 1.53, 1.96),
@@ -89,19 +89,19 @@ def test_alpha_is_the_overlap_and_a_chance_whatever_rounding_does() -> None:
     generator = np.random.default_rng(3)
     for p_V, q_V in generator.dirichlet(np.full(9, 0.4), (50, 2)):
         by_hand = math.fsum(q * min(1, p / q) for p, q in zip(p_V, q_V, strict=True))
-        assert acceptance(p_V, q_V) == pytest.approx(by_hand)
+        assert acceptance_rate(p_V, q_V) == pytest.approx(by_hand)
         half_of_difference = np.abs(p_V - q_V).sum() / 2  # D_LK, Lemma 3.3
-        assert acceptance(p_V, q_V) == pytest.approx(1 - half_of_difference)
+        assert acceptance_rate(p_V, q_V) == pytest.approx(1 - half_of_difference)
         lenient = math.fsum(q * min(1, p / (0.3 * q)) for p, q in zip(p_V, q_V, strict=True))
-        assert acceptance(p_V, q_V, 0.3) == pytest.approx(lenient)
+        assert acceptance_rate(p_V, q_V, 0.3) == pytest.approx(lenient)
         assert lenient >= by_hand
     same_V, other_V = np.array([0.5, 0.5, 0, 0]), np.array([0, 0, 0.5, 0.5])
-    assert acceptance(same_V, same_V) == 1 and acceptance(same_V, other_V) == 0
+    assert acceptance_rate(same_V, same_V) == 1 and acceptance_rate(same_V, other_V) == 0
     # It is a chance whatever rounding does.
     p_V = np.array([0.6, 0.4 + 4e-16])
     assert p_V.sum() > 1, "as sums of softmax may be"
     policy, seen = ChainPolicy.assumed(1.0, MOST), RunningMean()
-    seen.add([acceptance(p_V, p_V)] * 40)
+    seen.add([acceptance_rate(p_V, p_V)] * 40)
     assert policy.length(seen) == MOST
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.drafts import compare_drafts
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",

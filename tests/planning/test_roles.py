@@ -8,7 +8,7 @@ import pytest
 
 from offload.engine.precheck import check_run
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import (
     PaperCut,
     PipelineOptions,

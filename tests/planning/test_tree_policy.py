@@ -19,11 +19,11 @@ from offload.engine.resolve import ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
-from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
+from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, measured_acceptance, tokens_per_sweep
 from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
 from offload.planning.search import TreeSearch, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
@@ -69,7 +69,7 @@ def profile_with(identity: Identity, **measured: Any) -> Profile:
 def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
     assert files.draft is not None
     traces = runs_of_luck(12)
-    p_K, error_K = acceptance(traces)
+    p_K, error_K = measured_acceptance(traces)
     identity = Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
     found = {"acceptance": tuple(p_K.tolist()), "standard_error": tuple(error_K.tolist()), "smoothing": smoothing}
     return profile_with(identity, **found, costs=COSTS, dynamic_yields=counted, traces=tuple(map(tuple, traces)))

@@ -16,10 +16,10 @@ from offload.planning.acceptance import (
     PRODUCT_FORM,
     DynamicYield,
     RankTrie,
-    acceptance,
     bounds_to_count,
     bursts,
     gains,
+    measured_acceptance,
     tokens_per_sweep,
     yields_of,
 )
@@ -198,16 +198,16 @@ def test_traces_of_independent_ranks_give_the_product_form() -> None:
 
 
 def test_acceptance_counts_ranks_and_knows_its_error() -> None:
-    p_K, error_K = acceptance([[0, 0, 1, -1], [0, 2, 0, 0]], num_ranks=4)
+    p_K, error_K = measured_acceptance([[0, 0, 1, -1], [0, 2, 0, 0]], num_ranks=4)
     assert p_K.tolist() == [5 / 8, 1 / 8, 1 / 8, 0]
     assert error_K[3] == 0 and (error_K[:3] > 0).all()
     traces = independent_traces((0.6, 0.2), 100)
-    p_K, error_K = acceptance(traces)
+    p_K, error_K = measured_acceptance(traces)
     wanted = np.sqrt(p_K * (1 - p_K) / 12800)
     assert error_K[:2] == pytest.approx(wanted[:2], rel=0.3), "independent positions: the binomial error"
-    assert acceptance(traces[:1])[1][0] == pytest.approx(np.sqrt(p_K[0] * (1 - p_K[0]) / 128), rel=0.2)
+    assert measured_acceptance(traces[:1])[1][0] == pytest.approx(np.sqrt(p_K[0] * (1 - p_K[0]) / 128), rel=0.2)
     clumped = [[0] * 128 if index % 2 else [1] * 128 for index in range(20)]
-    assert acceptance(clumped)[1][0] > 0.1, "windows of one kind count as few observations"
+    assert measured_acceptance(clumped)[1][0] > 0.1, "windows of one kind count as few observations"
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 17, 64, 200])
@@ -226,7 +226,7 @@ def test_order_without_traces_is_best_first(num_nodes: int) -> None:
 
 def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
     traces = alternating_traces(16)
-    p_K, _ = acceptance(traces)
+    p_K, _ = measured_acceptance(traces)
     product, smoothed, learnt = (
         tree_of(grow_order(24, 16, RankTrie(seen, 16, p_K, smoothing).follow, 0))
         for seen, smoothing in (((), 1.0), (traces, PRODUCT_FORM), (traces, 4.0))
@@ -236,8 +236,8 @@ def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
     assert tokens_per_sweep(learnt, held_out) > 1.3 * tokens_per_sweep(product, held_out)
     # It is chosen on held-out traces.
     dependent, independent = alternating_traces(16), independent_traces((0.5, 0.3, 0.1), 16)
-    assert best_smoothing(acceptance(dependent)[0], dependent) < PRODUCT_FORM
-    assert best_smoothing(acceptance(independent)[0], independent) == PRODUCT_FORM
+    assert best_smoothing(measured_acceptance(dependent)[0], dependent) < PRODUCT_FORM
+    assert best_smoothing(measured_acceptance(independent)[0], independent) == PRODUCT_FORM
     # What was cut off at the end counts as unknown.
     trie = RankTrie([[0, 0]], 8, np.zeros(1), 1e-12)
     assert trie.follow(0, 0) == (pytest.approx(1.0), 1)
@@ -249,7 +249,7 @@ def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
     fresh = independent_traces(p, 400, seed=99)
     for seed in range(8):
         traces = independent_traces(p, 4, seed)
-        forest = TreeSearch(acceptance(traces)[0], traces, 0.5, 128)
+        forest = TreeSearch(measured_acceptance(traces)[0], traces, 0.5, 128)
         tree = forest.tree(128, 12)
         truth = tokens_per_sweep(tree, fresh)
         fitted.append(tokens_per_sweep(tree, traces) / truth)

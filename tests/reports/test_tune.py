@@ -26,7 +26,7 @@ from offload.memory.plan import PROMPT_ROWS
 from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.acceptance import bounds_to_count
 from offload.planning.cost_model import Costs
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder
 from offload.planning.selector import TreeSelector
 from offload.reports import tune as tuning

@@ -14,7 +14,7 @@ from test_tiny import prompts
 import offload
 from offload.distributed.pipeline import Services
 from offload.drafting.model import ModelDrafter
-from offload.engine import sequence as turn
+from offload.engine import sharing as turn
 from offload.engine.request import Request
 from offload.engine.service import Engine
 from offload.model.kv_cache import KVCache

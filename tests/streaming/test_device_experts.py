@@ -19,8 +19,8 @@ from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.planning.cost_model import NEVER
+from offload.streaming import carriers
 from offload.streaming import carriers as device_expert_carrier
-from offload.streaming import sender
 from offload.streaming.experts import ExpertPool, open_pool
 
 NUM_LAYERS, NUM_EXPERTS, LEAD_BYTES = 3, 8, 24
@@ -163,7 +163,7 @@ def test_the_host_keeps_what_the_device_does_not() -> None:
 
 
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
     monkeypatch.setattr(device_expert_carrier, "_REGION_BYTES", 2 * BLOCK_BYTES)
     for limit_bytes in (0, 2500, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 3000):
         with pools(3, 6, limit_bytes=limit_bytes, seed=limit_bytes) as (pool, device, _):

@@ -20,7 +20,7 @@ from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.memory.plan import LayerTier
-from offload.streaming import sender
+from offload.streaming import carriers
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import Layers
 
@@ -165,7 +165,7 @@ def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: 
 
 
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
     for limit_bytes in (0, 2500, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 3000):
         with streaming(TIERS["host"], limit_bytes=limit_bytes, seed=limit_bytes) as (stream, device, _):
             assert not sweeps(stream, device)
@@ -177,7 +177,7 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
 
 
 def test_a_piece_overwritten_before_its_copy_is_done_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
     forget_waits(monkeypatch, "threads")
     with streaming(TIERS["host"], limit_bytes=0, haste=0.0) as (stream, device, _):
         assert sweeps(stream, device, pause=lambda: time.sleep(0.001))

@@ -35,9 +35,9 @@ from offload.model import cuda_graphs
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
 from offload.planning.cost_model import NEVER
+from offload.streaming import carriers
 from offload.streaming import carriers as device_expert_carrier
 from offload.streaming import device as staging
-from offload.streaming import sender
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.device import StagingRing
 from offload.streaming.experts import open_pool
@@ -183,7 +183,7 @@ RUNS: dict[str, tuple[Run, float]] = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounce buffers and regions that begin anew many times."""
-    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1536)
+    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1536)
     monkeypatch.setattr(device_expert_carrier, "_REGION_BYTES", 3 * 4096)
     monkeypatch.setattr(staging, "_PART_BYTES", 1024)
 

@@ -25,7 +25,7 @@ from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
 from offload.integrity import verify
 from offload.memory.plan import LayerTier
-from offload.planning.options import LoadOptions
+from offload.planning.load_options import LoadOptions
 from offload.streaming import scan as sights
 
 CONTEXT, PROMPT = 64, [5, 9, 2]

@@ -85,8 +85,8 @@ def test_a_slot_is_copied_into_when_its_layer_is_no_longer_used() -> None:
 
 
 def test_pieces_through_a_bounce_buffer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.streaming import sender
+    from offload.streaming import carriers
 
-    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
     spans = spans_of("host", limit_bytes=0)
     assert spans["copy"] and all(event.end_s - event.start_s >= 5 - 1e-9 for event in spans["copy"])

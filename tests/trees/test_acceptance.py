@@ -33,7 +33,16 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Floats, TokenTree
 from offload.trees.topology import Topology, chain, k_ary
-from offload.trees.verification import Rule, Trials, acceptance, division_factor, find_rule, k_sequential, match, ratio
+from offload.trees.verification import (
+    Rule,
+    Trials,
+    acceptance_rate,
+    division_factor,
+    find_rule,
+    k_sequential,
+    match,
+    ratio,
+)
 
 PAPER = ([1.0, 0.0], [0.5, 0.5])  # P, Q
 ALIKE = ([0.6, 0.4], [0.6, 0.4])
@@ -168,7 +177,9 @@ def test_no_token_has_more_than_its_chance_over_the_lenience(name: str, draft: s
         assert np.abs(probs_V - target_VV[ROOT]).sum() < 1e-6 or lenience < 1
         rejected.append(sum(chance * left for chance, _, left in outcomes))
         if num_children == 1:
-            assert 1 - rejected[-1] == pytest.approx(acceptance(target_VV[ROOT], draft_VV[ROOT], lenience), abs=1e-6)
+            assert 1 - rejected[-1] == pytest.approx(
+                acceptance_rate(target_VV[ROOT], draft_VV[ROOT], lenience), abs=1e-6
+            )
     assert rejected == sorted(rejected, reverse=True)
     assert rejected[-1] < rejected[0] or rejected[0] < 1e-9 or draft == "disjoint"
 
@@ -203,7 +214,7 @@ def test_acceptance_grows_as_the_paper_says() -> None:
     shares = []
     for lenience in LENIENCES:
         rule = find_rule("specinfer", lenience)
-        sampler, wanted = TableSampler(HOT, rule), acceptance(p_V, q_V, lenience)
+        sampler, wanted = TableSampler(HOT, rule), acceptance_rate(p_V, q_V, lenience)
         trees = grow(draft_VV, chain(1), torch.full((NUM_RUNS,), ROOT), sampler)
         steps = [rule.verify(tree, target_VV[tree.token_N], sampler, 0) for tree in trees]
         assert all(step.guesses == [pytest.approx(wanted, abs=1e-6)] for step in steps)

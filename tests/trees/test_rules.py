@@ -145,6 +145,8 @@ class BigramModel:
     def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
         return self.logits_VV[token_T][-num_logits:]
 
+    forward_chain = forward
+
 
 def grow_bigrams(topology: Topology, tokens: list[int], sampler: Sampler, vocab_size: int = 6) -> TokenTree:
     drafter = ModelDrafter(BigramModel(), vocab_size, 64)  # type: ignore[arg-type]
