@@ -4,7 +4,6 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
-from offload.cli.progress import making
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import GivenSampling
 from offload.cli.session_file import found_session
@@ -59,6 +58,6 @@ def chat(
             if models.demo:
                 from offload.cli.demo import packaged_chat
 
-                with making(console) as landed:
+                with console.making_target() as landed:
                     model, options = packaged_chat(options, landed)
             converse(Loading(model, draft, options, note), console, text_options, chosen, terminal)

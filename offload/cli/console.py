@@ -5,12 +5,14 @@ figures.
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.trial import ComparisonOutcome, used
+from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
 from offload.cli.progress import BatchProgress, Phase, Progress, TextProgress, plural
@@ -110,6 +112,21 @@ class Console:
         phase.is_in_bytes = True
         phase.is_decimal = self.is_decimal
         phase.reach(done_bytes, total_bytes)
+
+    @contextmanager
+    def making_target(self) -> Iterator[Callable[[int, int], None]]:
+        """Yield what shows how far a packaged target is; where one was made, say that it stays."""
+        num_bytes = 0
+
+        def landed(done_bytes: int, total_bytes: int) -> None:
+            nonlocal num_bytes
+            num_bytes = total_bytes
+            self.bytes_landed(done_bytes, total_bytes, label="making the target")
+
+        yield landed
+        if num_bytes:
+            size = format_bytes(num_bytes, is_decimal=True)
+            self.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
 
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""

@@ -7,7 +7,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, ModelNames
 from offload.cli.libraries import libraries
-from offload.cli.progress import making, plural
+from offload.cli.progress import plural
 from offload.cli.prompt_input import read_prompt
 from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.sampling_options import Sampling
@@ -55,7 +55,7 @@ def demo(
             link_limit=model_options.link_limit,
         )
         packaged.check(request)
-        with making(console) as landed:
+        with console.making_target() as landed:
             target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")

@@ -3,17 +3,14 @@ shows no more.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.files import cache_folder
 from offload.stats import Stats
 from offload.units import format_bytes
 
 if TYPE_CHECKING:  # it brings torch along
-    from offload.cli.console import Console
     from offload.engine.generation import Run
 
 _QUIET_S = 1.0  # what is over sooner needs no clock
@@ -182,22 +179,6 @@ class BatchProgress:
 
 
 Progress = Phase | TextProgress | BatchProgress
-
-
-@contextmanager
-def making(console: "Console") -> Iterator[Callable[[int, int], None]]:
-    """Yield what shows how far a packaged target is; where one was made, say that it stays."""
-    num_bytes = 0
-
-    def landed(done_bytes: int, total_bytes: int) -> None:
-        nonlocal num_bytes
-        num_bytes = total_bytes
-        console.bytes_landed(done_bytes, total_bytes, label="making the target")
-
-    yield landed
-    if num_bytes:
-        size = format_bytes(num_bytes, is_decimal=True)
-        console.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
 
 
 def plural(count: int, noun: str) -> str:

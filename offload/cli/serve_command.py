@@ -9,7 +9,6 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.progress import making
 from offload.errors import UserError, installing, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
@@ -57,7 +56,7 @@ def serve(
             if models.demo:
                 from offload.cli.demo import packaged_chat
 
-                with making(console) as landed:
+                with console.making_target() as landed:
                     model, options = packaged_chat(options, landed)
             serve_model(model, draft, options, console, server, keys=keys, early=early)
 
