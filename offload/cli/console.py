@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.trial import ComparisonOutcome, used
-from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
 from offload.cli.progress import BatchProgress, Phase, Progress, TextProgress, plural
@@ -114,7 +113,7 @@ class Console:
         phase.reach(done_bytes, total_bytes)
 
     @contextmanager
-    def making_target(self) -> Iterator[Callable[[int, int], None]]:
+    def making_target(self, folder: Path) -> Iterator[Callable[[int, int], None]]:
         """Yield what shows how far a packaged target is; where one was made, say that it stays."""
         num_bytes = 0
 
@@ -126,7 +125,7 @@ class Console:
         yield landed
         if num_bytes:
             size = format_bytes(num_bytes, is_decimal=True)
-            self.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
+            self.say(f"made the packaged model: {size}, which stay in {folder}")
 
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""

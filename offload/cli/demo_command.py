@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+from offload.checkpoint.files import cache_folder
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, ModelNames
@@ -55,7 +56,7 @@ def demo(
             link_limit=model_options.link_limit,
         )
         packaged.check(request)
-        with console.making_target() as landed:
+        with console.making_target(cache_folder()) as landed:
             target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
