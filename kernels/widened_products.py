@@ -9,8 +9,8 @@ but the row and the weight.
 
 Weights of a column lie in rows, and a register should have one number of each of eight columns. So
 sixteen numbers of eight rows are loaded as eight words of two numbers each, and the 8 x 8 words are
-transposed. All that is said to LLVM directly, through llvmlite, which takes two thirds of the
-memory and of the start that numba does.
+transposed. All that is said to LLVM directly, through llvmlite: numba has no words for it, and
+takes more memory and a longer start.
 
 Shape letters, in this file only: T rows, N columns of the result, K numbers of a row.
 """

@@ -37,14 +37,17 @@ MULTIPLY = (
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
+_NUM_CORES = num_cores()
 # Bytes of a weight that one thread widens to float32 at once; all threads together take no more.
-_BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // num_cores()))
+_BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // _NUM_CORES))
 _LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _STEP_COLUMNS = 16
 _STEP_ROWS = 16
 # products of numbers that one thread makes at least before it asks for more
 _SHARE = 1 << 21
-_MOST_SHARES = 8 * num_cores()
+_MOST_SHARES = 8 * _NUM_CORES
+# numbers of a weight: making machine code takes .4 s, which a tiny model does not win back
+_LEAST_WIDENED = 1 << 16
 _ROWS_TO_WIDEN = 8  # that take as long as widening the weight does
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -83,7 +86,8 @@ def linear(
         max(_STEP_ROWS, _ROWS_BYTES // (4 * rows_TK.shape[1]) // _STEP_ROWS * _STEP_ROWS),
     )
     # other widths are refused by the library, and there may be no rows for an expert
-    if len(rows_TK) and rows_TK.shape[1] == weight.shape[1] and can_multiply(weight):
+    is_large = len(rows_TK) > 0 and weight.numel() >= _LEAST_WIDENED
+    if is_large and rows_TK.shape[1] == weight.shape[1] and can_multiply(weight):
         for some_TK, some_TN in zip(rows_TK.split(most_rows), out_TN.split(most_rows), strict=True):
             _multiply_widening(some_TK, weight, bias, some_TN)
         return out

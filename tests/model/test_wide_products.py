@@ -24,6 +24,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.fixture(autouse=True, params=["as it widens", "block by block"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_products, "_LEAST_WIDENED", 0)
     if request.param == "block by block":
         monkeypatch.setattr(wide_products, "can_multiply", lambda weight_NK: False)
 
@@ -59,6 +60,15 @@ def test_rows_that_lie_otherwise_and_no_rows_at_all() -> None:
     assert linear(rows.t()[:0], weight, bias).shape == (0, 64)
     with pytest.raises(RuntimeError, match=r"96.* must match .*80"):
         linear(numbers(5, 80), weight)
+
+
+def test_no_code_is_made_for_tiny_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(wide_products, "can_multiply", lambda weight: asked.append(weight.numel()))
+    monkeypatch.setattr(wide_products, "_LEAST_WIDENED", 64 * 96)
+    linear(numbers(2, 96), numbers(63, 96))
+    linear(numbers(2, 96), numbers(64, 96))
+    assert asked == [64 * 96]
 
 
 @pytest.mark.parametrize("parts", [(4,), (16, 4), (200, 100), (16, 300, 4)])
