@@ -87,7 +87,7 @@ class InvariantRows(TorchFunctionMode):
         sizes = self._plain.get(
             (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
         )
-        if sizes is not None and input.ndim == 3 and len(input) == 1:
+        if sizes is not None and input.ndim == 3 and input.shape[0] == 1:
             product = product_for(functional.linear, input)
             num_rows = input.shape[1]
             if num_rows in sizes:

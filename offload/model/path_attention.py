@@ -8,11 +8,10 @@ added up one after another in float32.
     [0, base)      full blocks that lie in order for every row
     [base, ...)    columns of a tree, whose rows share few of them
 
-Behind `base` rows are taken in runs that look at the same columns, those of all their paths; what a
-row does not see has weight 0.0 there. A product that adds up in the order of its columns gives the
-row the bits of its own path alone: a column more with weight 0.0 changes no sum. Whether products
-do so on this machine is found by trial (`InvariantAttention`); where they do not, each row has a
-run for itself. Weights are added up by the same products, as one column of the values is ones.
+A CPU computes it by machine code of our own (`kernels/path_attention_cpu.py`), a GPU by a kernel
+(`kernels/path_attention.py`). Here are the walks that both follow, and what computes the same
+wherever torch does: there each row has keys of its own behind `base`, and weights are added up by
+the same products as values, as one column of the values is ones.
 """
 
 import math
@@ -24,24 +23,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
+from offload.kernels.path_attention_cpu import attention_of, can_attend
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model.invariant import InvariantRows, in_whole_vectors
 from offload.model.row_sizes import MOST_STACKED_ROWS
 from offload.model.scratch import Scratch
+from offload.model.thread_team import compute
 
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
 _TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
-_SHARED_COLUMNS = (2 * BLOCK, BLOCK)  # of a run, the most that this machine's products allow
-_LONGEST_RUN = 64  # rows
 # columns behind the values, the first of which is used: an odd number of them makes products slow
 _ONES = 16
 _LEAST_WIDTH = 32  # of keys and values: narrower ones are multiplied in ways of their own
 # scores are exponents of 2: the exponential of -inf takes a multiple of the time
 _LOG2_E = math.log2(math.e)
-_NUM_TRIALS = 16  # places for the columns of a path
 # a product, its rows, its second factor, and as `out` where to put the result
 MultiplyBy = Callable[..., Tensor]
 
@@ -109,29 +106,29 @@ def path_attention(
     terms: ScoreTerms,
     *,
     multiply: MultiplyBy = _plainly,
-    shared_columns: int = _SHARED_COLUMNS[0],
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that
+    """See `path_attention_kernel`, of which this is the reference: by products of torch, which
     `multiply` makes.
 
-    Few groups are computed at once, so that their scores stay in a processor's cache. At most
-    `shared_columns` are looked at by rows together. `scratch` is what they are computed in; another
-    caller must not use it meanwhile.
+    Few groups are computed at once, so that their scores stay in a processor's cache. `scratch` is
+    what they are computed in; another caller must not use it meanwhile.
     """
     scratch = scratch or Scratch(0)
     num_heads, num_rows, _ = query_HTK.shape
     num_groups = len(key_GSK)
     group = num_heads // num_groups
     kind = (rows.window, num_rows, group)
+    wide = max(_LEAST_WIDTH, key_GSK.shape[2], _extended_width(value_GSK.shape[2]))
     pieces = rows.kept.get(kind)
     if pieces is None:
-        pieces = rows.kept[kind] = _pieces(rows, num_rows, group, shared_columns)
+        pieces = rows.kept[kind] = _pieces(rows, num_rows, group, wide)
     chosen_TS = None if rows.chosen_TS is None else rows.chosen_TS[-num_rows:]
     query_GTIK = query_HTK.unflatten(0, (num_groups, group)).transpose(1, 2)
     out_TGIV = query_HTK.new_empty(num_rows, num_groups, group, value_GSK.shape[2])
     for piece in pieces:
-        step = max(1, _TILE_BYTES // (4 * group * piece.num_scores))
+        own_numbers = (piece.hi - piece.lo) * BLOCK * wide
+        step = max(1, _TILE_BYTES // (4 * max(group * piece.num_scores, own_numbers)))
         for first in range(0, num_groups, step):
             some = slice(first, first + step)
             scratch.begin()
@@ -144,14 +141,25 @@ def path_attention(
     return out_TGIV.flatten(1, 2)
 
 
+def attend_along_paths(
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
+) -> Tensor:
+    """Compute `path_attention` as quickly as can be without a kernel of this device."""
+    if not can_attend(key_GSK, value_GSK):
+        return path_attention(query_HTK, key_GSK, value_GSK, rows, terms)
+    attention = attention_of(query_HTK, key_GSK, value_GSK, rows, terms)
+    compute(attention.work)
+    return attention.out_THV.to(query_HTK.dtype)
+
+
 class InvariantAttention:
-    """`path_attention` whose sums have the same bits whatever rows share a pass, by products that
-    `invariant` makes.
+    """`attend_along_paths` whose sums have the same bits whatever rows share a pass.
+
+    Where torch computes it, that is by products that `invariant` makes.
     """
 
     def __init__(self, invariant: InvariantRows) -> None:
         self._invariant = invariant
-        self._shared_columns = dict[int, int]()
         self._scratch = Scratch(PATH_SCRATCH_BYTES // 2)  # the other half is left to products
 
     def __call__(
@@ -162,56 +170,19 @@ class InvariantAttention:
         rows: PathRows,
         terms: ScoreTerms,
     ) -> Tensor:
-        num_shared = self._columns_to_share(value_GSK.shape[2])
-        multiply = self._invariant.multiply
         what = (query_HTK, key_GSK, value_GSK, rows, terms)
-        return path_attention(
-            *what, multiply=multiply, shared_columns=num_shared, scratch=self._scratch
-        )
+        if can_attend(key_GSK, value_GSK):
+            return attend_along_paths(*what)
+        return path_attention(*what, multiply=self._invariant.multiply, scratch=self._scratch)
 
     def try_out(self, key_GSK: Tensor, value_GSK: Tensor) -> None:
         """Try all products that scores of longer texts are, for heads as wide as these."""
+        if can_attend(key_GSK, value_GSK):
+            return
         width = max(_LEAST_WIDTH, key_GSK.shape[2])
         for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
             key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
             self._invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
-        self._columns_to_share(value_GSK.shape[2])
-
-    def _columns_to_share(self, value_width: int) -> int:
-        """Return how many columns rows may look at together; 0 if their sums then have other bits."""
-        if value_width not in self._shared_columns:
-            width = _extended_width(value_width)
-            found = (
-                num
-                for num in _SHARED_COLUMNS
-                if _adds_up_in_order(self._invariant.multiply, num, width)
-            )
-            self._shared_columns[value_width] = next(found, 0)
-        return self._shared_columns[value_width]
-
-
-def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> bool:
-    """Return whether columns of weight 0.0 among those of a path change no bit of its sum."""
-    chance = torch.Generator().manual_seed(0)
-    num_seen = BLOCK * 3 // 4
-    num_rows = MOST_STACKED_ROWS // _NUM_TRIALS
-    place_RB = (
-        torch.rand(_NUM_TRIALS, num_columns, generator=chance)
-        .argsort(1)[:, :num_seen]
-        .sort(1)
-        .values
-    )
-    own_RTB = torch.zeros(_NUM_TRIALS, num_rows, BLOCK)
-    own_RTB[..., :num_seen] = torch.randn(_NUM_TRIALS, num_rows, num_seen, generator=chance)
-    value_RBW = torch.randn(_NUM_TRIALS, BLOCK, width, generator=chance)
-    among_RTC = torch.zeros(_NUM_TRIALS, num_rows, num_columns)
-    value_RCW = torch.randn(_NUM_TRIALS, num_columns, width, generator=chance)
-    for run, place_B in enumerate(place_RB):
-        among_RTC[run][:, place_B] = own_RTB[run, :, :num_seen]
-        value_RCW[run, place_B] = value_RBW[run, :num_seen]
-    return torch.equal(
-        multiply(torch.bmm, own_RTB, value_RBW), multiply(torch.bmm, among_RTC, value_RCW)
-    )
 
 
 def _extended_width(value_width: int) -> int:
@@ -235,19 +206,11 @@ def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
     return ScoreTerms(terms.scaling, terms.cap, sink_H)
 
 
-class _Runs(NamedTuple):
-    """Keys of one block of positions behind `base`, for rows of a piece in runs that look at the
-    same columns.
-    """
+class _OwnKeys(NamedTuple):
+    """Keys of one block of positions behind `base`, which each row of a piece has for itself."""
 
-    num_rows: int  # of a run; behind the last rows of a piece others are made up
-    column_RC: Tensor  # behind `base`, int64
-    mask_RTC: Tensor  # float32: 0.0, or -inf for a column that a row does not see
-
-    @property
-    def num_made_up(self) -> int:
-        """Return the rows of all runs."""
-        return len(self.column_RC) * self.num_rows
+    column_TB: Tensor  # behind `base`, int64
+    mask_TB: Tensor  # float32: 0.0, or -inf for a column that the row does not see
 
 
 class _Piece(NamedTuple):
@@ -258,31 +221,32 @@ class _Piece(NamedTuple):
     base: int
     seen_T: Tensor  # positions, on the host
     shared: tuple[int, int]  # positions before `base` that they look at, whole blocks
-    runs: tuple[_Runs, ...]  # block after block
+    own: tuple[_OwnKeys, ...]  # block after block
 
     @property
     def num_scores(self) -> int:
         """Return the scores of one head."""
-        own = sum(runs.num_made_up * runs.column_RC.shape[1] for runs in self.runs)
-        return (self.hi - self.lo) * (self.shared[1] - self.shared[0]) + own
+        num_shared = self.shared[1] - self.shared[0]
+        return (self.hi - self.lo) * (num_shared + BLOCK * len(self.own))
 
 
-def _pieces(rows: PathRows, num_rows: int, group: int, shared_columns: int) -> Sequence[_Piece]:
+def _pieces(rows: PathRows, num_rows: int, group: int, wide: int) -> Sequence[_Piece]:
     """Return the last rows of a pass, so many at a time that scores of one group fit into a tile."""
     walk_TL = rows.walk_TL[-num_rows:].cpu().numpy()
     base = int(walk_TL[0, 1])
     # rows whose paths end before `base`: the first ones
     num_early = int((walk_TL[:, 0] <= base).sum())
-    most = max(1, min(_TILE_BYTES // (4 * group * (base + 2 * BLOCK)), MOST_STACKED_ROWS // group))
-    most = 1 << (most.bit_length() - 1)  # whole runs
+    # each row has keys of its own, so wide each, beside its scores
+    row_bytes = 4 * max(group * (base + 2 * BLOCK), BLOCK * wide)
+    most = max(1, min(_TILE_BYTES // row_bytes, MOST_STACKED_ROWS // group))
     return [
-        _piece(walk_TL, lo, min(lo + most, end), rows, shared_columns)
+        _piece(walk_TL, lo, min(lo + most, end), rows)
         for start, end in ((0, num_early), (num_early, num_rows))
         for lo in range(start, end, most)
     ]
 
 
-def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows, shared_columns: int) -> _Piece:
+def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows) -> _Piece:
     seen_T = walk_TL[lo:hi, 0]
     base = int(walk_TL[0, 1])
     least = int(seen_T.min())
@@ -291,15 +255,13 @@ def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows, shared_columns
         0 if rows.window is None else max(0, first_seen(rows.window, least - 1)) // BLOCK * BLOCK
     )
     end = max(first, min(base, -(-most // BLOCK) * BLOCK))
-    runs = []
+    own = []
     for start in range(base, most, BLOCK):
         column_TB = walk_TL[lo:hi, HEADER + start - base : HEADER + start - base + BLOCK] - base
         is_seen_TB = _is_seen(start + np.arange(BLOCK), seen_T[:, None], rows.window)
         if is_seen_TB.any():
-            runs.append(_runs(column_TB, is_seen_TB, shared_columns, rows.walk_TL.device))
-    return _Piece(
-        lo, hi, base, torch.from_numpy(seen_T.astype(np.int64)), (first, end), tuple(runs)
-    )
+            own.append(_own_keys(column_TB, is_seen_TB, rows.walk_TL.device))
+    return _Piece(lo, hi, base, torch.from_numpy(seen_T.astype(np.int64)), (first, end), tuple(own))
 
 
 def _is_seen(position_S: np.ndarray, seen_T1: np.ndarray, window: Window) -> np.ndarray:
@@ -311,42 +273,10 @@ def _is_seen(position_S: np.ndarray, seen_T1: np.ndarray, window: Window) -> np.
     )
 
 
-def _runs(
-    column_TB: np.ndarray, is_seen_TB: np.ndarray, shared_columns: int, place: torch.device
-) -> _Runs:
-    """Return runs as long as the columns that a run may look at allow."""
-    num_rows = len(column_TB)
-    num_columns = int(column_TB.max()) + 1
-    if not shared_columns:
-        return _made(1, column_TB, ~is_seen_TB[:, None], place)
-    sees_TU = np.zeros(
-        (num_rows + -num_rows % _LONGEST_RUN, max(num_columns, shared_columns)), bool
-    )
-    row_E, nth_E = np.nonzero(is_seen_TB)
-    sees_TU[row_E, column_TB[row_E, nth_E]] = True
-    length = min(_LONGEST_RUN, 1 << (num_rows - 1).bit_length())
-    while _most_seen(sees_TU, length) > shared_columns:
-        length //= 2
-    num_shared = BLOCK if _most_seen(sees_TU, length) <= BLOCK else shared_columns
-    sees_RTU = sees_TU[: num_rows + -num_rows % length].reshape(-1, length, sees_TU.shape[1])
-    column_RC = np.argsort(~sees_RTU.any(1), axis=1, kind="stable")[:, :num_shared]
-    is_hidden_RTC = ~np.take_along_axis(sees_RTU, column_RC[:, None], 2)
-    is_hidden_RTC.reshape(-1, num_shared)[num_rows:] = False
-    return _made(length, np.minimum(column_RC, num_columns - 1), is_hidden_RTC, place)
-
-
-def _most_seen(sees_TU: np.ndarray, length: int) -> int:
-    """Return the most columns that a run of this length looks at."""
-    return int(sees_TU.reshape(-1, length, sees_TU.shape[1]).any(1).sum(1).max())
-
-
-def _made(
-    num_rows: int, column_RC: np.ndarray, is_hidden_RTC: np.ndarray, place: torch.device
-) -> _Runs:
-    column_RC = column_RC.astype(np.int64)
-    mask_RTC = np.where(is_hidden_RTC, -np.inf, 0.0).astype(np.float32)
-    return _Runs(
-        num_rows, torch.from_numpy(column_RC).to(place), torch.from_numpy(mask_RTC).to(place)
+def _own_keys(column_TB: np.ndarray, is_seen_TB: np.ndarray, place: torch.device) -> _OwnKeys:
+    mask_TB = np.where(is_seen_TB, 0.0, -np.inf).astype(np.float32)
+    return _OwnKeys(
+        torch.from_numpy(column_TB.astype(np.int64)).to(place), torch.from_numpy(mask_TB).to(place)
     )
 
 
@@ -373,29 +303,24 @@ class _Call:
         """Return weighted means (G, T, I, V) of the values, float32; queries are of I heads for
         each of G.
         """
-        num_rows = query_GTIK.shape[1]
         lo, hi = self._piece.shared
         query_GTIK = self._in_float32(query_GTIK).mul_(
             self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E)
         )
         shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in range(lo, hi, _SPAN)]
         own = [
-            self._own_scores(query_GTIK, key_GSK[:, self._piece.base :], runs)
-            for runs in self._piece.runs
+            self._own_scores(query_GTIK, key_GSK[:, self._piece.base :], keys)
+            for keys in self._piece.own
         ]
         sink_GTIs = self._sinks(query_GTIK)
-        parts = [
-            *shared,
-            *(part[:, :num_rows] for part in own),
-            *([] if sink_GTIs is None else [sink_GTIs]),
-        ]
+        parts = [*shared, *own, *([] if sink_GTIs is None else [sink_GTIs])]
         peak_GTI1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts))
         for part in parts:
             part.sub_(peak_GTI1)
         shared, own = (
             [in_whole_vectors(Tensor.exp2_, part) for part in some] for some in (shared, own)
         )
-        own_sums = self._own_sums(own, value_GSV[:, self._piece.base :], num_rows)
+        own_sums = self._own_sums(own, value_GSV[:, self._piece.base :])
         sum_GTIW = reduce(Tensor.add_, chain(self._shared_sums(shared, value_GSV), own_sums))
         width = value_GSV.shape[2]
         total_GTI1 = sum_GTIW[..., width : width + 1]
@@ -431,30 +356,19 @@ class _Call:
         )
         score_GTIS.add_(mask_T1S)
 
-    def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, runs: _Runs) -> Tensor:
-        """Return (G, T, I, C), scores of rows that are made up among them."""
+    def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, keys: _OwnKeys) -> Tensor:
+        """Return (G, T, I, B)."""
         num_groups, num_rows, group, width = query_GTIK.shape
-        num_runs, num_columns = runs.column_RC.shape
-        if runs.num_made_up > num_rows:
-            query_GTIK = pad(query_GTIK, (0, 0, 0, 0, 0, runs.num_made_up - num_rows))
-        query_EAK = query_GTIK.reshape(num_groups * num_runs, -1, width)
-        key_ECK = self._in_float32(key_GUK.index_select(1, runs.column_RC.flatten())).reshape(
-            -1, num_columns, width
-        )
-        score_EAC = self._capped(self._times(query_EAK, key_ECK.transpose(1, 2)))
-        score_GRTIC = score_EAC.reshape(num_groups, num_runs, runs.num_rows, group, num_columns)
-        score_GRTIC.add_(runs.mask_RTC[:, :, None])
+        key_EK = self._in_float32(key_GUK.index_select(1, keys.column_TB.flatten()))
+        key_EBK = key_EK.reshape(num_groups * num_rows, BLOCK, -1)
+        query_EIK = query_GTIK.reshape(num_groups * num_rows, group, width)
+        score_EIB = self._capped(self._times(query_EIK, key_EBK.transpose(1, 2)))
+        score_GTIB = score_EIB.reshape(num_groups, num_rows, group, BLOCK)
+        score_GTIB.add_(keys.mask_TB[:, None])
         if self._chosen_TS is not None:
-            # rows that are made up see everything
-            chosen_TU = pad(
-                self._chosen_TS[:, self._piece.base :],
-                (0, 0, 0, runs.num_made_up - num_rows),
-                value=True,
-            )
-            chosen_RTU = chosen_TU.unflatten(0, (num_runs, -1))
-            column_RTC = runs.column_RC[:, None].expand(-1, runs.num_rows, -1)
-            score_GRTIC.add_(_mask_of(chosen_RTU.gather(2, column_RTC))[:, :, None])
-        return score_GRTIC.flatten(1, 2)
+            chosen_TB = self._chosen_TS[:, self._piece.base :].gather(1, keys.column_TB)
+            score_GTIB.add_(_mask_of(chosen_TB[:, None]))
+        return score_GTIB
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
         """Yield the sums of each block, in (G, T, I, W).
@@ -471,20 +385,16 @@ class _Call:
             place_GAW = sum_GAW if lo > self._piece.shared[0] else None
             lo += BLOCK
 
-    def _own_sums(
-        self, weights: Sequence[Tensor], value_GUV: Tensor, num_rows: int
-    ) -> Iterator[Tensor]:
-        for runs, weight_GTIC in zip(self._piece.runs, weights, strict=True):
-            num_groups, num_all, group, num_columns = weight_GTIC.shape
-            extended_GEW = self._extended(value_GUV, runs.column_RC.numel())
+    def _own_sums(self, weights: Sequence[Tensor], value_GUV: Tensor) -> Iterator[Tensor]:
+        for keys, weight_GTIB in zip(self._piece.own, weights, strict=True):
+            num_groups, num_rows, group, _ = weight_GTIB.shape
+            extended_GEW = self._extended(value_GUV, keys.column_TB.numel())
             extended_GEW[..., : value_GUV.shape[2]].copy_(
-                value_GUV.index_select(1, runs.column_RC.flatten())
+                value_GUV.index_select(1, keys.column_TB.flatten())
             )
-            weight_EAC = weight_GTIC.reshape(num_groups * len(runs.column_RC), -1, num_columns)
-            sum_EAW = self._times(
-                weight_EAC, extended_GEW.reshape(len(weight_EAC), num_columns, -1)
-            )
-            yield sum_EAW.reshape(num_groups, num_all, group, -1)[:, :num_rows]
+            extended_EBW = extended_GEW.reshape(num_groups * num_rows, BLOCK, -1)
+            sum_EIW = self._times(weight_GTIB.reshape(-1, group, BLOCK), extended_EBW)
+            yield sum_EIW.reshape(num_groups, num_rows, group, -1)
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
         cap = self._terms.cap

@@ -32,6 +32,13 @@ class Scratch:
                 self._numbers = torch.empty(wanted)
         self._num_taken = 0
 
+    def whole(self, num: int) -> Tensor:
+        """Return at least so many uninitialised numbers, alone."""
+        if num > len(self._numbers):
+            self._num_taken = num
+            self.begin()
+        return self._numbers if num <= len(self._numbers) else torch.empty(num)
+
     def take(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return uninitialised numbers in float32."""
         lo = self._num_taken

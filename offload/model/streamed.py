@@ -23,7 +23,7 @@ from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import BatchMask, BatchPart, causal, lay, seen_by, take_rows_in_parts
-from offload.model.path_attention import InvariantAttention, path_attention, path_rows
+from offload.model.path_attention import InvariantAttention, attend_along_paths, path_rows
 from offload.model.recurrent import has_states, new_cache
 from offload.model.thread_team import TEAM
 from offload.model.wide_products import WideProducts, lacks_products
@@ -357,7 +357,7 @@ class StreamedModel(BoundModel):
         return (
             self._kernel
             or self._invariant_attention
-            or (path_attention if self._is_by_path else None)
+            or (attend_along_paths if self._is_by_path else None)
         )
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:

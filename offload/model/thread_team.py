@@ -1,19 +1,32 @@
-"""Threads that share one product by its columns, each computing its blocks alone.
+"""Threads that share one product or attention by its parts, each computing its own alone.
 
 torch divides every single operation among its threads and waits for all of them at its end. A
 product that is made block by block has hundreds of such ends, and a thread whose core was taken by
-another process holds up each of them. Here the threads of a product take one block after the
-other until none is left, so a slow one takes fewer. A block is computed by one thread: its bits
-cannot depend on how many there are.
+another process holds up each of them. Here the threads take one part after the other until none is
+left, so a slow one takes fewer. A part is computed by one thread: its bits cannot depend on how
+many there are.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, local
 
 import torch
+
+from offload.kernels.machine_code import Shared
+from offload.machine import num_cores
+from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.model.scratch import Scratch
+
+# products of numbers that one thread makes at least before it asks for more
+_SHARE = 1 << 21
+_NUM_CORES = num_cores()
+_MOST_SHARES = 8 * _NUM_CORES
+# that a thread keeps to compute in
+_ROOM_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 2 // _NUM_CORES))
 
 
 class _Task:
@@ -115,3 +128,25 @@ def _help(inbox: SimpleQueue[_Task]) -> None:
 
 
 TEAM = ThreadTeam()
+
+
+class _OfThread(local):
+    """Room of each thread for the part that it computes."""
+
+    def __init__(self) -> None:
+        self.room = Scratch(_ROOM_BYTES)
+
+
+THREAD = _OfThread()
+
+
+def compute(work: Shared) -> None:
+    """Compute all parts, by as many threads as there is work for."""
+    num_shares = max(1, min(work.num_products // _SHARE, _MOST_SHARES))
+    at_once = -(-work.num_parts // num_shares)
+    begun = ctypes.c_int64(0)
+
+    def take_parts() -> None:
+        work.compute(begun, at_once, THREAD.room.whole(work.num_room))
+
+    TEAM.run(take_parts, most=-(-work.num_parts // at_once))

@@ -24,7 +24,7 @@ from offload.kernels.widened_products import can_multiply, product_of
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
 from offload.model.scratch import Scratch
-from offload.model.thread_team import TEAM
+from offload.model.thread_team import TEAM, THREAD, compute
 
 MULTIPLY = (
     torch.matmul,
@@ -43,12 +43,8 @@ _BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // _NUM_CORES))
 _LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _STEP_COLUMNS = 16
 _STEP_ROWS = 16
-# products of numbers that one thread makes at least before it asks for more
-_SHARE = 1 << 21
-_MOST_SHARES = 8 * _NUM_CORES
 # numbers of a weight: making machine code takes .4 s, which a tiny model does not win back
 _LEAST_WIDENED = 1 << 16
-_ROWS_TO_WIDEN = 8  # that take as long as widening the weight does
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
@@ -78,23 +74,27 @@ def linear(
     zeros; without it one has all. A product of more rows than may be wide at once is made in pieces
     of so many. A block is widened once for all pieces that are wide at once.
     """
-    rows_TK = input.reshape(-1, input.shape[-1])
-    out = input.new_empty(*input.shape[:-1], len(weight))
-    out_TN = out.view(-1, len(weight))
-    most_rows = min(
-        INNER_ROWS,
-        max(_STEP_ROWS, _ROWS_BYTES // (4 * rows_TK.shape[1]) // _STEP_ROWS * _STEP_ROWS),
-    )
+    width = input.shape[-1]
+    rows_TK = input.reshape(-1, width)
+    num_rows = rows_TK.shape[0]
+    num_columns = weight.shape[0]
+    out = input.new_empty(*input.shape[:-1], num_columns)
+    out_TN = out.view(-1, num_columns)
+    most_rows = max(_STEP_ROWS, _ROWS_BYTES // (4 * width) // _STEP_ROWS * _STEP_ROWS)
+    most_rows = min(INNER_ROWS, most_rows)
     # other widths are refused by the library, and there may be no rows for an expert
-    is_large = len(rows_TK) > 0 and weight.numel() >= _LEAST_WIDENED
-    if is_large and rows_TK.shape[1] == weight.shape[1] and can_multiply(weight):
+    is_large = num_rows > 0 and weight.numel() >= _LEAST_WIDENED
+    if is_large and width == weight.shape[1] and can_multiply(weight):
+        if num_rows <= most_rows:
+            _multiply_widening(rows_TK, weight, bias, out_TN)
+            return out
         for some_TK, some_TN in zip(rows_TK.split(most_rows), out_TN.split(most_rows), strict=True):
             _multiply_widening(some_TK, weight, bias, some_TN)
         return out
-    pieces = [piece for part in parts or [len(rows_TK)] for piece in _pieces_of(part, most_rows)]
+    pieces = [piece for part in parts or [num_rows] for piece in _pieces_of(part, most_rows)]
     lo = 0
     for some in _together(pieces, most_rows):
-        hi = min(lo + sum(some), len(rows_TK))
+        hi = min(lo + sum(some), num_rows)
         _multiply_blocks(rows_TK[lo:hi], some, weight, bias, out_TN[lo:hi])
         lo = hi
     return out
@@ -120,30 +120,15 @@ def _together(pieces: Sequence[int], most_rows: int) -> Iterator[list[int]]:
 def _multiply_widening(
     row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
 ) -> None:
-    num_columns = len(weight_NK)
     bias = None if bias_N is None else bias_N.float().contiguous()
-    product = product_of(row_TK.float().contiguous(), weight_NK, bias, out_TN)
-    num_products = (len(row_TK) + _ROWS_TO_WIDEN) * weight_NK.numel()
-    num_shares = max(1, min(num_products // _SHARE, _MOST_SHARES))
-    at_once = -(-num_columns // (num_shares * product.columns)) * product.columns
-    starts = iter(range(0, num_columns, at_once))
-
-    def work() -> None:
-        scratch = _THREAD.block
-        scratch.begin()
-        room = scratch.take((product.num_room,), row_TK.device)
-        for lo in starts:  # which the threads share
-            product.multiply(lo, min(lo + at_once, num_columns), room)
-
-    TEAM.run(work, most=-(-num_columns // at_once))
+    compute(product_of(row_TK.float().contiguous(), weight_NK, bias, out_TN))
 
 
 class _OfThread(local):
-    """Room of each thread for the rows and for the block that it multiplies."""
+    """Room of each thread for the rows that it multiplies."""
 
     def __init__(self) -> None:
         self.rows = Scratch(_ROWS_BYTES)
-        self.block = Scratch(_BLOCK_BYTES)
 
 
 _THREAD = _OfThread()
@@ -163,9 +148,8 @@ def _multiply_blocks(
     starts = iter(range(0, num_columns, at_once))
 
     def work() -> None:
-        scratch = _THREAD.block
-        scratch.begin()
-        block_BK = scratch.take((at_once, width), wide_TK.device)
+        THREAD.room.begin()
+        block_BK = THREAD.room.take((at_once, width), wide_TK.device)
         for lo in starts:  # which the threads share
             num = min(at_once, num_columns - lo)
             block_KB = block_BK[:num].copy_(weight_NK.narrow(0, lo, num)).t()

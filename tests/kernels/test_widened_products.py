@@ -1,5 +1,6 @@
 """Products that widen weights as they go: chains of fused operations, whatever rows and columns lie beside."""
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,9 @@ def multiplied(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) 
     out_TN = weight_NK.new_full((len(row_TK), len(weight_NK)), torch.nan)
     product = product_of(row_TK, weight_NK, bias_N, out_TN)
     room = torch.full((product.num_room + 1,), 1e30)
-    for lo in range(0, len(weight_NK), product.columns):
-        product.multiply(lo, min(lo + product.columns, len(weight_NK)), room)
+    begun = ctypes.c_int64(0)
+    product.compute(begun, 1, room)
+    assert begun.value == product.num_parts + 1, "each part is taken once"
     assert room[-1] == 1e30, "no more room is taken than was asked for"
     return out_TN
 
@@ -58,7 +60,7 @@ def multiplied(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) 
 def test_chains_are_added_as_promised(
     num_rows: int, num_columns: int, width: int, lanes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(widened_products, "_lanes", lambda: lanes)
+    monkeypatch.setattr(widened_products, "fused_lanes", lambda: lanes)
     row_TK, weight_NK, bias_N = numbers(num_rows, width), numbers(num_columns, width).to(dtype), numbers(num_columns)
     weight_NK[3, :4] = torch.tensor([6e-8, -6e-8, 0.0, -0.0])  # the least float16 there are
     for bias in (None, bias_N):
@@ -112,19 +114,20 @@ def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatc
 
 
 _GROWTH = """
+import ctypes
 from pathlib import Path
 import torch
-from offload.kernels import widened_products
+from offload.kernels import machine_code, widened_products
 def mapped():
     pages = Path("/proc/self/smaps").read_text().split("libllvmlite")[1:]
     return sum(int(page.split("Rss:")[1].split()[0]) for page in pages)
-give_back = widened_products._give_back
-widened_products._give_back = lambda library: (print(mapped()), give_back(library), print(mapped()))
+give_back = machine_code.give_back
+machine_code.give_back = lambda library: (print(mapped()), give_back(library), print(mapped()))
 weight = torch.ones(64, 64).bfloat16()
 for bias in (None, torch.ones(64)):
     out = torch.empty(1, 64).bfloat16()
     product = widened_products.product_of(torch.ones(1, 64), weight, bias, out)
-    product.multiply(0, 64, torch.empty(product.num_room))
+    product.compute(ctypes.c_int64(0), 8, torch.empty(product.num_room))
     assert out.eq(64 + (bias is not None)).all()
 """
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from matrix import matrix
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import AttentionChunk, ScoreTerms, Window
+from offload.kernels.path_attention import HEADER, AttentionChunk, ScoreTerms, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariant import InvariantRows, in_whole_vectors
@@ -134,26 +133,26 @@ def test_float16_and_other_numbers_of_threads(family: str, base: Path) -> None:
 
 
 def test_one_scattered_key_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted mistake: the columns that rows look at together are reversed, so that sums have another order."""
-    model, made = invariant_model("llama", "float32", base), path_attention._made
+    """Planted mistake: what lies on a path is added up from its end."""
+    model, walk = invariant_model("llama", "float32", base), path_rows
     plain = taken_in(model, (1,) * NUM_TOKENS)
 
-    def in_tree_order(num_rows: int, column_RC: np.ndarray, is_hidden_RTC: np.ndarray, place: torch.device) -> Any:
-        return made(num_rows, column_RC[:, ::-1].copy(), is_hidden_RTC[..., ::-1].copy(), place)
+    def from_the_end(*what: Any) -> Any:
+        rows = walk(*what)
+        for row_L in rows.walk_TL:
+            own = row_L[HEADER : HEADER + max(0, int(row_L[0] - row_L[1]))]
+            own.copy_(own.flip(0))
+        return rows
 
-    monkeypatch.setattr(path_attention, "_made", in_tree_order)
+    monkeypatch.setattr("offload.model.streamed.path_rows", from_the_end)
     got = on_path(model, 40)
     assert not torch.equal(got, plain[40 : 40 + len(got)])
     torch.testing.assert_close(got, plain[40 : 40 + len(got)], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("num_shared", [64, 0])
-def test_rows_may_have_few_columns_in_common_or_none(
-    base: Path, num_shared: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a machine whose products of 128 columns, or all products, add up in another order than that of columns."""
-    adds_up = path_attention._adds_up_in_order
-    monkeypatch.setattr(path_attention, "_adds_up_in_order", lambda *what: what[1] <= num_shared and adds_up(*what))
+def test_attention_by_products_of_torch_has_the_same_bits(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no machine code can be, and on a GPU without a kernel."""
+    monkeypatch.setattr(path_attention, "can_attend", lambda *_: False)
     model = invariant_model("llama", "float32", base)
     plain = taken_in(model, (1,) * NUM_TOKENS)
     for num_prefix in (1, 40, 58):
@@ -161,16 +160,6 @@ def test_rows_may_have_few_columns_in_common_or_none(
         assert_same_bits(
             got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
         )
-
-
-def test_sums_in_another_order_than_that_of_columns_are_found() -> None:
-    """Planted mistake: a product that adds up the second half of its columns first."""
-
-    def swapped(product: Any, left: Tensor, right: Tensor) -> Tensor:
-        half = left.shape[-1] // 2
-        return product(left[..., half:].contiguous(), right[:, half:]) + product(left[..., :half], right[:, :half])
-
-    assert not any(path_attention._adds_up_in_order(swapped, num, 80) for num in (64, 128))
 
 
 def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
@@ -208,9 +197,7 @@ def test_path_attention_is_attention(
     with monkeypatch.context() as patch:
         patch.setattr(path_attention, "_TILE_BYTES", 4096)
         in_pieces = path_attention.path_attention(query_HTK, key_GSK, value_GSV, replace(rows), terms)
-        by_row = path_attention.path_attention(query_HTK, key_GSK, value_GSV, replace(rows), terms, shared_columns=0)
     torch.testing.assert_close(in_pieces, got, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(by_row, got, atol=1e-6, rtol=1e-6)
     key_HSK, value_HSV = (states.double().repeat_interleave(3, 0) for states in (key_GSK, value_GSV))
     score_HTS = query_HTK.double() @ key_HSK.transpose(1, 2) * 0.3
     score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
@@ -260,6 +247,7 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
         return sizes
 
     monkeypatch.setattr("offload.model.invariant.find_sizes", noting)
+    monkeypatch.setattr(path_attention, "can_attend", lambda *_: False)
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
     model.be_invariant(InvariantRows([1]))
     taken_in(model, CUTS[0])

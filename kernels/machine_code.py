@@ -1,0 +1,287 @@
+"""Machine code for loops that no library has, written as LLVM's instructions, through llvmlite.
+
+For what takes most of a pass on a CPU and has to add up in a promised order: a library chooses its
+own. numba has no words for some of it, takes more memory and a longer start.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+HAS_LLVM = find_spec("llvmlite") is not None
+# numbers that are loaded, widened and rounded at once
+EIGHT = 8
+_QUIET_NAN = 0x7FC0
+# the memory of this process, and what Linux calls to let pages of it go
+_PAGES = Path("/proc/self/smaps")
+_MADV_DONTNEED = 4
+
+
+class Shared(NamedTuple):
+    """Work that threads share by its parts, each of which has the same bits in any thread.
+
+    Attributes:
+        compute: takes parts until none is left. Its arguments: a number in memory, of the first
+            part that no thread has begun, which it raises; how many parts it takes at once; and
+            room of this thread alone. It does not hold Python's lock.
+        num_parts: of the whole.
+        num_room: float32 that the room has at least.
+        num_products: that all parts make, about.
+    """
+
+    compute: Callable[[ctypes.c_int64, int, Tensor], None]
+    num_parts: int
+    num_room: int
+    num_products: int
+
+
+@cache
+def fused_lanes() -> int:
+    """Return how many float32 a register has whose products are fused; 0 if none has any."""
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    is_arm = binding.get_process_triple().startswith(("aarch64", "arm64"))
+    if features.get("avx512f"):
+        return 16
+    return EIGHT if is_arm or (features.get("fma") and features.get("f16c")) else 0
+
+
+class CompiledCode(NamedTuple):
+    """A function of machine code, and what keeps it in memory."""
+
+    function: Callable[..., None]
+    engine: Any
+
+
+def compiled(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
+    """Return a function of a module, which takes arguments of these kinds of `ctypes`."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=3,
+    )
+    code = binding.parse_assembly(module)
+    code.verify()
+    engine = binding.create_mcjit_compiler(code, machine)
+    engine.finalize_object()
+    give_back("libllvmlite")
+    return CompiledCode(ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(name)), engine)
+
+
+def give_back(library: str) -> None:
+    """Take what is read of a library's file out of this process's memory.
+
+    Of LLVM's 74 MiB 63 are such pages. They come again if they are needed again, as for the next
+    function; what was written to stays.
+    """
+    if not _PAGES.exists():
+        return
+    system = ctypes.CDLL(None)
+    place: list[str] = []
+    for line in _PAGES.read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            place = line.split()
+        elif name == "Private_Dirty:" and values[0] == "0" and library in place[-1]:
+            start, end = (int(bound, 16) for bound in place[0].split("-"))
+            if "w" not in place[1]:
+                system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+class Code:
+    """Functions of one module, as llvmlite writes them; the one that is begun last is written to.
+
+    Args:
+        dtype: of numbers in memory that are not float32.
+        lanes: numbers of a register.
+    """
+
+    def __init__(self, dtype: torch.dtype, lanes: int) -> None:
+        from llvmlite import ir
+
+        self._ir = ir
+        self._dtype = dtype
+        self._lanes = lanes
+        self._index = ir.IntType(64)
+        self._int = ir.IntType(32)
+        self._number = ir.FloatType().as_pointer()
+        self._narrow = {
+            torch.bfloat16: ir.IntType(16),
+            torch.float16: ir.HalfType(),
+            torch.float32: ir.FloatType(),
+        }[dtype].as_pointer()
+        self._floats = ir.VectorType(ir.FloatType(), lanes)
+        self._eight = ir.VectorType(ir.FloatType(), EIGHT)
+        self._words = ir.VectorType(self._int, EIGHT)
+        self._shorts = ir.VectorType(ir.IntType(16), EIGHT)
+        self._halves = ir.VectorType(ir.HalfType(), EIGHT)
+        self._module = ir.Module()
+        self._fused = {
+            kind.count: ir.Function(
+                self._module, ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{kind.count}f32"
+            )
+            for kind in {self._eight.count: self._eight, lanes: self._floats}.values()
+        }
+        self._builder = ir.IRBuilder()
+
+    def text(self) -> str:
+        """Return the module in LLVM's language."""
+        return str(self._module)
+
+    def _begin(self, name: str, kinds: Sequence[Any]) -> Any:
+        """Begin a function that returns nothing, and return it."""
+        kind = self._ir.FunctionType(self._ir.VoidType(), kinds)
+        function = self._ir.Function(self._module, kind, name)
+        self._builder = self._ir.IRBuilder(function.append_basic_block())
+        return function
+
+    def _loop(
+        self,
+        start: Any,
+        end: Any,
+        step: int,
+        begun: Sequence[Any],
+        work: Callable[[Any, Sequence[Any]], list[Any]],
+    ) -> list[Any]:
+        """Write a loop that runs once at least, and return the values behind it.
+
+        Args:
+            begun: values before it.
+            work: writes a round: from the index and the values before it to those behind it.
+        """
+        builder = self._builder
+        before = builder.block
+        loop = builder.append_basic_block()
+        behind = builder.append_basic_block()
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        at = builder.phi(self._index)
+        carried = [builder.phi(value.type) for value in begun]
+        values = work(at, carried)
+        following = self._add(at, step)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, behind)
+        at.add_incoming(self._index(start) if isinstance(start, int) else start, before)
+        at.add_incoming(following, builder.block)
+        for phi, first, value in zip(carried, begun, values, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(value, builder.block)
+        builder.position_at_end(behind)
+        return values
+
+    def _each(self, start: Any, end: Any, step: int, work: Callable[[Any], None]) -> None:
+        """Write a loop that may run not at all, and carries no values."""
+        first = self._index(start) if isinstance(start, int) else start
+
+        def once(at: Any, _: Sequence[Any]) -> list[Any]:
+            work(at)
+            return []
+
+        with self._builder.if_then(self._builder.icmp_signed("<", first, end)):
+            self._loop(start, end, step, [], once)
+
+    def _share(self, begun: Any, at_once: Any, num_parts: Any, work: Callable[[Any], None]) -> None:
+        """Write a loop over parts that no other thread has taken; see `Shared`."""
+        builder = self._builder
+        take = builder.append_basic_block()
+        some = builder.append_basic_block()
+        behind = builder.append_basic_block()
+        builder.branch(take)
+        builder.position_at_end(take)
+        lo = builder.atomic_rmw("add", begun, at_once, "monotonic")
+        builder.cbranch(builder.icmp_signed("<", lo, num_parts), some, behind)
+        builder.position_at_end(some)
+        self._each(lo, self._least(builder.add(lo, at_once), num_parts), 1, work)
+        builder.branch(take)
+        builder.position_at_end(behind)
+
+    def _at(self, place: Any, number: Any) -> Any:
+        return self._builder.gep(
+            place, [self._index(number) if isinstance(number, int) else number]
+        )
+
+    def _add(self, one: Any, other: Any) -> Any:
+        return self._builder.add(one, self._index(other) if isinstance(other, int) else other)
+
+    def _times(self, one: Any, other: Any) -> Any:
+        return self._builder.mul(one, self._index(other) if isinstance(other, int) else other)
+
+    def _least(self, one: Any, other: Any) -> Any:
+        return self._builder.select(self._builder.icmp_signed("<", one, other), one, other)
+
+    def _most(self, one: Any, other: Any) -> Any:
+        return self._builder.select(self._builder.icmp_signed(">", one, other), one, other)
+
+    def _loaded(self, place: Any, kind: Any, alignment: int = 4) -> Any:
+        pointer = self._builder.bitcast(place, kind.as_pointer())
+        return self._builder.load(pointer, align=alignment)
+
+    def _store(self, value: Any, place: Any, alignment: int = 4) -> None:
+        pointer = self._builder.bitcast(place, value.type.as_pointer())
+        self._builder.store(value, pointer, align=alignment)
+
+    def _repeated(self, number: Any, kind: Any) -> Any:
+        """Return a register of this kind full of one number."""
+        first = self._builder.insert_element(kind(self._ir.Undefined), number, self._int(0))
+        order = self._ir.VectorType(self._int, kind.count)([0] * kind.count)
+        return self._builder.shuffle_vector(first, first, order)
+
+    def _shuffled(self, one: Any, other: Any, order: Sequence[int]) -> Any:
+        """Return numbers of two registers: those of the second follow those of the first."""
+        places = self._ir.VectorType(self._int, len(order))(list(order))
+        return self._builder.shuffle_vector(one, other, places)
+
+    def _added(self, left: Any, right: Any, before: Any) -> Any:
+        """Add products of two registers, each rounded once where this processor fuses them."""
+        if fused_lanes():
+            return self._builder.call(self._fused[left.type.count], [left, right, before])
+        return self._builder.fadd(before, self._builder.fmul(left, right))
+
+    def _both_of(self, words: Any) -> list[Any]:
+        """Return the first and the second number of every word of two, in float32."""
+        builder = self._builder
+        sixteen = self._words([16] * EIGHT)
+        if self._dtype == torch.bfloat16:
+            low = builder.shl(words, sixteen)
+            high = builder.and_(words, self._words([0xFFFF0000] * EIGHT))
+            return [builder.bitcast(part, self._eight) for part in (low, high)]
+        both = (words, builder.lshr(words, sixteen))
+        parts = [builder.bitcast(builder.trunc(part, self._shorts), self._halves) for part in both]
+        return [builder.fpext(part, self._eight) for part in parts]
+
+    def _widened(self, place: Any, count: int = EIGHT) -> Any:
+        """Return so many numbers that lie there, in float32; one alone is no register."""
+        builder = self._builder
+        if self._dtype == torch.float32:
+            return self._loaded(place, self._eight) if count > 1 else builder.load(place)
+        if self._dtype == torch.float16:
+            halves = self._loaded(place, self._halves, 2) if count > 1 else builder.load(place)
+            return builder.fpext(halves, self._eight if count > 1 else self._ir.FloatType())
+        words = self._words if count > 1 else self._int
+        sixteen = words([16] * EIGHT) if count > 1 else words(16)
+        bits = self._loaded(place, self._shorts, 2) if count > 1 else builder.load(place)
+        wide = builder.shl(builder.zext(bits, words), sixteen)
+        return builder.bitcast(wide, self._eight if count > 1 else self._ir.FloatType())
+
+    def _rounded(self, numbers: Any) -> Any:
+        """Return eight numbers of 16 bits: to nearest, ties to even."""
+        builder = self._builder
+        if self._dtype == torch.float16:
+            return builder.fptrunc(numbers, self._halves)
+        sixteen = self._words([16] * EIGHT)
+        bits = builder.bitcast(numbers, self._words)
+        odd = builder.and_(builder.lshr(bits, sixteen), self._words([1] * EIGHT))
+        nearest = builder.add(builder.add(bits, self._words([0x7FFF] * EIGHT)), odd)
+        kept = builder.trunc(builder.lshr(nearest, sixteen), self._shorts)
+        is_number = builder.fcmp_ordered("ord", numbers, numbers)
+        return builder.select(is_number, kept, self._shorts([_QUIET_NAN] * EIGHT))

@@ -1,0 +1,513 @@
+"""The instructions of attention along paths on a CPU: see `path_attention_cpu.py`."""
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from offload.kernels.machine_code import EIGHT, Code, CompiledCode, compiled
+from offload.kernels.path_attention import BLOCK, HEADER
+
+# of a key's numbers that one round takes; widths are multiples in room
+KEY_STEP = 2 * EIGHT
+# of a value's numbers whose sums stay in registers
+VALUE_STEP = 4 * EIGHT
+# where a call's tensors lie, 0 for what there is not, and then its sizes; strides are in numbers
+FIELDS = (
+    "query", "key", "value", "walk", "least", "chosen", "sink", "span", "out", "cap",
+    "num_rows", "tile_rows", "num_heads", "set_heads", "sets", "width", "whole", "value_width",
+    "value_whole", "key_group", "key_row", "value_group", "value_row", "walk_row", "chosen_row",
+    "sink_step", "score_row",
+)  # fmt: skip
+# keys that two rows are multiplied by at once
+_KEYS = 4
+# below it a power of 2 counts as 0.0
+_LEAST_POWER = -126.0
+# of the series of 2^f for f within one half of 0: what is left out is below half a rounding
+_NUM_POWERS = 8
+_LOG2_E = math.log2(math.e)
+_NAME = "attend"
+
+
+@cache
+def code_for(dtype: torch.dtype) -> CompiledCode:
+    """Return a function for keys and values of this type.
+
+    It takes the addresses of numbers in the order of `FIELDS` and of room, and then what `Shared`
+    says.
+    """
+    kinds = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+    return compiled(_PathAttention(dtype).text(), _NAME, kinds)
+
+
+class _Tile(NamedTuple):
+    """Values of one tile: A rows are queries of its rows and the heads of its set."""
+
+    first_row: Any
+    num_rows: Any
+    num_all: Any
+    first_head: Any
+    group: Any
+    query: Any
+    first: Any  # positions before `base` that some row looks at
+    end: Any
+    block: Any  # in room: keys or values of a block, scores, sums of values and of weights
+    scores: Any
+    sums: Any
+    totals: Any
+
+
+class _PathAttention(Code):
+    """The instructions: what is done with a block, and then the whole."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, EIGHT)
+        self._columns = self._int.as_pointer()
+        self._single = self._ir.FloatType()
+        self._whole = self._ir.Function(
+            self._module, self._ir.FunctionType(self._eight, [self._eight]), "llvm.floor.v8f32"
+        )
+        self._to_integers = self._ir.Function(
+            self._module,
+            self._ir.FunctionType(self._words, [self._eight]),
+            "llvm.fptosi.sat.v8i32.v8f32",
+        )
+        self._widen = self._write_widen()
+        self._score = self._write_score()
+        self._soften = self._write_soften()
+        self._gather = self._write_gather()
+        self._write_attend()
+
+    def _write_widen(self) -> Any:
+        """widen(to, from, row, first, columns, count, width, whole): rows to float32, with zeros
+        behind; those of `columns`, or those from `first` on.
+        """
+        index = self._index
+        kinds = [self._number, self._narrow, index, index, self._columns, index, index, index]
+        function = self._begin("widen", kinds)
+        to, source, row, first, columns, count, width, whole = function.args
+        is_named = self._builder.icmp_unsigned("!=", columns, columns.type(None))
+        whole_vectors = self._builder.and_(width, index(-EIGHT))
+
+        named = self._builder.alloca(index)
+
+        def widen(number: Any) -> None:
+            self._builder.store(self._builder.add(first, number), named)
+            with self._builder.if_then(is_named):
+                column = self._builder.load(self._at(columns, number))
+                self._builder.store(self._builder.sext(column, index), named)
+            column = self._builder.load(named)
+            begin = self._at(source, self._times(column, row))
+            place = self._at(to, self._times(number, whole))
+
+            def eight(at: Any) -> None:
+                self._store(self._widened(self._at(begin, at)), self._at(place, at))
+
+            def one(at: Any) -> None:
+                self._builder.store(self._widened(self._at(begin, at), 1), self._at(place, at))
+
+            def nothing(at: Any) -> None:
+                self._builder.store(self._single(0.0), self._at(place, at))
+
+            self._each(0, whole_vectors, EIGHT, eight)
+            self._each(whole_vectors, width, 1, one)
+            self._each(width, whole, 1, nothing)
+
+        self._each(0, count, 1, widen)
+        self._builder.ret_void()
+        return function
+
+    def _write_score(self) -> Any:
+        """score(one, other, query, query, keys, count, whole): scores of two rows for `count`
+        keys, and for up to three that lie behind them.
+        """
+        kinds = [*[self._number] * 5, *[self._index] * 2]
+        function = self._begin("score", kinds)
+        one, other, query, second, keys, count, whole = function.args
+
+        def score(first: Any) -> None:
+            places = [
+                self._at(keys, self._times(self._add(first, key), whole)) for key in range(_KEYS)
+            ]
+
+            def multiply(at: Any, sums: Sequence[Any]) -> list[Any]:
+                for step in range(0, KEY_STEP, EIGHT):
+                    here = self._add(at, step)
+                    numbers = [self._loaded(self._at(key, here), self._eight) for key in places]
+                    pair = [
+                        self._loaded(self._at(row, here), self._eight) for row in (query, second)
+                    ]
+                    both = [(row, key) for row in pair for key in numbers]
+                    sums = [
+                        self._added(*factors, before)
+                        for factors, before in zip(both, sums, strict=True)
+                    ]
+                return list(sums)
+
+            nothing = [self._eight([0.0] * EIGHT)] * (2 * _KEYS)
+            sums = self._loop(0, whole, KEY_STEP, nothing, multiply)
+            self._store(self._four_sums(sums[:_KEYS]), self._at(one, first))
+            self._store(self._four_sums(sums[_KEYS:]), self._at(other, first))
+
+        self._each(0, count, _KEYS, score)
+        self._builder.ret_void()
+        return function
+
+    def _four_sums(self, registers: Sequence[Any]) -> Any:
+        """Return the sums of the numbers of four registers each."""
+        add = self._builder.fadd
+        # within each half, of which a register is added to its neighbour in turns
+        halves = [
+            add(
+                self._shuffled(one, other, [0, 8, 2, 10, 4, 12, 6, 14]),
+                self._shuffled(one, other, [1, 9, 3, 11, 5, 13, 7, 15]),
+            )
+            for one, other in (registers[:2], registers[2:])
+        ]
+        four = add(
+            self._shuffled(*halves, [0, 1, 8, 9, 4, 5, 12, 13]),
+            self._shuffled(*halves, [2, 3, 10, 11, 6, 7, 14, 15]),
+        )
+        return add(
+            self._shuffled(four, four, [0, 1, 2, 3]), self._shuffled(four, four, [4, 5, 6, 7])
+        )
+
+    def _write_soften(self) -> Any:
+        """soften(scores, total, first, end, least, seen, chosen, sink, cap): leave weights where
+        the scores of positions [first, end) are, and their sum; 0.0 for those that are not seen.
+        """
+        index = self._index
+        bytes_ = self._ir.IntType(8).as_pointer()
+        kinds = [*[self._number] * 2, *[index] * 4, bytes_, self._number, self._number]
+        function = self._begin("soften", kinds)
+        scores, total, first, end, least, seen, chosen, sink, cap = function.args
+        builder = self._builder
+        peak_place = builder.alloca(self._eight)
+        builder.store(self._eight([-math.inf] * EIGHT), peak_place)
+        longs = self._ir.VectorType(index, EIGHT)
+        is_capped = builder.icmp_unsigned("!=", cap, cap.type(None))
+        is_choosing = builder.icmp_unsigned("!=", chosen, chosen.type(None))
+        has_sink = builder.icmp_unsigned("!=", sink, sink.type(None))
+        least_8, seen_8 = (self._repeated(one, longs) for one in (least, seen))
+
+        def hide(position: Any) -> None:
+            place = self._at(scores, builder.sub(position, first))
+            with builder.if_then(is_capped):
+                self._store(self._capped(self._loaded(place, self._eight), cap), place)
+            here = builder.add(self._repeated(position, longs), longs(list(range(EIGHT))))
+            is_seen = builder.and_(
+                builder.icmp_signed(">=", here, least_8), builder.icmp_signed("<", here, seen_8)
+            )
+            score = builder.select(
+                is_seen, self._loaded(place, self._eight), self._eight([-math.inf] * EIGHT)
+            )
+            self._store(score, place)
+            with builder.if_then(is_choosing):
+                kind = self._ir.VectorType(self._ir.IntType(8), EIGHT)
+                byte_8 = self._loaded(self._at(chosen, position), kind, 1)
+                is_chosen = builder.icmp_unsigned("!=", byte_8, kind([0] * EIGHT))
+                score = self._loaded(place, self._eight)
+                hidden = builder.select(is_chosen, score, self._eight([-math.inf] * EIGHT))
+                self._store(hidden, place)
+            score = self._loaded(place, self._eight)
+            peak = builder.load(peak_place)
+            builder.store(
+                builder.select(builder.fcmp_unordered(">", score, peak), score, peak), peak_place
+            )
+
+        self._each(first, end, EIGHT, hide)
+        peak = builder.load(peak_place)
+        for distance in (4, 2, 1):
+            other = self._shuffled(peak, peak, [lane ^ distance for lane in range(EIGHT)])
+            peak = builder.select(builder.fcmp_unordered(">", peak, other), peak, other)
+        builder.store(peak, peak_place)
+        with builder.if_then(has_sink):
+            sink_8 = self._repeated(builder.load(sink), self._eight)
+            peak = builder.load(peak_place)
+            builder.store(
+                builder.select(builder.fcmp_ordered(">", sink_8, peak), sink_8, peak), peak_place
+            )
+        peak = builder.load(peak_place)
+
+        def weigh(position: Any, sums: Sequence[Any]) -> list[Any]:
+            place = self._at(scores, builder.sub(position, first))
+            weight = self._power(builder.fsub(self._loaded(place, self._eight), peak))
+            self._store(weight, place)
+            return [builder.fadd(sums[0], weight)]
+
+        (sum_8,) = self._loop(first, end, EIGHT, [self._eight([0.0] * EIGHT)], weigh)
+        for distance in (4, 2, 1):
+            order = [lane ^ distance for lane in range(EIGHT)]
+            sum_8 = builder.fadd(sum_8, self._shuffled(sum_8, sum_8, order))
+        builder.store(builder.extract_element(sum_8, self._int(0)), total)
+        with builder.if_then(has_sink):
+            sink_8 = self._repeated(builder.load(sink), self._eight)
+            weight = builder.extract_element(self._power(builder.fsub(sink_8, peak)), self._int(0))
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        builder.ret_void()
+        return function
+
+    def _capped(self, score: Any, cap: Any) -> Any:
+        """Return cap * tanh(score / cap) as an exponent of 2, by tanh(x) = 1 - 2 / (e^2x + 1)."""
+        builder = self._builder
+        inner, outer = (
+            self._repeated(builder.load(self._at(cap, which)), self._eight) for which in (0, 1)
+        )
+        limit = self._eight([-_LEAST_POWER] * EIGHT)
+        power = builder.fmul(score, inner)
+        power = builder.select(builder.fcmp_ordered(">", power, limit), limit, power)
+        one, two = (self._eight([number] * EIGHT) for number in (1.0, 2.0))
+        part = builder.fdiv(two, builder.fadd(self._power(power), one))
+        return builder.fmul(builder.fsub(one, part), outer)
+
+    def _power(self, exponent: Any) -> Any:
+        """Return 2 to the power of eight numbers of at most 126, 0.0 where it is below 2^-126."""
+        builder = self._builder
+        least = self._eight([_LEAST_POWER] * EIGHT)
+        is_small = builder.fcmp_ordered("<", exponent, least)
+        bounded = builder.select(is_small, least, exponent)
+        whole = builder.call(self._whole, [builder.fadd(bounded, self._eight([0.5] * EIGHT))])
+        rest = builder.fsub(bounded, whole)
+        terms = [math.log(2) ** nth / math.factorial(nth) for nth in range(_NUM_POWERS)]
+        power = self._eight([_single(terms[-1])] * EIGHT)
+        for term in reversed(terms[:-1]):
+            power = self._added(power, rest, self._eight([_single(term)] * EIGHT))
+        integers = builder.call(self._to_integers, [whole])
+        bits = builder.shl(
+            builder.add(integers, self._words([127] * EIGHT)), self._words([23] * EIGHT)
+        )
+        scaled = builder.fmul(power, builder.bitcast(bits, self._eight))
+        return builder.select(is_small, self._eight([0.0] * EIGHT), scaled)
+
+    def _write_gather(self) -> Any:
+        """gather(sum, sum, weight, weight, values, count, whole): add `count` values to the sums of
+        two rows, one after the other, each times its weight.
+        """
+        kinds = [*[self._number] * 5, *[self._index] * 2]
+        function = self._begin("gather", kinds)
+        one, other, weight, second, values, count, whole = function.args
+        registers = range(0, VALUE_STEP, EIGHT)
+
+        def gather(lo: Any) -> None:
+            places = [
+                self._at(row, self._add(lo, register))
+                for row in (one, other)
+                for register in registers
+            ]
+
+            def add(at: Any, sums: Sequence[Any]) -> list[Any]:
+                begin = self._at(values, self._add(self._times(at, whole), lo))
+                numbers = [self._loaded(self._at(begin, one), self._eight) for one in registers]
+                pair = [
+                    self._repeated(self._builder.load(self._at(row, at)), self._eight)
+                    for row in (weight, second)
+                ]
+                both = [(row, number) for row in pair for number in numbers]
+                return [
+                    self._added(*factors, before)
+                    for factors, before in zip(both, sums, strict=True)
+                ]
+
+            begun = [self._loaded(place, self._eight) for place in places]
+            sums = self._loop(0, count, 1, begun, add)
+            for place, number in zip(places, sums, strict=True):
+                self._store(number, place)
+
+        self._each(0, whole, VALUE_STEP, gather)
+        self._builder.ret_void()
+        return function
+
+    def _write_attend(self) -> None:
+        """attend(call, room, begun, at once): compute tiles, those of one set after the other."""
+        index = self._index
+        numbers = index.as_pointer()
+        function = self._begin(_NAME, [numbers, self._number, numbers, index])
+        call, room, begun, at_once = function.args
+        kinds = {
+            "query": self._number,
+            "key": self._narrow,
+            "value": self._narrow,
+            "walk": self._columns,
+            "least": numbers,
+            "chosen": self._ir.IntType(8).as_pointer(),
+            "sink": self._number,
+            "span": numbers,
+            "out": self._number,
+            "cap": self._number,
+        }
+        given = {
+            name: self._builder.load(self._at(call, place)) for place, name in enumerate(FIELDS)
+        }
+        given |= {name: self._builder.inttoptr(given[name], kind) for name, kind in kinds.items()}
+        up = self._builder.add(given["num_rows"], self._add(given["tile_rows"], -1))
+        num_tiles = self._builder.udiv(up, given["tile_rows"])
+        num_sets = self._builder.udiv(given["num_heads"], given["set_heads"])
+
+        def attend(which: Any) -> None:
+            nth_set = self._builder.udiv(which, num_tiles)
+            nth = self._builder.urem(which, num_tiles)
+            self._compute(given, self._tile(given, room, nth_set, nth))
+
+        self._share(begun, at_once, self._times(num_tiles, num_sets), attend)
+        self._builder.ret_void()
+
+    def _tile(self, given: Mapping[str, Any], room: Any, nth_set: Any, nth: Any) -> _Tile:
+        at, times = self._at, self._times
+        first_row = times(nth, given["tile_rows"])
+        left = self._builder.sub(given["num_rows"], first_row)
+        num_rows = self._least(given["tile_rows"], left)
+        num_all = times(num_rows, given["set_heads"])
+        begin = self._builder.add(times(nth_set, given["num_rows"]), first_row)
+        scores = at(room, times(self._most(given["whole"], given["value_whole"]), BLOCK))
+        sums = at(scores, times(num_all, given["score_row"]))
+        return _Tile(
+            first_row,
+            num_rows,
+            num_all,
+            first_head=times(nth_set, given["set_heads"]),
+            group=self._builder.udiv(nth_set, given["sets"]),
+            query=at(given["query"], times(times(begin, given["set_heads"]), given["whole"])),
+            first=self._builder.load(at(given["span"], times(nth, 2))),
+            end=self._builder.load(at(given["span"], self._add(times(nth, 2), 1))),
+            block=room,
+            scores=scores,
+            sums=sums,
+            totals=at(sums, times(num_all, given["value_whole"])),
+        )
+
+    def _compute(self, given: Mapping[str, Any], tile: _Tile) -> None:
+        """Compute one tile: all scores, then weights of all, then sums of values."""
+        builder, at, times = self._builder, self._at, self._times
+
+        def of_pair(start: Any, width: Any, pair: Sequence[Any]) -> list[Any]:
+            return [at(start, times(row, width)) for row in pair]
+
+        def scores_of(pair: Sequence[Any], position: Any) -> list[Any]:
+            column = builder.sub(position, tile.first)
+            return [at(row, column) for row in of_pair(tile.scores, given["score_row"], pair)]
+
+        def score(pair: Sequence[Any], position: Any, count: Any) -> None:
+            queries = of_pair(tile.query, given["whole"], pair)
+            where = [*scores_of(pair, position), *queries, tile.block]
+            builder.call(self._score, [*where, count, given["whole"]])
+
+        def gather(pair: Sequence[Any], position: Any, count: Any) -> None:
+            sums = of_pair(tile.sums, given["value_whole"], pair)
+            where = [*sums, *scores_of(pair, position), tile.block]
+            builder.call(self._gather, [*where, count, given["value_whole"]])
+
+        def clear(place: Any) -> None:
+            self._store(self._eight([0.0] * EIGHT), at(tile.sums, place))
+
+        keys = self._group(given, tile, "key")
+        values = self._group(given, tile, "value")
+        self._with_blocks(given, tile, [*keys, given["width"], given["whole"]], score)
+        self._each(0, tile.num_all, 1, lambda row: self._weigh(given, tile, row))
+        self._each(0, times(tile.num_all, given["value_whole"]), EIGHT, clear)
+        sizes = [given["value_width"], given["value_whole"]]
+        self._with_blocks(given, tile, [*values, *sizes], gather)
+        self._each(0, tile.num_all, 1, lambda row: self._finish(given, tile, row))
+
+    def _group(self, given: Mapping[str, Any], tile: _Tile, name: str) -> tuple[Any, Any]:
+        """Return where keys or values of the tile's group begin, and how far a row is from the next."""
+        begin = self._times(tile.group, given[f"{name}_group"])
+        return self._at(given[name], begin), given[f"{name}_row"]
+
+    def _with_blocks(
+        self,
+        given: Mapping[str, Any],
+        tile: _Tile,
+        states: Sequence[Any],
+        work: Callable[[Sequence[Any], Any, Any], None],
+    ) -> None:
+        """Do work with two rows and a block of keys or values, wherever rows look at it.
+
+        Args:
+            states: where they begin, how far a row is from the next, their width, and in room.
+            work: takes two of the A rows, the block's first position, and how many it has.
+        """
+        builder = self._builder
+        begin, row_step, *sizes = states
+
+        def shared(position: Any) -> None:
+            count = self._index(BLOCK)
+            where = [tile.block, begin, row_step, position, self._columns(None), count]
+            builder.call(self._widen, [*where, *sizes])
+            self._pairs(self._index(0), tile.num_all, lambda pair: work(pair, position, count))
+
+        def own(row: Any) -> None:
+            nth_row = builder.add(tile.first_row, row)
+            base = self._walked(given, nth_row, 1)
+            seen = self._walked(given, nth_row, 0)
+            least = builder.load(self._at(given["least"], nth_row))
+            lo = self._times(row, given["set_heads"])
+            hi = builder.add(lo, given["set_heads"])
+            walk = self._at(given["walk"], self._times(nth_row, given["walk_row"]))
+
+            def block(position: Any) -> None:
+                count = self._least(self._index(BLOCK), builder.sub(seen, position))
+                columns = self._at(walk, self._add(builder.sub(position, base), HEADER))
+                where = [tile.block, begin, row_step, self._index(0), columns, count]
+                builder.call(self._widen, [*where, *sizes])
+                self._pairs(lo, hi, lambda pair: work(pair, position, count))
+
+            start = self._most(base, builder.and_(least, self._index(-BLOCK)))
+            self._each(start, seen, BLOCK, block)
+
+        self._each(tile.first, tile.end, BLOCK, shared)
+        self._each(0, tile.num_rows, 1, own)
+
+    def _pairs(self, lo: Any, hi: Any, work: Callable[[Sequence[Any]], None]) -> None:
+        """Do work with two rows after the other; without a second the last is there twice."""
+        last = self._add(hi, -1)
+        self._each(lo, hi, 2, lambda row: work((row, self._least(self._add(row, 1), last))))
+
+    def _weigh(self, given: Mapping[str, Any], tile: _Tile, row: Any) -> None:
+        """Let scores of one of the A rows be weights."""
+        nth_row, nth_head = self._place_of(given, tile, row)
+        seen = self._walked(given, nth_row, 0)
+        last = self._builder.and_(self._add(seen, EIGHT - 1), self._index(-EIGHT))
+        scores = self._at(tile.scores, self._times(row, given["score_row"]))
+        least = self._builder.load(self._at(given["least"], nth_row))
+        chosen = self._at(given["chosen"], self._times(nth_row, given["chosen_row"]))
+        sink = self._at(given["sink"], self._times(nth_head, given["sink_step"]))
+        span = [tile.first, self._most(tile.end, last), least, seen]
+        where = [scores, self._at(tile.totals, row)]
+        self._builder.call(self._soften, [*where, *span, chosen, sink, given["cap"]])
+
+    def _finish(self, given: Mapping[str, Any], tile: _Tile, row: Any) -> None:
+        """Write the means of one of the A rows."""
+        nth_row, nth_head = self._place_of(given, tile, row)
+        place = self._builder.add(self._times(nth_row, given["num_heads"]), nth_head)
+        out = self._at(given["out"], self._times(place, given["value_whole"]))
+        own = self._at(tile.sums, self._times(row, given["value_whole"]))
+        total = self._repeated(self._builder.load(self._at(tile.totals, row)), self._eight)
+
+        def divide(column: Any) -> None:
+            mean = self._builder.fdiv(self._loaded(self._at(own, column), self._eight), total)
+            self._store(mean, self._at(out, column))
+
+        self._each(0, given["value_whole"], EIGHT, divide)
+
+    def _place_of(self, given: Mapping[str, Any], tile: _Tile, row: Any) -> tuple[Any, Any]:
+        """Return the row of the pass and the head that one of the A rows is."""
+        nth_row = self._builder.udiv(row, given["set_heads"])
+        nth_head = self._builder.urem(row, given["set_heads"])
+        return (
+            self._builder.add(tile.first_row, nth_row),
+            self._builder.add(tile.first_head, nth_head),
+        )
+
+    def _walked(self, given: Mapping[str, Any], row: Any, which: int) -> Any:
+        """Return a number of the walk of a row."""
+        place = self._add(self._times(row, given["walk_row"]), which)
+        return self._builder.sext(self._builder.load(self._at(given["walk"], place)), self._index)
+
+
+def _single(number: float) -> float:
+    """Return the nearest float32."""
+    return float(np.float32(number))

@@ -1,0 +1,204 @@
+"""Attention of each row along its own path, on a CPU: see `path_attention.py` for what it computes.
+
+A score is the sum of eight sums, one for each lane of a register, whatever other rows and keys are
+computed beside it. Weights are added up in eight sums by position, and values one position after
+the other. So the bits of a row depend on its path alone, by construction: nothing of the tree
+around it, of where `base` lies, of tiles or threads changes what is added up in which order.
+
+Keys before `base` are widened to float32 block by block, for all rows of a tile; of those behind it
+each row has its own. A block stays in the nearest cache, and two rows of queries are multiplied by
+four keys at once, so that all of their sums stay in registers.
+
+Shape letters beside those of `offload/config.py`: J sets of I heads, of which each shares the keys
+of a group; A = T * I rows of a tile, a row of the pass and a head of the set being one; W and X
+widths of keys and values in whole steps.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.machine_code import HAS_LLVM, Shared
+from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
+from offload.kernels.path_attention_code import FIELDS, KEY_STEP, VALUE_STEP, code_for
+
+# scores of a tile: they stay in the second cache
+_MOST_SCORES = 1 << 16
+# so many tiles at least, if rows allow, for threads to share
+_LEAST_TILES = 16
+_LOG2_E = math.log2(math.e)
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Attention(NamedTuple):
+    """Attention to be computed.
+
+    Attributes:
+        work: points to tensors, and may be done while this lives.
+        out_THV: the result afterwards, in float32.
+        held: these tensors.
+    """
+
+    work: Shared
+    out_THV: Tensor
+    held: Mapping[str, Tensor | int | None]
+
+
+class _Tiles(NamedTuple):
+    """How rows are cut, for all layers of a pass.
+
+    Attributes:
+        walk_TL: of the rows, on the host and without gaps.
+        least_T: int64, the first position that each row sees.
+        span_N2: int64, by tile: the positions before `base` that its rows look at, whole blocks.
+        tile_rows: of each tile but the last.
+        set_heads: of the heads that share keys, so many are computed at once.
+        num_positions: from the first of a tile on, the most.
+    """
+
+    walk_TL: Tensor
+    least_T: Tensor
+    span_N2: Tensor
+    tile_rows: int
+    set_heads: int
+    num_positions: int
+
+
+def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
+    """Tell whether `attention_of` takes these keys and values on this machine."""
+    return (
+        HAS_LLVM
+        and key_GSK.device.type == "cpu"
+        and key_GSK.dtype == value_GSK.dtype
+        and key_GSK.dtype in _TYPES
+    )
+
+
+def attention_of(
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
+) -> Attention:
+    """Return the attention of the last T rows of the pass, as `path_attention_kernel` computes it.
+
+    `can_attend` must admit the keys and values, whose last dimension has no gaps.
+    """
+    num_heads, num_rows, width = query_HTK.shape
+    num_groups, _, value_width = value_GSK.shape
+    tiles = _tiles_of(rows, num_rows, num_heads // num_groups, num_groups)
+    num_sets = num_heads // tiles.set_heads
+    # behind narrow queries zeros stand, which change no sum
+    wide_JTIW = torch.zeros(num_sets, num_rows, tiles.set_heads, _in_steps(width, KEY_STEP))
+    query_JTIK = query_HTK.unflatten(0, (num_sets, tiles.set_heads)).transpose(1, 2)
+    factor = terms.scaling * (1.0 if terms.cap else _LOG2_E)
+    wide_JTIW[..., :width].copy_(query_JTIK).mul_(factor)
+    out_THX = torch.empty(num_rows, num_heads, _in_steps(value_width, VALUE_STEP))
+    chosen_TP = None if rows.chosen_TS is None else _by_position(rows.chosen_TS, tiles)
+    given = {
+        "query": wide_JTIW,
+        "key": key_GSK,
+        "value": value_GSK,
+        "walk": tiles.walk_TL,
+        "least": tiles.least_T,
+        "chosen": chosen_TP,
+        "sink": None if terms.sink_H is None else terms.sink_H.float().mul(_LOG2_E).contiguous(),
+        "span": tiles.span_N2,
+        "out": out_THX,
+        "cap": _cap_factors(terms.cap),
+        "num_rows": num_rows,
+        "tile_rows": tiles.tile_rows,
+        "num_heads": num_heads,
+        "set_heads": tiles.set_heads,
+        "sets": num_sets // num_groups,
+        "width": width,
+        "whole": wide_JTIW.shape[3],
+        "value_width": value_width,
+        "value_whole": out_THX.shape[2],
+        "key_group": key_GSK.stride(0),
+        "key_row": key_GSK.stride(1),
+        "value_group": value_GSK.stride(0),
+        "value_row": value_GSK.stride(1),
+        "walk_row": tiles.walk_TL.stride(0),
+        "chosen_row": 0 if chosen_TP is None else chosen_TP.stride(0),
+        "sink_step": 0 if terms.sink_H is None else 1,
+        "score_row": tiles.num_positions,
+    }
+    call = np.array([_as_integer(given[name]) for name in FIELDS], np.int64)
+    code = code_for(key_GSK.dtype)
+
+    def attend(begun: ctypes.c_int64, at_once: int, room: Tensor) -> None:
+        code.function(call.ctypes.data, room.data_ptr(), ctypes.byref(begun), at_once)
+
+    num_all = min(num_rows, tiles.tile_rows) * tiles.set_heads
+    block_width = max(wide_JTIW.shape[3], out_THX.shape[2])
+    # a block, and of each row and head scores, sums of values and that of weights
+    num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
+    num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
+    work = Shared(attend, num_sets * len(tiles.span_N2), num_room, num_products)
+    return Attention(work, out_THX[..., :value_width], given)
+
+
+def _cap_factors(cap: float | None) -> Tensor | None:
+    """Return what a score is multiplied by for e^(2 score / cap), and what the tangent is for 2^x."""
+    return None if cap is None else torch.tensor([2 * _LOG2_E / cap, cap * _LOG2_E])
+
+
+def _as_integer(given: Tensor | int | None) -> int:
+    """Return a number, or where a tensor lies; 0 for none."""
+    return given.data_ptr() if isinstance(given, Tensor) else given or 0
+
+
+def _in_steps(number: int, step: int) -> int:
+    return number + -number % step
+
+
+def _tiles_of(rows: PathRows, num_rows: int, group: int, num_groups: int) -> _Tiles:
+    """Return the tiles of the last rows, made once for all layers that see alike."""
+    kind = (rows.window, num_rows, group, num_groups)
+    if kind not in rows.kept:
+        rows.kept[kind] = _cut(rows, num_rows, group, num_groups)
+    return rows.kept[kind]
+
+
+def _cut(rows: PathRows, num_rows: int, group: int, num_groups: int) -> _Tiles:
+    walk_TL = rows.walk_TL[-num_rows:].contiguous()
+    seen_T = walk_TL[:, 0].numpy().astype(np.int64)
+    base = int(walk_TL[0, 1])
+    least_T = np.zeros_like(seen_T)
+    if rows.window is not None:
+        least_T = np.array([max(0, first_seen(rows.window, int(seen) - 1)) for seen in seen_T])
+    most_positions = _in_steps(int(seen_T.max()), BLOCK)
+    set_heads = group if group * most_positions <= _MOST_SCORES else min(group, 2)
+    while group % set_heads:
+        set_heads -= 1
+    tile_rows = max(1, _MOST_SCORES // (set_heads * most_positions))
+    num_sets = num_groups * (group // set_heads)
+    tile_rows = min(tile_rows, -(-num_rows * num_sets // _LEAST_TILES))
+    span = []
+    num_positions = 0
+    for lo in range(0, num_rows, tile_rows):
+        some = slice(lo, lo + tile_rows)
+        first = int(least_T[some].min()) // BLOCK * BLOCK
+        end = _in_steps(int(seen_T[some].max()), BLOCK)
+        span.append((min(first, base), max(min(first, base), min(end, base))))
+        num_positions = max(num_positions, end - span[-1][0])
+    return _Tiles(
+        walk_TL,
+        torch.from_numpy(least_T.astype(np.int64)),
+        torch.tensor(span, dtype=torch.int64),
+        tile_rows,
+        set_heads,
+        num_positions,
+    )
+
+
+def _by_position(chosen_TS: Tensor, tiles: _Tiles) -> Tensor:
+    """Return which positions of its path each row may look at, (T, P) in bytes, from columns."""
+    walk_TL = tiles.walk_TL
+    base = int(walk_TL[0, 1])
+    column_TC = walk_TL[:, HEADER:].long()
+    own_TC = chosen_TS[-len(walk_TL) :].gather(1, column_TC)
+    return torch.cat([chosen_TS[-len(walk_TL) :, :base], own_TC], 1).to(torch.uint8)
