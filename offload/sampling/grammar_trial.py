@@ -2,8 +2,8 @@
 
 The compiler recurses along references without a bound of its own: a chain of some thousands ends
 the process that it runs in. Here it has half the stack that a thread has elsewhere, and bounds on
-memory and on the seconds of a processor, which the kernel keeps. Prints what is wrong, in JSON, null if nothing is; an object with its `failure`
-where the compiler cannot be imported.
+memory and on the seconds of a processor, which the kernel keeps. Prints what is wrong, in JSON,
+null if nothing is; an object with its `failure` where the compiler cannot be imported.
 
 Invariant: nothing of the package is imported, so that it takes a tenth of a second.
 """

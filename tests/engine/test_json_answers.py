@@ -127,7 +127,8 @@ def test_answers_are_whole_and_valid(decoder: Decoder, name: str) -> None:
     texts = list[str]()
     longest = 0
     for seed in range(num_answers):
-        answer = decoder.generate(question, NUM_TOKENS, temperature=1.0, seed=seed, json_schema=schema)
+        how: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "seed": seed, "json_schema": schema}
+        answer = decoder.generate(question, **how)
         assert answer.finish_reason == "stop", f"seed {seed} is cut: {answer.text[-80:]!r}"
         assert [*breaches(json.loads(answer.text), schema)] == [], f"seed {seed}"
         between = re.sub(r'"(?:[^"\\]|\\.)*"', '""', answer.text)
