@@ -31,8 +31,8 @@ def held_back() -> Iterator[None]:
         with _heard_by(signal.SIGINT, lambda *which: heard.append(which)):
             yield
     finally:
-        if heard:
-            before(*heard[0])
+        for one in heard:
+            before(*one)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from offload.checkpoint.files import cache_folder
 from offload.cli.prompt_input import decode
 from offload.errors import UserError
+from offload.interrupts import held_back
 
 _QUOTES = '"""'
 _TAKE_BLOCKS = ("", "/system")
@@ -88,6 +89,10 @@ class ChatInput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with held_back():
+            self._leave(kind)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
         if self._is_typed:
             if kind is not None:  # what was typed ahead was not meant for the shell
                 termios.tcflush(sys.stdin, termios.TCIFLUSH)

@@ -88,7 +88,7 @@ def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
 
 
 def _headline(found: "Estimate") -> str:
-    if found.is_link_alone and not found.plan.is_streamed:
+    if found.is_lower_bound and not found.plan.is_streamed:
         return (
             f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
         )
@@ -102,7 +102,7 @@ def _headline(found: "Estimate") -> str:
         f" ({_range_words(one)} {how})" for how, one in others.items() if one is not best
     )
     alone = " without a draft" if others and best is plain else ""
-    least = "at least " if found.is_link_alone else ""
+    least = "at least " if found.is_lower_bound else ""
     texts = f" over {found.plan.parallel} texts" if found.plan.parallel > 1 else ""
     return f"It runs: {least}{_range_words(best)} seconds per token{texts}{alone}{other}."
 
@@ -207,6 +207,8 @@ def _sweep_words(found: "Estimate") -> str:
     limit = found.predictions[-1].step.limit
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
     decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]
+    if found.is_lower_bound and not found.is_link_alone:
+        decides += "; of computing only the products of weights count, as timed here just now"
     return f"{words}: {seconds_words(found.sweep_s)} s; {decides}"
 
 
@@ -230,7 +232,7 @@ def _prompt_words(found: "Estimate") -> str:
     # elsewhere computing is counted for all passes, or for none
     return (
         f"{words}; with computing, as this processor did it just now"
-        if found.is_link_alone
+        if found.is_lower_bound
         else words
     )
 

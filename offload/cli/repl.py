@@ -1,8 +1,9 @@
 """A conversation at a terminal: questions in, answers out, and what Ctrl-C means in between.
 
-While an answer is written, Ctrl-C ends the answer and not the program: it is heard at once and
-obeyed where a layer ends, because an exception in the middle of the stream's bookkeeping would lose
-a slot. A second one ends the program.
+From a question until its answer is kept, Ctrl-C ends the answer and not the program: it is heard at
+once and obeyed where a layer ends, because an exception in the middle of the stream's bookkeeping
+would lose a slot. A second one ends the program, at once while the model computes, and once the
+answer is kept where it has come to its end: what was asked and said is lost by neither.
 """
 
 import signal
@@ -40,25 +41,38 @@ class InterruptFlag:
 
     def __init__(self) -> None:
         self._is_pulled = False
+        # the answer has come to its end, by itself, by `Stopped` or by a second Ctrl-C
+        self._is_ended = False
+        self._ends_program = False
 
     def check(self) -> None:
         """Raise `Stopped` if it was asked for: this is a moment at which stopping is safe."""
-        if self._is_pulled:
+        if self._is_pulled and not self._is_ended:
+            self._is_ended = True
             raise Stopped
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Let the first Ctrl-C only be noted meanwhile; a second one ends the program."""
-        self._is_pulled = False
+        self._is_pulled = self._is_ended = self._ends_program = False
         before = signal.signal(signal.SIGINT, self._pull)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
             self._is_pulled = False
+            if self._ends_program:
+                raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Let a second Ctrl-C wait, from here on, until `ready` is left."""
+        self._is_ended = True
 
     def _pull(self, *_: object) -> None:
-        if self._is_pulled:
+        if self._is_pulled and self._is_ended:
+            self._ends_program = True
+        elif self._is_pulled:
+            self._is_ended = True
             raise KeyboardInterrupt
         self._is_pulled = True
 
@@ -152,7 +166,7 @@ def answer_questions(
                     break
                 if not entry.command and not entry.text.strip():
                     continue
-                with keeper.ready():
+                with brake.ready(), keeper.ready():
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
                     if pieces is not None:
                         with SilentTerminal():
@@ -203,7 +217,7 @@ def _answer(
     assert chat.turn is not None, "one has just begun"
     console.follow(chat.turn, plan, chat.max_new_tokens)
     try:
-        with brake.ready(), closing(pieces):
+        with closing(pieces):
             try:
                 for piece in pieces:
                     num_shown += len(piece)
@@ -211,6 +225,7 @@ def _answer(
             # whatever it is, but for `Stopped` it is raised again behind the text
             except BaseException as error:
                 failure = error
+            brake.end()
         result = chat.turn.result()
         console.text(result.text[num_shown:] + "\n")
     finally:

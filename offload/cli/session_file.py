@@ -89,5 +89,5 @@ def saving(console: "Console") -> Iterator[None]:
         console.clear()
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        if came:
-            signal.raise_signal(came[0])
+        for number in came:
+            signal.raise_signal(number)

@@ -15,6 +15,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.engine.request import Request
 from offload.errors import UserError, require
+from offload.interrupts import held_back
 from offload.sampling_options import Sampling
 
 # what is wrong with it is wrong with every question
@@ -163,12 +164,14 @@ class Chat:
         try:
             yield from run
         finally:
-            result = run.result()
-            if result.token_ids:
-                self.messages = [
-                    *asked,
-                    {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)},
-                ]
+            # Ctrl-C would else lose both where it comes just now
+            with held_back():
+                result = run.result()
+                if result.token_ids:
+                    self.messages = [
+                        *asked,
+                        {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)},
+                    ]
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

@@ -425,13 +425,21 @@ class TreeSelector:
         )
 
     def settle_link(
-        self, link_bytes_per_s: float | None, profile: Profile | None, *, is_here: bool
+        self,
+        link_bytes_per_s: float | None,
+        profile: Profile | None,
+        *,
+        is_here: bool,
+        products_s: Curve = NOTHING,
     ) -> Costs | None:
         """Note the rate of the link, and return the costs of a step that are known unmeasured.
 
-        They are None where nothing is known of computing. Then trees are no larger than memory has
-        room for, and weighed only where each row asks for bytes of its own. `is_here` says that
-        this machine will decode.
+        They are None where a step was never measured. Then trees are no larger than memory has
+        room for, and weighed only where each row takes time or asks for bytes of its own.
+
+        Args:
+            is_here: this machine will decode.
+            products_s: the least that a pass computes against its rows, where that is known.
         """
         if is_here:
             self.link_bytes_per_s = link_bytes_per_s
@@ -440,7 +448,10 @@ class TreeSelector:
         if costs is None:
             traffic = self.traffic_of(1)
             asks = traffic is not None and traffic.experts is not None
-            self.costs = link_alone(link_bytes_per_s) if link_bytes_per_s and asks else None
+            if link_bytes_per_s and (asks or products_s is not NOTHING):
+                self.costs = replace(link_alone(link_bytes_per_s), compute_s=products_s)
+            else:
+                self.costs = None
             self.max_nodes = self.most_nodes if self.spec.is_chosen else self.max_nodes
         return costs
 

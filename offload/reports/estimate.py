@@ -1,10 +1,10 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for any machine.
 
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link,
-measured here and now, and from a profile of `offload tune`; where only the link is known, a
-prediction is a lower bound and says so. Tokens per pass are a range, from pairs that papers
-measured, where this pair was not measured. No torch but for a GPU, or to count a model that only
-torch can build.
+measured here and now, and from a profile of `offload tune`; where only the link is known, and
+perhaps how fast this processor multiplies, a prediction is a lower bound and says so. Tokens per
+pass are a range, from pairs that papers measured, where this pair was not measured. No torch but
+for a GPU, for the speed of products, or to count a model that only torch can build.
 
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a
 few pieces whose exponents tell what packing would win.
@@ -20,7 +20,9 @@ from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
 from offload.planning.budget import prompt_costs
 from offload.planning.cost_model import (
+    NOTHING,
     Costs,
+    Curve,
     Prediction,
     PromptPass,
     Traffic,
@@ -33,7 +35,7 @@ from offload.planning.load_options import LoadOptions
 from offload.planning.model_facts import ModelFacts
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.reports.packing import Packing, packing_of
-from offload.trees.spec import label_of
+from offload.trees.spec import MAX_TREE_NODES, label_of
 from offload.trees.topology import Shape, chain
 from offload.units import format_bytes
 
@@ -52,6 +54,8 @@ class Estimate(NamedTuple):
     predictions: tuple[Prediction, ...]
     # whether computing is left out of the predictions, because its rates are not known
     is_link_alone: bool
+    # whether they leave out all, or all but the products of weights, that a pass computes
+    is_lower_bound: bool
     # what the tokens per pass rest on, in words
     basis: str
     notes: tuple[str, ...]
@@ -90,6 +94,7 @@ class Estimate(NamedTuple):
             "fits": True,
             "s_per_token_range": seconds,
             "is_link_alone": self.is_link_alone,
+            "is_lower_bound": self.is_lower_bound,
             "models": {
                 role: one._asdict()
                 for role, one in zip(("target", "draft"), self.models, strict=False)
@@ -141,14 +146,15 @@ def estimate(
     trees = run.trees(settings.sampling)
     profile, _ = trees.find(*settings)
     link = run.measure_link() if run.knows_link else None
-    costs = trees.settle_link(link, profile, is_here=run.hardware is None)
+    products_s = _products_s(run)
+    costs = trees.settle_link(link, profile, is_here=run.hardware is None, products_s=products_s)
     plan = run.plan_for(trees.nodes_to_plan(*settings))
     # passes of a self draft are no small matter, so the link says nothing
     is_unknown = costs is None and run.files.draft is not None and run.files.draft.is_copy
     predictions: tuple[Prediction, ...] = ()
     basis = _basis(run, trees, settings)
     if link is not None and not is_unknown and (costs or plan.is_streamed):
-        known = costs or link_alone(link)
+        known = costs or trees.costs or link_alone(link)
         predictions, basis = _predictions(run, trees, settings, known, plan, tokens_per_sweep)
     traffic = _traffic(run, trees, plan)
     packing = None
@@ -160,7 +166,8 @@ def estimate(
         hardware=run.hardware,
         link_bytes_per_s=link,
         predictions=predictions,
-        is_link_alone=costs is None,
+        is_link_alone=costs is None and products_s is NOTHING,
+        is_lower_bound=costs is None,
         basis=basis,
         notes=(*([_NO_COSTS] if is_unknown else []), *run.notes, *_notes(run, link, plan)),
         is_measured=link is not None and not has_rates,
@@ -168,6 +175,17 @@ def estimate(
         traffic=traffic,
         prompt=_prompt(run, costs, traffic, plan),
     )
+
+
+def _products_s(run: ResolvedRun) -> Curve:
+    """Return the seconds of a pass's products of weights against its rows, where they were timed.
+
+    That is on this machine's CPU, for the rows of a prompt's pass (`calibration.link.with_rates`).
+    """
+    if run.budget.gpu is not None or run.hardware is not None:
+        return NOTHING
+    costs = prompt_costs(run.budget, run.files, MAX_TREE_NODES)
+    return NOTHING if costs is None else costs.compute_s
 
 
 def _basis(run: ResolvedRun, trees: TreeSelector, settings: RunSettings) -> str:

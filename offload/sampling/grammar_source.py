@@ -7,6 +7,7 @@ process that has not been compiled in another.
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 REMEDY = "mend it, or ask for less"
-# seconds that a compilation may take; most take milliseconds
-_TRIAL_S = 10.0
+# Seconds of a processor that a compilation may take; most take milliseconds. Wall time would refuse
+# a good grammar where the machine is busy.
+_CPU_S = 10
+# Wall time: the process may be stopped from outside.
+_WAIT_S = 120.0
 # Between two parts of JSON: one space at most. A model that has little to say would else write blanks
 # until its last token, and every one of them costs its share of a pass.
 _BLANKS = "[ ]"
@@ -86,16 +90,21 @@ def _try_out(source: str, grammar: Grammar) -> None:
     got = f"got {grammar.text!r:.80}"
     try:
         told = subprocess.run(
-            [sys.executable, "-P", script],
+            [sys.executable, "-P", script, str(_CPU_S)],
             input=source.encode(),
             capture_output=True,
-            timeout=_TRIAL_S,
+            timeout=_WAIT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{grammar} must be compiled within {_TRIAL_S:g} s, {got}: {REMEDY}"
+            f"{grammar} must be compiled within {_WAIT_S:g} s, {got}, by a process that was not given "
+            "enough time: try again where the machine is less busy"
         ) from None
+    if sys.platform != "win32" and told.returncode == -signal.SIGXCPU:
+        raise UserError(
+            f"{grammar} must be compiled within {_CPU_S} s of a processor, {got}: {REMEDY}"
+        )
     if told.returncode:
         lines = told.stderr.decode(errors="replace").strip().splitlines() or [
             f"status {told.returncode}"

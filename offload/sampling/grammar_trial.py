@@ -1,15 +1,16 @@
-"""Compile an untrusted grammar in a process of its own: `python -P grammar_trial.py < grammar`.
+"""Compile an untrusted grammar in a process of its own: `python -P grammar_trial.py CPU_S < grammar`.
 
 The compiler recurses along references without a bound of its own: a chain of some thousands ends
-the process that it runs in. Here it has half the stack that a thread has elsewhere, and a bound on
-time and memory. Prints what is wrong, in JSON, null if nothing is; an object with its `failure`
-where the compiler cannot be imported.
+the process that it runs in. Here it has half the stack that a thread has elsewhere, and bounds on
+memory and on the seconds of a processor, which the kernel keeps. Prints what is wrong, in JSON,
+null if nothing is; an object with its `failure` where the compiler cannot be imported.
 
 Invariant: nothing of the package is imported, so that it takes a tenth of a second.
 """
 
 import json
 import sys
+import time
 
 # a thread has 8 MiB
 _STACK_BYTES = 4 << 20
@@ -32,6 +33,8 @@ def main() -> None:
             resource.RLIMIT_STACK: _STACK_BYTES,
             resource.RLIMIT_AS: _MEMORY_BYTES,
             resource.RLIMIT_CORE: 0,
+            # whole seconds; what the start has taken is none of the grammar's
+            resource.RLIMIT_CPU: int(time.process_time()) + 1 + int(sys.argv[1]),
         }
         for what, most in limits.items():
             hard = resource.getrlimit(what)[1]

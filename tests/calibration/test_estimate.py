@@ -256,6 +256,33 @@ def test_memory_and_disk_are_enough_of_a_machine(configs: list[str]) -> None:
     assert given.predictions[1].tokens_range == (5.0, 5.0) and given.basis == "tokens per pass as given"
 
 
+@pytest.mark.parametrize(
+    ("disk_speed", "tree", "limit"),
+    [("3GB", "64x8", "link"), ("100GB", "64x8", "compute"), ("100GB", "512x16", "compute"), ("3GB", "auto", None)],
+)
+def test_no_pass_is_quicker_than_its_products(
+    disk_speed: str, tree: str, limit: str | None, configs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were timed for the rows of a prompt's pass: 2 operations for each weight and row, 1e12 in a second."""
+    monkeypatch.setattr(device_link, "product_flops_per_s", lambda *_: 1e12)
+    wish = {"ram": "32GiB", "context": 1024, "disk_speed": disk_speed}
+    got = ask(configs, tree=tree, **wish)
+    assert got.is_lower_bound and not got.is_link_alone
+    layers = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    for one in got.predictions:
+        assert one.step.compute_s == pytest.approx(one.shape.num_nodes * 2 * layers / 1e12, rel=0.001)
+        assert one.step.total_s == pytest.approx(max(one.step.compute_s, one.step.link_s))
+    chosen = got.predictions[-1]
+    assert limit is None or chosen.step.limit == limit
+    if limit is None:
+        others = [ask(configs, tree=other, **wish).predictions[-1] for other in ("4x3", "64x8", "2048x32")]
+        assert chosen.s_per_token < min(one.s_per_token for one in others)
+
+    # Where nothing was timed, the link alone counts, as it says.
+    alone = ask(configs, tree=tree, **{**wish, "context": 512})
+    assert alone.is_link_alone and alone.is_lower_bound and alone.predictions[-1].step.compute_s == 0
+
+
 def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], tmp_path: Path) -> None:
     path = tmp_path / "laptop.json"
     machine = {"ram_bytes": "32GiB", "disk_bytes_per_s": "3GB"}

@@ -2,8 +2,10 @@
 
 import json
 import signal
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +14,12 @@ from refusals import assert_refused
 from shell import Outcome, shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
+from offload.cli import repl
 from offload.cli.chat_commands import _HELP
+from offload.cli.console import Console
+from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
+from offload.engine.generation import Run
 from offload.errors import UserError
 
 
@@ -179,9 +185,51 @@ def test_what_is_said_is_kept_however_it_ends(talker: Path, tmp_path: Path) -> N
     assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
 
 
+@pytest.mark.parametrize(
+    ("owner", "method", "number"),
+    [
+        (Run, "result", 1),  # of the conversation, which has not noted the answer yet
+        (Run, "result", 2),
+        (Console, "text", 3),  # what was not shown of a stopped answer; while an answer comes it ends it
+        (repl, "turn_line", 1),
+        (Decoder, "save_session", 1),
+    ],
+)
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_second_interrupt_loses_nothing(
+    talker: Path, tmp_path: Path, owner: Any, method: str, number: int, is_stopped: bool
+) -> None:
+    """It comes when an answer has ended, by the first one or by itself, and is not kept yet."""
+    path = tmp_path / "talk"
+    first = at_sweep(4, interrupt) if is_stopped else nullcontext()
+    both = interrupt if is_stopped else lambda: (interrupt(), interrupt())
+    with first, at_call(owner, method, number, both):
+        outcome = chat(talker, "Say\n", "--session", path, quiet=False)
+    assert outcome.code == 130 and outcome.err.endswith("offload: interrupted\n")
+    assert outcome.out.endswith("\n") and SAID.startswith(outcome.out.rstrip("\n\ufffd"))
+    assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "number", "num_said"),
+    [
+        (Chat, "_begin", 1, 1),  # before a layer has run
+        (repl, "turn_line", 1, 2),
+        (Decoder, "save_session", 1, 2),
+    ],
+)
+def test_one_interrupt_never_ends_a_conversation(
+    talker: Path, tmp_path: Path, owner: Any, method: str, number: int, num_said: int
+) -> None:
+    with at_call(owner, method, number, interrupt):
+        outcome = chat(talker, "Say\nSay\n", "--session", tmp_path / "talk", quiet=False)
+    assert outcome.code == 0 and outcome.out == "\n" * (2 - num_said) + (SAID + "\n") * num_said
+    assert ("(0 tokens, stopped" in outcome.err) == (num_said == 1)
+
+
 def test_an_interrupt_waits_for_the_session_to_be_written(talker: Path, tmp_path: Path) -> None:
     path = tmp_path / "talk"
-    with at_call(Decoder, "save_session", 1, interrupt):
+    with at_call(Decoder, "save_session", 1, lambda: (interrupt(), interrupt())):
         assert chat(talker, "Say\n", "--session", path).code == 130
     assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
     path = tmp_path / "text"

@@ -55,6 +55,15 @@ def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...]
     assert "█" not in out and ("GPU" in out) == ("--ram" not in machine or machine == GPU)
 
 
+def test_what_counts_of_computing_is_said(pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.calibration.link.product_flops_per_s", lambda *_: 1e12)
+    out = printed(*pair, *LAPTOP[:2], "--disk-speed", "100GB", "--context", "1024", "--tree", "64x8")
+    told = " ".join(out.split())
+    assert out.startswith("It runs: at least 1.1 seconds per token without a draft (1.1 to 1.5 with it).")
+    assert "computing is the limit; of computing only the products of weights count, as timed here just now" in told
+    assert "with computing, as this processor did it just now" in told
+
+
 def test_a_copy_is_not_predicted_by_the_link_alone(pair: tuple[str, ...]) -> None:
     """Its passes are as wide as the target's, and nothing is known of them."""
     flags = (*pair[:2], "-d", "self:int4", "--ram", "64GiB", "--disk-speed", "3GB", "--context", "512")

@@ -149,12 +149,42 @@ def test_blanks_of_json_are_bounded_unless_the_schema_speaks_of_them(
         assert (matcher.try_consume_tokens(text) == len(text)) == is_allowed
 
 
-def test_what_takes_too_long_or_panics_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="must be compiled within"):
-        patch.setattr(module, "_TRIAL_S", 0.001)
+VALIDATE = "validate_grammar_with_warnings"
+
+
+@pytest.fixture
+def compiler_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Let the process that tries a grammar out meet a compiler that does something else first."""
+
+    def does(what: str) -> None:
+        code = f"import time\n\n\nclass LLMatcher:\n    @staticmethod\n    def {VALIDATE}(text):\n"
+        (tmp_path / "llguidance.py").write_text(f"{code}        {what}\n        return False, []\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(module, "_CPU_S", 0)  # what the kernel makes of it is the next whole second
+
+    return does
+
+
+def test_what_computes_too_long_is_refused(grammars: Grammars, compiler_that: Callable[[str], None]) -> None:
+    compiler_that("while True: pass")
+    with pytest.raises(UserError, match=r"must be compiled within 0 s of a processor, got 'slow': mend"):
         grammars.mask(Grammar("regex", "slow"))
 
-    # A compiler that panics is told of.
+
+def test_a_busy_machine_refuses_no_grammar(
+    grammars: Grammars, compiler_that: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for longer than it may compute."""
+    compiler_that("time.sleep(1.2)")
+    grammars.mask(Grammar("regex", "waits"))
+
+    compiler_that("time.sleep(60)")
+    monkeypatch.setattr(module, "_WAIT_S", 0.3)
+    with pytest.raises(UserError, match="not given enough time: try again where the machine is less busy"):
+        grammars.mask(Grammar("regex", "stopped"))
+
+
+def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):  # as pyo3 has it
         pass
 
