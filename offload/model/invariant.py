@@ -294,20 +294,26 @@ def in_whole_vectors(
 
     torch computes what is left over there in another way.
     """
-    if numbers.device.type != "cpu":
+    num = numbers.numel()
+    is_whole = num % _VECTOR == 0
+    is_plain = is_whole and numbers.is_contiguous() and _are_shares_whole(num)
+    if numbers.device.type != "cpu" or is_plain:
         return function(numbers, *args, **kwargs)
     flat = numbers.reshape(-1)
-    if len(flat) % _VECTOR:
-        flat = pad(flat, (0, -len(flat) % _VECTOR))
-    num_threads = torch.get_num_threads()
-    shares = (num_threads, max(1, min(num_threads, math.ceil(len(flat) / _GRAIN))))
-    if len(flat) < _LEAST_SHARED or all(
-        math.ceil(len(flat) / share) % _VECTOR == 0 for share in shares
-    ):
+    if not is_whole:
+        flat = pad(flat, (0, -num % _VECTOR))
+    if _are_shares_whole(flat.numel()):
         out = function(flat, *args, **kwargs)
     else:
         out = _on_one_thread(function, flat, *args, **kwargs)
-    return out[: numbers.numel()].reshape(numbers.shape)
+    return out[:num].reshape(numbers.shape)
+
+
+def _are_shares_whole(num: int) -> bool:
+    """Tell whether no thread's share of so many numbers, whole vectors, ends within one."""
+    num_threads = torch.get_num_threads()
+    shares = (num_threads, max(1, min(num_threads, math.ceil(num / _GRAIN))))
+    return num < _LEAST_SHARED or all(math.ceil(num / share) % _VECTOR == 0 for share in shares)
 
 
 def _on_one_thread(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
