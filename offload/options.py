@@ -215,10 +215,10 @@ class ModelOptions:
     invariant: bool | None = option(
         "--invariant/--no-invariant", commands=_RUN,
         group="Expert",
-        help="compute the same bits with every tree; default: on where layers are streamed",
+        help="compute the same bits with every tree; default: on where it takes no time",
         doc="[the same bits](trees-and-rules.md#the-same-bits) with every tree, or the quickest "
-        "way; default: the same bits where layers are streamed; a promise of one process, "
-        "refused with `--ranks`",
+        "way; default: the same bits where layers are streamed, and on a CPU where they take no "
+        "time; a promise of one process, refused with `--ranks`",
     )
     link_limit: str | int | None = option(
         "--link-limit", metavar="SIZE", is_per_rank=True, is_hidden=True,

@@ -22,6 +22,7 @@ from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
 from offload.model.streamed import StreamedModel
+from offload.model.wide_products import widens_products
 from offload.planning.load_options import LoadOptions
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy, thread_ladder
@@ -100,7 +101,8 @@ def settle_invariance(
         return Invariance(reason="several ranks share its rows")
     if options.invariant is False:
         return Invariance(reason="it is not wanted")
-    if options.invariant is None and not plan.is_streamed:
+    is_widened = device is None and model.has_rows_alone and widens_products(model.dtype)
+    if options.invariant is None and not plan.is_streamed and not is_widened:
         return Invariance(reason="nothing is streamed, so that it would take time")
     if model.place.type != "cpu" and model.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")

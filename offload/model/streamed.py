@@ -304,6 +304,12 @@ class StreamedModel(BoundModel):
         return has_states(self._layers)
 
     @property
+    def has_rows_alone(self) -> bool:
+        """Return whether layers are products and attention of each row, without experts and states."""
+        has_experts = self._usual_experts not in (None, "eager")
+        return not self.has_states and not self.has_index and not has_experts
+
+    @property
     def has_index(self) -> bool:
         """Return whether layers choose what rows attend to."""
         return any(self._chooses)

@@ -20,6 +20,7 @@ from torch.backends import mkldnn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from offload.kernels.machine_code import HAS_LLVM, fused_lanes
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
@@ -57,6 +58,14 @@ def lacks_products(dtype: torch.dtype) -> bool:
         return False
     is_supported = _is_supported(dtype)
     return is_supported is not None and not (mkldnn.enabled and is_supported)
+
+
+def widens_products(dtype: torch.dtype) -> bool:
+    """Tell whether weights of this type are multiplied by machine code of our own on this processor.
+
+    A row's bits then depend on nothing beside it, and that takes no time.
+    """
+    return lacks_products(dtype) and HAS_LLVM and fused_lanes() > 0
 
 
 @cache

@@ -157,9 +157,7 @@ def estimate(
         known = costs or trees.costs or link_alone(link)
         predictions, basis = _predictions(run, trees, settings, known, plan, tokens_per_sweep)
     traffic = _traffic(run, trees, plan)
-    packing = None
-    if has_packing:
-        packing = packing_of(run.files, run.budget, plan.num_nodes, run.hardware, link)
+    told = (run.files, run.budget, plan.num_nodes, run.hardware, link)
     return Estimate(
         models=tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, run.files))),
         plan=plan,
@@ -171,7 +169,7 @@ def estimate(
         basis=basis,
         notes=(*([_NO_COSTS] if is_unknown else []), *run.notes, *_notes(run, link, plan)),
         is_measured=link is not None and not has_rates,
-        packing=packing,
+        packing=packing_of(*told) if has_packing else None,
         traffic=traffic,
         prompt=_prompt(run, costs, traffic, plan),
     )
