@@ -78,7 +78,8 @@ class TalkingModels(ModelChoice):
             rule = "`demo` brings its own models"
             require(not named, rule, " and ".join(named), "leave out `model` and `draft`, or `demo`")
             return str(CHAT_PAIR / "target"), str(CHAT_PAIR / "draft")
-        require(bool(self.model), "`model` says what is to run", "none", "`demo` takes the packaged one")
+        way = "give a folder, a GGUF file or a hub id, or `demo` for the packaged one"
+        require(bool(self.model), "`model` says what is to run", "none", way)
         return super().given
 
 

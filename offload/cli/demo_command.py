@@ -34,6 +34,9 @@ def demo(
     output: OutputOptions,
 ) -> None:
     """See it work on a packaged model, here and now."""
+    from offload.planning.load_options import LoadOptions
+
+    LoadOptions.of(model_options)  # what cannot be is refused before torch is imported
     size_bytes = parse_size(demo_options.size, "`size`")
     max_tokens = text_options.max_new_tokens or 0
     shown = Console(

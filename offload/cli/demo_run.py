@@ -231,11 +231,12 @@ def comparison_lines(found: DemoResult) -> str:
     """Return both speeds side by side, and what was proved of both texts."""
     plain = found.plain.stats
     tree = found.tree.stats
-    head = f"{'':>20} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
+    head = f"{'':>21} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
+    named = f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}"
     rows = [
         _speed_row("without guesses", plain),
-        _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
+        _speed_row(named if tree.tree_depth else "no tree seemed to pay", tree),
     ]
     # all came at once, those of the tree with the prompt's pass
     fast = "too few tokens to tell how fast: raise -n"
@@ -269,4 +270,4 @@ def proof_details(found: DemoResult) -> str:
 
 
 def _speed_row(label: str, stats: Stats) -> str:
-    return f"{label:>20} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
+    return f"{label:>21} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"

@@ -36,6 +36,8 @@ _DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_
 # a command with no more options shows them all
 _FEW = 12
 _ALL = "--help-all"
+# stands for a hyphen while lines are broken
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 def command(
@@ -313,11 +315,22 @@ class _GroupedCommand(TyperCommand):
 
     declared: Mapping[str, Option] = {}
 
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, in which no line ends within a flag."""
+        return super().get_help(ctx).replace(_HYPHEN, "-")
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what follows the command's name; of a required argument its name alone."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"^\{(.*?)(\.\.\.)?\}", r"\1", piece) for piece in pieces]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, and options by their groups."""
         told = [(one, one.get_help_record(ctx)) for one in self.get_params(ctx)]
-        shown = [(one, record) for one, record in told if record is not None]
-        arguments = [record for one, record in shown if one.param_type_name == "argument"]
+        shown = [(one, (r[0], _unbroken(r[1]))) for one, r in told if r is not None]
+        arguments = [
+            (one.metavar, record[1]) for one, record in shown if one.param_type_name == "argument"
+        ]
         options = [(one, record) for one, record in shown if one.param_type_name == "option"]
         if arguments:
             with formatter.section("Arguments"):
@@ -350,6 +363,11 @@ class _GroupedCommand(TyperCommand):
             group: [_longest(one) for one in rest if self._group(one) == group] for group in GROUPS
         }
         return [(group, ", ".join(own)) for group, own in names.items() if own]
+
+
+def _unbroken(told: str) -> str:
+    """Return a text whose flags are not broken into two lines."""
+    return re.sub(r"--?[a-z][\w-]*", lambda match: match[0].replace("-", _HYPHEN), told)
 
 
 def _row(group: str, names: str, formatter: Any) -> str:

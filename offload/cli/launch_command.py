@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from offload.cli.app import app
+from offload.cli.flags import grouped
 from offload.cli.live_line import print_error
 
 
 @app.command(
+    cls=grouped({}),
     context_settings={"allow_interspersed_args": False},
     epilog="""Examples:
 

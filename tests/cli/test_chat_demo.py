@@ -86,7 +86,7 @@ def test_two_commands_that_make_the_demo_exclude_each_other(tmp_path: Path, monk
 def test_a_model_and_the_demo_exclude_each_other() -> None:
     for command in ("chat", "serve"):
         assert_refused(shell(command, "--demo", "-m", "big"), "--demo brings its own models", "leave out --model")
-        assert_refused(shell(command), "--model says what is to run", "--demo takes the packaged one")
+        assert_refused(shell(command), "--model says what is to run", "or --demo for the packaged one")
 
 
 def test_the_template_keeps_what_was_said() -> None:

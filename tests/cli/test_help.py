@@ -73,6 +73,17 @@ def test_examples_can_be_copied_from_a_narrow_terminal(name: str, monkeypatch: p
     assert told and all(re.match("  (offload|cat|head) ", line) for line in told), "one is broken into lines"
 
 
+@pytest.mark.parametrize("name", [*LONG, *SHORT, "list", "unpack", "launch", "datastore append"])
+def test_no_line_ends_within_a_flag_and_arguments_are_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (60, 80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        told = shell(*name.split(), "--help").out
+        told = told.partition("Examples:")[0]
+        broken = [line for line in told.splitlines() if re.search(r"(^|[ /,])--?[\w-]*-$", line)]
+        assert not broken and "\N{NON-BREAKING HYPHEN}" not in told
+        assert not re.search(r"[{}]|<(str|list|path)|\.{4}", told, re.IGNORECASE)
+
+
 def test_every_option_is_of_a_group() -> None:
     for record in RECORDS:
         for one in options_of(record).values():
