@@ -89,5 +89,5 @@ def saving(console: "Console") -> Iterator[None]:
         console.clear()
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in came:
-            signal.raise_signal(number)
+        for sent in came:
+            signal.raise_signal(sent)
