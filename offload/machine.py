@@ -3,7 +3,6 @@
 import ctypes
 import math
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,6 +89,9 @@ def cpu_name() -> str:
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             return value.strip()
+    # which imports more than the rest of this file
+    import platform
+
     return platform.processor() or platform.machine()
 
 
