@@ -242,10 +242,8 @@ class Code:
         return self._builder.shuffle_vector(one, other, places)
 
     def _added(self, left: Any, right: Any, before: Any) -> Any:
-        """Add products of two registers, each rounded once where this processor fuses them."""
-        if fused_lanes():
-            return self._builder.call(self._fused[left.type.count], [left, right, before])
-        return self._builder.fadd(before, self._builder.fmul(left, right))
+        """Add the products of two registers, which are not rounded in between."""
+        return self._builder.call(self._fused[left.type.count], [left, right, before])
 
     def _both_of(self, words: Any) -> list[Any]:
         """Return the first and the second number of every word of two, in float32."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.machine_code import HAS_LLVM, Shared
+from offload.kernels.machine_code import HAS_LLVM, Shared, fused_lanes
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
 from offload.kernels.path_attention_code import FIELDS, KEY_STEP, VALUE_STEP, code_for
 
@@ -73,6 +73,7 @@ def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
     """Tell whether `attention_of` takes these keys and values on this machine."""
     return (
         HAS_LLVM
+        and fused_lanes() > 0
         and key_GSK.device.type == "cpu"
         and key_GSK.dtype == value_GSK.dtype
         and key_GSK.dtype in _TYPES
