@@ -186,70 +186,67 @@ class _PathAttention(Code):
         function = self._begin("soften", kinds)
         scores, total, first, end, least, seen, chosen, sink, cap = function.args
         builder = self._builder
-        peak_place = builder.alloca(self._eight)
-        builder.store(self._eight([-math.inf] * EIGHT), peak_place)
-        longs = self._ir.VectorType(index, EIGHT)
-        is_capped = builder.icmp_unsigned("!=", cap, cap.type(None))
-        is_choosing = builder.icmp_unsigned("!=", chosen, chosen.type(None))
+        begin = self._at(scores, builder.neg(first))
+        with builder.if_then(builder.icmp_unsigned("!=", cap, cap.type(None))):
+            self._each(
+                first, end, EIGHT, lambda position: self._cap(self._at(begin, position), cap)
+            )
+        self._each(first, least, 1, lambda position: self._hide(self._at(begin, position)))
+        self._each(seen, end, 1, lambda position: self._hide(self._at(begin, position)))
+        with builder.if_then(builder.icmp_unsigned("!=", chosen, chosen.type(None))):
+            self._each(first, end, EIGHT, lambda position: self._choose(begin, chosen, position))
+
+        def rise(position: Any, peaks: Sequence[Any]) -> list[Any]:
+            return [self._higher(self._loaded(self._at(begin, position), self._eight), peaks[0])]
+
+        (peak,) = self._loop(first, end, EIGHT, [self._eight([-math.inf] * EIGHT)], rise)
         has_sink = builder.icmp_unsigned("!=", sink, sink.type(None))
-        least_8, seen_8 = (self._repeated(one, longs) for one in (least, seen))
-
-        def hide(position: Any) -> None:
-            place = self._at(scores, builder.sub(position, first))
-            with builder.if_then(is_capped):
-                self._store(self._capped(self._loaded(place, self._eight), cap), place)
-            here = builder.add(self._repeated(position, longs), longs(list(range(EIGHT))))
-            is_seen = builder.and_(
-                builder.icmp_signed(">=", here, least_8), builder.icmp_signed("<", here, seen_8)
-            )
-            score = builder.select(
-                is_seen, self._loaded(place, self._eight), self._eight([-math.inf] * EIGHT)
-            )
-            self._store(score, place)
-            with builder.if_then(is_choosing):
-                kind = self._ir.VectorType(self._ir.IntType(8), EIGHT)
-                byte_8 = self._loaded(self._at(chosen, position), kind, 1)
-                is_chosen = builder.icmp_unsigned("!=", byte_8, kind([0] * EIGHT))
-                score = self._loaded(place, self._eight)
-                hidden = builder.select(is_chosen, score, self._eight([-math.inf] * EIGHT))
-                self._store(hidden, place)
-            score = self._loaded(place, self._eight)
-            peak = builder.load(peak_place)
-            builder.store(
-                builder.select(builder.fcmp_unordered(">", score, peak), score, peak), peak_place
-            )
-
-        self._each(first, end, EIGHT, hide)
-        peak = builder.load(peak_place)
-        for distance in (4, 2, 1):
-            other = self._shuffled(peak, peak, [lane ^ distance for lane in range(EIGHT)])
-            peak = builder.select(builder.fcmp_unordered(">", peak, other), peak, other)
-        builder.store(peak, peak_place)
+        sink_place = builder.alloca(self._single)
+        builder.store(self._single(-math.inf), sink_place)
         with builder.if_then(has_sink):
-            sink_8 = self._repeated(builder.load(sink), self._eight)
-            peak = builder.load(peak_place)
-            builder.store(
-                builder.select(builder.fcmp_ordered(">", sink_8, peak), sink_8, peak), peak_place
-            )
-        peak = builder.load(peak_place)
+            builder.store(builder.load(sink), sink_place)
+        sink_8 = self._repeated(builder.load(sink_place), self._eight)
+        peak = self._higher(self._of_all(peak, self._higher), sink_8)
 
         def weigh(position: Any, sums: Sequence[Any]) -> list[Any]:
-            place = self._at(scores, builder.sub(position, first))
+            place = self._at(begin, position)
             weight = self._power(builder.fsub(self._loaded(place, self._eight), peak))
             self._store(weight, place)
             return [builder.fadd(sums[0], weight)]
 
-        (sum_8,) = self._loop(first, end, EIGHT, [self._eight([0.0] * EIGHT)], weigh)
-        for distance in (4, 2, 1):
-            order = [lane ^ distance for lane in range(EIGHT)]
-            sum_8 = builder.fadd(sum_8, self._shuffled(sum_8, sum_8, order))
+        (sums,) = self._loop(first, end, EIGHT, [self._eight([0.0] * EIGHT)], weigh)
+        sum_8 = self._of_all(sums, builder.fadd)
+        sum_8 = builder.fadd(sum_8, self._power(builder.fsub(sink_8, peak)))
         builder.store(builder.extract_element(sum_8, self._int(0)), total)
-        with builder.if_then(has_sink):
-            sink_8 = self._repeated(builder.load(sink), self._eight)
-            weight = builder.extract_element(self._power(builder.fsub(sink_8, peak)), self._int(0))
-            builder.store(builder.fadd(builder.load(total), weight), total)
         builder.ret_void()
         return function
+
+    def _cap(self, place: Any, cap: Any) -> None:
+        self._store(self._capped(self._loaded(place, self._eight), cap), place)
+
+    def _hide(self, place: Any) -> None:
+        self._builder.store(self._single(-math.inf), place)
+
+    def _choose(self, begin: Any, chosen: Any, position: Any) -> None:
+        """Hide those of eight scores whose bytes are 0."""
+        place = self._at(begin, position)
+        kind = self._ir.VectorType(self._ir.IntType(8), EIGHT)
+        byte_8 = self._loaded(self._at(chosen, position), kind, 1)
+        is_chosen = self._builder.icmp_unsigned("!=", byte_8, kind([0] * EIGHT))
+        score = self._loaded(place, self._eight)
+        hidden = self._eight([-math.inf] * EIGHT)
+        self._store(self._builder.select(is_chosen, score, hidden), place)
+
+    def _higher(self, one: Any, other: Any) -> Any:
+        """Return the higher numbers of two registers, and what is none of the first."""
+        return self._builder.select(self._builder.fcmp_unordered(">", one, other), one, other)
+
+    def _of_all(self, numbers: Any, join: Callable[[Any, Any], Any]) -> Any:
+        """Return a register in which every number is that of all eight."""
+        for distance in (4, 2, 1):
+            order = [lane ^ distance for lane in range(EIGHT)]
+            numbers = join(numbers, self._shuffled(numbers, numbers, order))
+        return numbers
 
     def _capped(self, score: Any, cap: Any) -> Any:
         """Return cap * tanh(score / cap) as an exponent of 2, by tanh(x) = 1 - 2 / (e^2x + 1)."""
