@@ -18,6 +18,7 @@ from io import UnsupportedOperation
 from typing import TYPE_CHECKING, TextIO
 
 from offload.cli.flags import error_line
+from offload.interrupts import held_back
 
 if TYPE_CHECKING:
     from offload.cli.progress import Progress
@@ -70,10 +71,12 @@ class LiveLine:
                 self._draw()
         self._begins_at_once = False
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._keep_moving, name="offload-line", daemon=True
-            )
-            self._thread.start()
+            # one that Ctrl-C met as it began could not be waited for
+            with held_back():
+                self._thread = threading.Thread(
+                    target=self._keep_moving, name="offload-line", daemon=True
+                )
+                self._thread.start()
 
     def write(self, text: str) -> None:
         """Print a piece of text on stdout, and draw the line anew."""

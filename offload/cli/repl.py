@@ -166,11 +166,11 @@ def answer_questions(
                     break
                 if not entry.command and not entry.text.strip():
                     continue
-                with brake.ready(), keeper.ready():
+                # silent until the answer is kept: a line tells of that
+                with SilentTerminal(), brake.ready(), keeper.ready():
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
                     if pieces is not None:
-                        with SilentTerminal():
-                            _answer(chat, pieces, plan, console, brake)
+                        _answer(chat, pieces, plan, console, brake)
             except UserError as error:
                 print_error(str(error))
     keeper.keep()  # what failed before, while there was room to say so, ends the program now

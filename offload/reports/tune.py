@@ -29,12 +29,12 @@ from offload.planning.profile import (
 )
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
+from offload.reports.tuning_text import read_text
 from offload.reports.windows import (
     NUM_PROMPT,
     TuneQuestion,
     encode_windows,
     expert_uses,
-    read_text,
     summarise,
     trace_windows,
 )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from offload.checkpoint.files import read_given, read_object
+from offload.checkpoint.files import read_object
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
@@ -44,7 +44,6 @@ NUM_PROMPT = 64
 NUM_NEW = 128
 _WRITING_NODES = 64
 _WRITING_DEPTH = 16
-_MAX_TEXT_BYTES = 1 << 30
 
 
 class TracedWindow(NamedTuple):
@@ -102,25 +101,6 @@ class TuneQuestion:
         known = {part: decoder.identities.of(part) for part in self.identity.proofs}
         proofs = {part: one.proofs for part, one in known.items() if one is not None}
         return replace(self, identity=replace(self.identity, proofs=proofs))
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file to tune with.
-
-    Raises `UserError` where it is missing, empty or not UTF-8.
-    """
-    try:
-        # models write \n alone
-        text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
-    except OSError as error:
-        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first"
-        ) from None
-    if not text.strip():
-        raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
-    return text
 
 
 def encode_windows(

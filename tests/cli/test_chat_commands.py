@@ -16,6 +16,7 @@ from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.cli import repl
 from offload.cli.chat_commands import _HELP
+from offload.cli.chat_input import SilentTerminal
 from offload.cli.console import Console
 from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
@@ -208,6 +209,16 @@ def test_a_second_interrupt_loses_nothing(
     assert outcome.code == 130 and outcome.err.endswith("offload: interrupted\n")
     assert outcome.out.endswith("\n") and SAID.startswith(outcome.out.rstrip("\n\ufffd"))
     assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
+
+
+def test_keys_are_silent_until_an_answer_is_kept(talker: Path, tmp_path: Path) -> None:
+    """They would else be shown behind the line that tells of it."""
+    states = list[str]()
+    enter = at_call(SilentTerminal, "__enter__", 2, lambda: states.append("silent"))
+    leave = at_call(SilentTerminal, "end", 3, lambda: states.append("heard"))
+    with enter, leave, at_call(Decoder, "save_session", 1, lambda: states.append("kept")):
+        assert chat(talker, "Say\n", "--session", tmp_path / "talk").code == 0
+    assert states == ["silent", "kept", "heard"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from reciting import PROMPT, SAID, settings
+from reciting import PROMPT, SAID, at_call, interrupt, settings
 from screen import Recording, Screen, record
 from shell import process
 
@@ -92,6 +93,15 @@ def test_the_line_moves_while_nobody_tells_of_progress() -> None:
             seen += terminal.read()
         line.close()
     assert "importing, 41 s" in seen and "importing, 42 s" in seen
+
+
+def test_an_interrupt_as_the_line_begins_leaves_a_line_that_ends() -> None:
+    with Terminal(40):
+        line = LiveLine(is_off=False)
+        with at_call(threading.Thread, "start", 1, interrupt), pytest.raises(KeyboardInterrupt):
+            line.show(Phase("loading"))
+        line.close()
+    assert not any(thread.name == "offload-line" for thread in threading.enumerate())
 
 
 def test_a_log_is_told_at_once_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
