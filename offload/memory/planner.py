@@ -456,8 +456,9 @@ def default_ram_bytes() -> int:
 
 
 def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
-    """Return the smallest budget in bytes that `plan` does not refuse."""
+    """Return the smallest budget in bytes that `plan` does not refuse; what refuses all of them is raised."""
     budgets = range(1, 1 << 50)
+    plan(budgets[-1])
     return budgets[bisect_left(budgets, True, key=lambda one: not _is_refused(plan, one))]
 
 
