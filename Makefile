@@ -4,6 +4,7 @@
 #   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
 #   make test-costs measures what every test takes, which decides what a quick run can afford
 #   make test-rest  what `make test` leaves to the full run, likewise: both together are all tests, each once
+#   make test-slice the share of that which is this day's: after 37 days all of it has run
 #   make test-isa   all that computes, as every kind of processor computes it
 #   make test-eval  what speaks to lm-eval, in an environment that has it
 #   make planted  mistakes in the program, one against each promise: which test notices; ONLY="--only session" for some
@@ -35,7 +36,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-full test-rest test-isa test-costs test-eval planted fuzz faults test-floor check lint types audit licences sbom pictures clean
+.PHONY: demo test test-full test-rest test-slice test-isa test-costs test-eval planted fuzz faults test-floor check lint types audit licences sbom pictures clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -74,6 +75,10 @@ test-full: $(VENV)/.installed-dev
 test-rest: $(VENV)/.installed-dev
 	@echo "== pytest, what a quick run leaves out: COMPUTED_AS=$(COMPUTED_AS)"
 	@env $(subst $(comma), ,$(filter-out as-it-is,$(COMPUTED_AS))) $(PYTEST) -m full
+
+test-slice: $(VENV)/.installed-dev
+	@echo "== pytest, this day's share of what a quick run leaves out: COMPUTED_AS=$(COMPUTED_AS)"
+	@env $(subst $(comma), ,$(filter-out as-it-is,$(COMPUTED_AS))) $(PYTEST) --slice
 
 # What every test takes, and so what a quick run can afford (tests/costs.py).
 test-costs: $(VENV)/.installed-dev

@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
-from costs import Meter, mark_costly
+from costs import Meter, mark_costly, slice_of_the_day
 from matrix import TEST_SEED
 
 # Shells start background jobs with SIGINT ignored, `nohup` what it starts with SIGHUP, and children inherit that; tests
@@ -41,13 +41,12 @@ _MAY_BE_MISSING = (
     "this transformers has no .*",  # the oldest admitted one
     "older transformers take other versions of Hugging Face's kernels, and other names from it",
     "faults are injected by a shim in C, for Linux and Python before 3.13",
-    "needs a compiler of C, and Linux",
     "memory groups cannot be made here",
     "no file system of one's own can be mounted here",
     "none can be made on this machine .*",  # a network of two hosts
     "the peak cannot be reset here: .*",
     "no Chromium: .*",
-    "(curl|llm) is not installed",
+    "curl is not installed",
     "Triton's interpreter cuts what it stores as bfloat16",
     "a card has to be asked, which torch does",
     "lm-eval is not installed: .*",  # `make test-eval` has it
@@ -66,6 +65,7 @@ _MAY_BE_MISSING_ELSEWHERE = (  # than on Linux
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run what is marked `full`, too: all rows of every table")
+    parser.addoption("--slice", action="store_true", help="run the day's share of what is marked `full` alone")
     parser.addoption("--meter", type=Path, help="append the processor seconds of every test to this file, see costs.py")
 
 
@@ -91,12 +91,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_costly(items)
     left_out = set() if _is_for_gpu(config) else {"gpu"}
     is_asked_for = "full" in config.option.markexpr or any("::" in argument for argument in config.args)
-    if not (config.option.full or _is_for_gpu(config) or is_asked_for):
+    if not (config.option.full or config.option.slice or _is_for_gpu(config) or is_asked_for):
         left_out.add("full")
-    deselected = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
-    if deselected:
+    kept = {item for item in items if not left_out & {mark.name for mark in item.iter_markers()}}
+    if config.option.slice:
+        kept &= {item for item in slice_of_the_day(items) if item.get_closest_marker("full")}
+    if deselected := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)

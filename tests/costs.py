@@ -4,18 +4,22 @@
 second or more together; `make test-costs` measures them anew. On average over the days a quick run has so many seconds
 for each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the seed
 of the day, and on some days one more, so that a case of two seconds runs every seventh day, or twentieth. The others
-are marked `full`, and so is what takes longer than that by itself.
+are marked `full`, and so is what takes longer than that by itself. Of those `make test-slice` runs the day's share: all
+tests are dealt out to as many days as it takes, so that after those days each has run.
 """
 
+import math
 import resource
 import sys
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from matrix import random_of_the_day
+from matrix import TEST_SEED, random_of_the_day
 from planted.mistakes import read_mistakes
 
 _TABLE = Path(__file__).with_suffix(".tsv")
@@ -25,6 +29,8 @@ _PROMISED_S = 0.3
 _QUICK_S = 0.1
 # of one case at most
 _SINGLE_S = 2.0
+# of the share of one day
+_SLICE_S = 90.0
 
 
 class Cost(NamedTuple):
@@ -55,6 +61,29 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
         drawn = chance.sample(range(len(own)), num_quick)
         for index in set(range(len(own))).difference(drawn):
             own[index].add_marker("full")
+
+
+def slice_of_the_day(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that are this day's: what does not change with the day decides whose a test is."""
+    costs = read_costs()
+    total_s, until_s = 0.0, list[float]()
+    dealt = sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    for item in dealt:
+        cost = costs.get(function_of(item.nodeid))
+        total_s += cost.seconds / cost.num_cases if cost else 0.0
+        until_s.append(total_s)
+    num_days = max(1, math.ceil(total_s / _SLICE_S))
+    today = day_number(TEST_SEED) % num_days
+    whose = (min(int(end_s / _SLICE_S), num_days - 1) for end_s in until_s)
+    return [item for item, day in zip(dealt, whose, strict=True) if day == today]
+
+
+def day_number(seed: str) -> int:
+    """Return the number of a day that is written 20261127, of which the next one is the next; else any number."""
+    try:
+        return date.fromisoformat(seed).toordinal()
+    except ValueError:
+        return zlib.crc32(seed.encode())
 
 
 def function_of(nodeid: str) -> str:

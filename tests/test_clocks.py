@@ -1,16 +1,11 @@
 """Clocks: what measures or limits time asks the monotonic one, and a pause of hours between two looks breaks nothing.
 
 The wall clock is set by people and by servers of time, forwards and back. A laptop's sleep, or SIGSTOP, is time that
-passes between two lines. Both are simulated: in Python by other functions, in all of a process by a library that is
-loaded before libc's.
+passes between two lines. Both are simulated by other functions.
 """
 
 import ast
-import os
 import random
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -18,13 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from reciting import PROMPT, SAID, open_decoder
+from reciting import PROMPT, open_decoder
 from served import serving, slow_passes
-from shell import ROOT
 from test_structure import sources
 
 from offload.distributed.head import TokenTime
-from offload.engine.service import Engine
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0
@@ -108,22 +101,6 @@ def test_a_text_is_the_same_whatever_clocks_do(talker: Path, monkeypatch: pytest
     assert 0 < found.stats.num_sweeps == wanted.stats.num_sweeps
 
 
-def test_requests_outlive_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is written and one that waits; none is taken for late, and figures of the last minute are just old."""
-    with open_decoder(looper) as decoder, Engine(decoder, max_waiting=4) as engine:
-        from offload.engine.request import Request
-
-        with slow_passes(0.01), monkeypatch.context() as patch:
-            jumps = Jumps(patch)
-            tickets = [engine.submit(Request(PROMPT, max_new_tokens=30)) for _ in range(2)]
-            next(iter(tickets[0]))
-            jumps.sleep()
-            assert [len(ticket.result().token_ids) for ticket in tickets] == [30, 30]
-            jumps.sleep()
-            figures = engine.figures()
-        assert figures.num_done == 2 and not figures.recent
-
-
 def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has slept as well: clocks of silence have run out, and nobody was silent."""
     asked = {"prompt": PROMPT, "max_tokens": 40, "stream": True, "temperature": 0}
@@ -163,61 +140,3 @@ def test_the_time_of_a_token_forgets_a_sleep_at_once() -> None:
         now_s += 1.0
         lately.emitted(1, now_s)
     assert lately.token_s > 0.8
-
-
-SHIM = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <sys/time.h>
-#include <time.h>
-static long jump(void) { static unsigned n; return ((long)(__sync_fetch_and_add(&n, 1) % 3) - 1) * 630720000L; }
-int clock_gettime(clockid_t clock, struct timespec *at) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
-    int failed = real(clock, at);
-    if (clock == CLOCK_REALTIME && !failed) at->tv_sec += jump();
-    return failed;
-}
-int gettimeofday(struct timeval *restrict at, void *restrict zone) {
-    struct timespec now;
-    (void)zone;
-    clock_gettime(CLOCK_REALTIME, &now);
-    at->tv_sec = now.tv_sec, at->tv_usec = now.tv_nsec / 1000;
-    return 0;
-}
-time_t time(time_t *at) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (at) *at = now.tv_sec;
-    return now.tv_sec;
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a process whose wall clock jumps by twenty years at every look, for C and C++ as well."""
-    compiler = shutil.which("cc")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs a compiler of C, and Linux")
-    folder = tmp_path_factory.mktemp("shim")
-    (folder / "clocks.c").write_text(SHIM)
-    made = folder / "clocks.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", made, folder / "clocks.c", "-ldl"], check=True)
-    return {**os.environ, "LD_PRELOAD": str(made), "PYTHONPATH": str(ROOT)}
-
-
-def test_the_shim_can_tell(shim: dict[str, str]) -> None:
-    code = "import time; print(sorted({round((time.time() - time.time()) / 630720000) for _ in range(9)}))"
-    told = subprocess.run([sys.executable, "-c", code], env=shim, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() in ("[-1, 2]", "[-1, 1, 2]", "[-2, -1, 1, 2]", "[-2, 1]")
-
-
-@pytest.mark.parametrize("ranks", [[], ["launch", "-n", "2", "--"]], ids=["one process", "two ranks"])
-def test_a_wall_clock_that_jumps_by_years(ranks: list[str], shim: dict[str, str], talker: Path) -> None:
-    """All libraries beneath see it: the ranks meet, exchange and part, and the text is the same."""
-    few = ["-m", str(talker), "--ram", "1GiB", "--context", "128", "--threads", "1", "-n", "12", "-p", "Hello"]
-    command = [sys.executable, "-m", "offload", *ranks, "generate", *few, "-q"]
-    told = subprocess.run(command, env=shim, capture_output=True, text=True, timeout=200)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.strip() == "".join(str(piece) for piece in SAID).strip()

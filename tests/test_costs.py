@@ -1,10 +1,11 @@
 """Which cases a quick run can afford: by what they were measured to take, drawn by the day, never fewer than it can."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from costs import Cost, function_of, mark_costly, read_costs, write_costs
+from costs import Cost, function_of, mark_costly, read_costs, slice_of_the_day, write_costs
 
 HERE = Path(__file__).parent
 MANY = ("a::many", "tests/test_tiny.py::many")
@@ -41,6 +42,16 @@ def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) ->
     quick = [item.nodeid for item in items if "full" not in item.marks]
     assert "a::cheap" in quick and "a::dear" not in quick
     assert len(quick) == 5, "one of the many, three where they guard a promise, and none that is marked by hand"
+
+
+def test_each_test_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(360.0, 30)})
+    items = [_Item(f"a::dear[{case}]") for case in range(30)] + [_Item("a::cheap")]
+    seen = Counter[str]()
+    for day in range(20261127, 20261131):
+        monkeypatch.setattr("costs.TEST_SEED", str(day))
+        seen.update(item.nodeid for item in slice_of_the_day(items))  # type: ignore[arg-type]
+    assert seen == Counter({item.nodeid: 1 for item in items})
 
 
 def test_the_table_is_of_tests_that_exist() -> None:

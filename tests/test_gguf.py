@@ -18,9 +18,9 @@ from torch import Tensor
 import offload
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import ROWS, Coded
+from offload.checkpoint.tensors import Coded
 from offload.engine.build import resident_model
-from offload.engine.text import encode_prompt, load_tokenizer
+from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 
 TOKEN_T = torch.tensor(prompts()[1])
@@ -125,21 +125,6 @@ def test_kinds_may_go_by_tensor_and_layer(name: str, tmp_path: Path) -> None:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted
 
 
-def test_rows_that_alternate_otherwise_would_be_seen(tmp_path: Path) -> None:
-    """Gate and up of gpt-oss, the one in the other's rows."""
-    written = written_with_config("gpt-oss-moe", "Q8_0", tmp_path)
-    found = open_headers(written.path)
-    tensors = dict(found.tensors)
-    for name, entry in found.tensors.items():
-        if name.endswith(f"gate_up_proj{ROWS}0"):
-            other = f"{name[:-1]}1"
-            up = found.tensors[other]
-            assert entry.coded is not None and up.coded is not None
-            tensors[name] = up._replace(coded=up.coded._replace(turn=0))
-            tensors[other] = entry._replace(coded=entry.coded._replace(turn=1))
-    assert not is_close(own_logits(replace(found, tensors=tensors)), wanted_logits(written))
-
-
 @matrix("name", [one for one in CURRENT if "moe" in one or one == "mixtral"], always=["qwen3moe"], daily=1)
 def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
     written = written_with_config(name, "Q4_0", tmp_path)
@@ -156,13 +141,6 @@ def test_rules_that_no_file_states_need_a_config(name: str, tmp_path: Path) -> N
     written = write_gguf(CURRENT[name](), tmp_path / "m.gguf", "Q8_0")
     with pytest.raises(UserError, match="give `config`, the folder or hub id of the original model"):
         open_headers(written.path)
-
-
-def test_the_order_of_value_heads_would_be_seen(tmp_path: Path) -> None:
-    written = written_with_config("qwen35", "Q8_0", tmp_path)
-    for part in ("in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight", "conv1d.weight", "dt_bias"):
-        wrong = mistaken(open_headers(written.path), part, tiles=None)
-        assert not is_close(own_logits(wrong), wanted_logits(written)), part
 
 
 def mistaken(checkpoint: Checkpoint, part: str, **mistake: int | None) -> Checkpoint:
@@ -271,11 +249,3 @@ def test_without_the_package_one_line_says_what_to_do(talking: Path, monkeypatch
     assert outcome.code == 2 and "pip install gguf, or give --config" in outcome.err and outcome.err.count("\n") == 1
     named = shell("generate", "-m", talking / "m.gguf", "--config", talking / "original", "-p", "a one", *ENOUGH)
     assert named.code == 0, named.err
-
-
-def test_a_chat_template_of_a_file_has_limits_like_any(tmp_path: Path) -> None:
-    says = vocabulary(tmp_path / "original")
-    says["tokenizer.chat_template"] = "{{ 'x' * (2 * 10 ** 6) }}"
-    write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q4_K", says=says)
-    with pytest.raises(UserError, match=r"the model's chat template failed \(it writes 2000000 characters"):
-        encode_prompt(load_tokenizer(tmp_path / "m.gguf"), "hi")

@@ -1,6 +1,5 @@
 """A packed model is the model: logits have the same bits, and ids are the same, streamed or resident, with any tree."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +86,6 @@ def test_streamed_and_resident_ids_are_the_same_with_every_tree(
                     got = decoder.generate(prompts()[1], tree=tree, **sampling).token_ids
                     assert wanted.setdefault("ids", got) == got, (model, ram, tree)
     assert resident[0] == resident[2] == 0 < resident[1] == resident[3]
-
-
-def test_a_packed_draft_guesses_alike(tmp_path: Path) -> None:
-    target = half(tmp_path / "target", "llama")
-    draft = Path(shutil.copytree(target, tmp_path / "draft"))
-    options = {"ram": "1GiB", "context": 128, "tree": "16x4", "threads": 1}
-    yields = []
-    for one in (draft, packed(draft)):
-        with offload.load(target, one, **options) as decoder:
-            yields.append(decoder.generate(prompts()[1], max_new_tokens=30).stats.tokens_per_sweep)
-    assert yields[0] == yields[1] > 2
 
 
 def test_layers_take_what_is_stored(tmp_path: Path) -> None:

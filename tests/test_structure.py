@@ -86,18 +86,6 @@ def nothing_swallowed(path: PurePosixPath, source: str) -> Iterator[str]:
             yield f"{path}:{node.lineno} an exception of any kind is swallowed"
 
 
-def no_remote_code(path: PurePosixPath, source: str) -> Iterator[str]:
-    for node in nodes(source):
-        given: list[tuple[object, ast.expr]] = []
-        if isinstance(node, ast.Call):
-            given = [(keyword.arg, keyword.value) for keyword in node.keywords]
-        elif isinstance(node, ast.Dict):
-            given = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
-        for name, value in given:
-            if name == "trust_remote_code" and not (isinstance(value, ast.Constant) and value.value is False):
-                yield f"{path}:{value.lineno} trust_remote_code runs what a checkpoint brings along"
-
-
 def named_by_its_job(path: PurePosixPath, source: str) -> Iterator[str]:
     if path.name.startswith("utils"):
         yield f"{path}:1 a file is named by its job, and utils is none"
@@ -137,7 +125,6 @@ RULES: list[Rule] = [
     nothing_packed,
     few_parameters,
     nothing_swallowed,
-    no_remote_code,
     named_by_its_job,
     docstrings,
     no_package_at_top_level,
@@ -211,8 +198,6 @@ PLANTED = [
     planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept Exception: pass", "exception"),
     planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept (OSError, BaseException) as e: ...", "tuple"),
     planted(nothing_swallowed, "offload/a.py", "with contextlib.suppress(Exception): f()", "suppress"),
-    planted(no_remote_code, "offload/a.py", "load(name, trust_remote_code=True)", "keyword"),
-    planted(no_remote_code, "offload/a.py", "load(name, **{'trust_remote_code': True})", "dict"),
     planted(named_by_its_job, "bench/utils_io.py", "x = 1\n"),
     planted(docstrings, "offload/a.py", "x = 1", "module"),
     planted(docstrings, "offload/a.py", "'''What.'''\ndef f(): return 1", "function"),
@@ -241,7 +226,7 @@ class Thing:
     def __init__(self, a, b, c, d, e, f, *, g, h):
         a, b = b, a
         with contextlib.suppress(OSError):
-            load(a, trust_remote_code=False)
+            load(a)
         try:
             load(b)
         except Exception as error:

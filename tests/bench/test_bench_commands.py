@@ -78,30 +78,6 @@ def test_decode_tells_what_every_case_took(decoded: Path) -> None:
 
 
 @pytest.mark.full
-def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
-    events = [one for one in json.loads((decoded / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
-    kinds = {kind: [one for one in events if one["cat"] == kind] for kind in ("draft", "sweep", "compute", "copy")}
-    layers = {kind: [one["args"]["layer"] for one in found] for kind, found in kinds.items()}
-    num_layers = 1 + max(layers["compute"])
-    assert len(kinds["draft"]) == len(kinds["sweep"]) == 3
-    assert layers["compute"] == [*range(num_layers)] * 3
-    assert set(layers["copy"]) <= set(range(num_layers)) and len(layers["copy"]) >= 3
-    spans = [(one["ts"], one["ts"] + one["dur"]) for one in kinds["sweep"]]
-    for one in kinds["compute"]:
-        assert any(lo - 1 <= one["ts"] and one["ts"] + one["dur"] <= hi + 1 for lo, hi in spans), "microseconds"
-    if find_spec("matplotlib"):
-        assert (decoded / "sizes.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.full
-def test_decode_with_rules_that_draw_afresh() -> None:
-    rules = ["--rule", "match", "--rule", "sequoia", "--temp", "0.6"]
-    result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *rules), "decode")
-    assert [row["name"] for row in result["rows"]][1:] == ["T=0.6 match 8x4", "T=0.6 sequoia 8x4"]
-    assert result["settings"]["proof"]["num_by_law"] == 12
-
-
-@pytest.mark.full
 def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for the device, and the layers are made in memory."""
     monkeypatch.setattr(setting.Setting, "plain_rate", None)

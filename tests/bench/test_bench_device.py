@@ -13,14 +13,13 @@ from shell import Outcome, shell
 from offload.bench.gpu import parts as device_parts
 from offload.bench.harness import setting
 from offload.bench.harness.gate import Proof, Written, WrongTokenError
-from offload.bench.harness.models import PRETEND, place_of, resident_pair, synthetic_setting
+from offload.bench.harness.models import PRETEND
 from offload.bench.harness.promises import PROMISES
 from offload.bench.harness.steps import LANES
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origin, sketch
 from offload.bench.latency import exact
 from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.load import load
-from offload.errors import UserError
 from offload.reports.proof import draw_gaps
 from offload.sampling_options import Sampling
 
@@ -212,25 +211,6 @@ def test_a_tree_with_a_wrong_token_has_no_figures(
     assert code == 2 and "tokens are wrong" in outcome.err.splitlines()[-1]
 
 
-@pytest.mark.full
-def test_the_place_where_bf16_parts_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding excuses a gap below its own size and no other."""
-    wanted, small, asked = [5, 6, 7, 8], resident_pair(None), list[list[int]]()
-    monkeypatch.setattr(exact, "reference_ids", lambda *_: ([1], wanted))
-    monkeypatch.setattr(exact, "next_logits", lambda model, ids, place: asked.append(ids) or logits)
-    monkeypatch.setattr(exact, "streamed_ids", lambda *_: [("none", wanted), ("64x16", [5, 6, 9, 8])])
-    for gap, is_met in ((0.1, True), (0.4, False)):
-        logits = torch.zeros(10)
-        logits[7] = gap
-        same, parted = exact.in_bf16(small, "", torch.device("cpu"), 4)
-        assert same["value"] == 0 and same["parts_at"] is None and same["is_met"]
-        assert parted["value"] == pytest.approx(gap) and parted["parts_at"] == 2 and parted["is_met"] is is_met
-    assert asked == [[1, 5, 6]] * 2
-    monkeypatch.setattr(exact, "streamed_ids", lambda *_: [("none", wanted[:3])])
-    with pytest.raises(WrongTokenError, match="3 of 4 tokens"):
-        list(exact.in_bf16(small, "", torch.device("cpu"), 4))
-
-
 def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path) -> None:
     """Other heads, another vocabulary, a width that is no power of four times the small one."""
     target = sketch(PAIR / "target", tmp_path / "target", TINY)
@@ -244,18 +224,3 @@ def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path)
         assert run.stats.tokens_per_sweep > 1.5, "the draft has lost what it knew"
         drawn = decoder.generate(ids, max_new_tokens=24, temperature=0.6, seed=3, tree="none").token_ids
         assert max(drawn) < 4096, "an id that only the large vocabulary has"
-
-
-def test_layers_that_cannot_be_are_refused() -> None:
-    with (
-        pytest.raises(UserError, match="--layers must be 8 to"),
-        synthetic_setting(3, "1GiB", place_of(PRETEND, None)["opened"]),
-    ):
-        pass
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-def test_without_a_device_it_says_so() -> None:
-    outcome = shell("bench", "device", "--quick")
-    assert outcome.code == 2 and not outcome.out
-    assert outcome.err.count("\n") == 1 and "needs a CUDA device" in outcome.err

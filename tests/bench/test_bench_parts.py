@@ -3,9 +3,7 @@
 import json
 import os
 import random
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from tiny import FAMILIES, build, save
 from torch import Tensor
 
 from offload import UserError
-from offload.bench.harness.command import Bench
-from offload.bench.harness.compare import change, changes, tell
+from offload.bench.harness.compare import change, changes
 from offload.bench.harness.gate import (
     MOST_SIGMAS,
     Proof,
@@ -31,14 +28,12 @@ from offload.bench.harness.quantised import FORMATS, quantised
 from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
 from offload.bench.harness.record import (
     Guard,
-    ProcessorClock,
     Result,
     read,
     store,
-    writable,
 )
 from offload.bench.harness.steps import Event, Timeline
-from offload.bench.harness.tables import Column, check, medians, say_table
+from offload.bench.harness.tables import check, medians
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.inflate import inflated_config
@@ -74,22 +69,6 @@ def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Effort, 
     how: dict[str, Any] = {"dtype": "auto", "context": need.context, "num_nodes": num_nodes, "rule": need.rule}
     assert plan_memory(files, ram=budget_bytes, **how).num_slots
     assert (budget_bytes > files.target.num_bytes // 4) == (size_bytes < 10**9)
-
-
-@pytest.mark.parametrize(("file", "is_terminal", "is_printed"), [
-    (None, True, False), (None, False, True), ("-", True, True), ("-", False, True), ("kept.json", True, False),
-])  # fmt: skip
-def test_a_terminal_is_spared_the_json(
-    file: str | None, is_terminal: bool, is_printed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    with ExitStack() as resources:
-        given = {"json_file": writable(None if file is None else Path(file))}
-        Bench("decode", given, resources).end({"figure": 1})
-    assert ('{"figure": 1}' in capsys.readouterr().out) == is_printed
-    assert (tmp_path / "kept.json").exists() == (file == "kept.json") and not (tmp_path / "-").exists()
 
 
 def test_gate_passes_the_argmax_and_refuses_one_other_token() -> None:
@@ -232,26 +211,6 @@ def test_results_of_other_models_or_texts_are_not_compared(name: str) -> None:
         changes(old, new)
 
 
-def test_texts_are_told_by_labels_where_an_older_file_names_none() -> None:
-    old, new = (a_result(a=Guard([1.0, 1.1], "lower", labels)) for labels in (["p", "q"], ["p", "r"]))
-    with pytest.raises(UserError, match="other prompts"):
-        changes(old, new)
-
-
-def test_another_machine_is_named_beside_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = (a_result(a=Guard([1.0, 1.1, 1.05], "lower")) for _ in range(2))
-    tell(old, new, changes(old, new))
-    assert "note:" not in capsys.readouterr().out
-    old.machine.update(cpu="Abacus", torch="0.1")
-    tell(old, new, changes(old, new))
-    out = capsys.readouterr().out
-    assert "note: cpu was Abacus, is " in out and "note: torch was 0.1" in out and out.splitlines()[-1].endswith("same")
-
-
-def test_one_sample_tells_nothing() -> None:
-    assert change("alone", Guard([5.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
-
-
 def test_a_sample_of_zero_hides_no_change() -> None:
     names = [f"p{index}" for index in range(9)]
     before, after = [0.0, *[5.0 + index for index in range(8)]], [4.0, *[2.0 + index for index in range(7)], 0.0]
@@ -312,22 +271,6 @@ def test_medians_are_of_rows_that_agree_and_checks_know_their_side() -> None:
     assert medians(rows, "case") == [{"case": case, "tokens_per_s": 2.0, "n": 2} for case in "ab"]
     told = [check("x", [1.0, 3.0, 2.0], wanted, better)["is_met"] for wanted in (1.9, 2.1) for better in SIDES]
     assert told == [True, False, False, True]
-
-
-def test_a_table_lines_up_and_a_row_without_figures_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    columns = [Column("case", "name"), Column("s", "s", ".2f"), Column("x", lambda row: row["s"] * 10, ".0f")]
-    say_table(columns, [{"name": "a", "s": 1.5}, {"name": "longer", "reason": "it was cut"}])
-    assert capsys.readouterr().out.splitlines() == ["case       s   x", "a       1.50  15", "longer  it was cut"]
-
-
-def test_what_others_take_of_the_processors_is_a_share() -> None:
-    clock = ProcessorClock()
-    ours_s = time.process_time()
-    while time.process_time() < ours_s + 0.2:
-        pass
-    assert 0 <= clock.others_share() <= 1
-    clock._others_s -= 0.5 * os.cpu_count() * (time.monotonic() - clock._started_s)  # type: ignore[operator]
-    assert clock.others_share() > 0.4, "half of all was taken by others"
 
 
 @pytest.mark.parametrize("name", FORMATS)

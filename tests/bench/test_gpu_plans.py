@@ -101,9 +101,3 @@ def test_a_step_that_would_be_refused_is_noticed(
 def test_steps_that_name_no_budget_of_models_are_known() -> None:
     """A step that opens models has to be planned above; of experts each decoder has the least that works."""
     assert {one.name for one in all_steps(False) if "device" in one.command} == {*PLANNED, "experts"}
-
-
-def test_every_file_of_tests_that_a_step_names_is_there() -> None:
-    """Pytest runs nothing at all where one of them is missing."""
-    words = [word for one in all_steps(False) for word in one.command if word.startswith("tests/")]
-    assert words and all((Path(__file__).parents[2] / word).is_file() for word in words), words

@@ -3,7 +3,6 @@ is lost.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from offload.bench.gpu import runner
 from offload.bench.gpu.__main__ import main
 from offload.bench.gpu.runner import Files, rows_of, statuses
 from offload.bench.gpu.steps import Step, all_steps
-from offload.bench.harness.record import add_row, read_rows
+from offload.bench.harness.record import read_rows
 
 ADD = "from offload.bench.harness.record import add_row; from pathlib import Path; import os, signal, sys, time\n"
 ADD += "def add(name, **more):\n"
@@ -179,17 +178,6 @@ def test_ctrl_c_ends_all_of_it(number: signal.Signals, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_second_ctrl_c_does_not_wait_for_a_deaf_step(tmp_path: Path) -> None:
-    with running(tmp_path / "out", DEAF + "time.sleep(60)") as (ran, pid):
-        started = time.monotonic()
-        ran.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        ran.send_signal(signal.SIGINT)
-        ran.communicate(timeout=20)
-    assert time.monotonic() - started < 4 and is_gone(pid)
-
-
-@pytest.mark.full
 def test_a_runner_that_is_killed_takes_its_step_along(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with running(out, DEAF + "time.sleep(60)") as (ran, pid):
@@ -207,31 +195,6 @@ def test_rows_of_another_run_are_not_mixed_in(tmp_path: Path, capsys: pytest.Cap
     assert "holds the rows of another run" in capsys.readouterr().err
     assert run(tmp_path / "new", step("one", ""), resume=tmp_path / "nothing") == 2
     assert "is no file: name the rows.jsonl" in capsys.readouterr().err
-
-
-def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    add_row(path, {"row": "a"})
-    path.write_bytes(path.read_bytes() + b'{"row": "b", "val')
-    add_row(path, {"row": "c", "at": Path("/x")})
-    assert [row["row"] for row in read_rows(path)] == ["a", "c"]
-
-
-def test_tests_become_rows(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\n@pytest.mark.skip\ndef test_c(): pass\n"
-    )
-    (tmp_path / "test_broken.py").write_text("import nothing_of_the_kind\n")
-    flags = ["-q", "-p", "offload.bench.gpu.pytest_rows", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, "--rows", tmp_path / "rows.jsonl", tmp_path], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,
-    )  # fmt: skip
-    found = {row["row"].split("::")[-1]: row for row in read_rows(tmp_path / "rows.jsonl")}
-    assert {name: row["is_met"] for name, row in found.items()} == {
-        "test_a": True, "test_b": False, "test_c": None, "test test_broken.py": False,
-    }  # fmt: skip
-    assert "nothing_of_the_kind" in found["test test_broken.py"]["error"] and found["test_b"]["error"]
 
 
 def test_what_the_table_names_is_there() -> None:

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from offload.bench.harness.screen import Screen
 from offload.bench.pairs import hybrid_pair as make
 from offload.bench.pairs import training
-from offload.bench.pairs.hybrid_pair import HYBRID, TWIN, Recipe, begun, hybrid_pair, row_of, setting_of
+from offload.bench.pairs.hybrid_pair import HYBRID, TWIN, Recipe, begun, hybrid_pair, setting_of
 from offload.bench.pairs.training import Course
 
 IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500
@@ -78,9 +78,3 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
     monkeypatch.setattr(make, "train", lambda *_: pytest.fail("it trained again"))
     assert hybrid_pair(Screen(is_quiet=True)) == pair
     assert setting_of(pair / HYBRID).target == setting_of(pair / HYBRID).origin
-
-
-def test_a_ratio_has_the_error_of_both_means() -> None:
-    row = row_of(0.8, [2.0, 4.0], [3.0, 3.0])
-    assert row["ratio"] == 1.0 and row["hybrid_error"] == pytest.approx(1.0) and row["twin_error"] == 0
-    assert row["ratio_error"] == pytest.approx(1 / 3)

@@ -16,13 +16,13 @@ from planted_peer import NUM_NEW, PROMPT, order, plant
 from small_moe import NUM_EXPERTS, save_small_moe
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from offload.bench.harness.process import last_line, new_cap
+from offload.bench.harness.process import new_cap
 from offload.bench.harness.tables import say_table
 from offload.bench.peers import hugging_face, ours, peers
 from offload.bench.peers.child import Measured, follow, rate
 from offload.bench.peers.gguf_writer import reordered, write_gguf
 from offload.bench.peers.peers import COLUMNS, OURS, PROGRAMS, Common, Program, compare
-from offload.bench.peers.run import Outcome, interpreter_with, proved, run_child
+from offload.bench.peers.run import Outcome, proved, run_child
 from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError
 from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, rss_bytes
@@ -195,11 +195,6 @@ def test_rate_leaves_the_first_burst_out() -> None:
     assert rate(runs) == pytest.approx((4 + 2) / (2 + 2))
 
 
-def test_last_line_of_a_traceback() -> None:
-    assert last_line("Traceback\n  here\nOSError: full\n\n") == "OSError: full"
-    assert last_line("\n") == "no output"
-
-
 # --- the programs themselves
 
 
@@ -223,10 +218,6 @@ def test_transformers_in_all_its_ways(options: dict[str, object]) -> None:
         assert "disk" in peer._model.hf_device_map.values()
     if options["assistant"]:
         assert peer._options["assistant_model"].generation_config.num_assistant_tokens == 4
-
-
-def test_ours_with_a_tree(right_tokens: list[int]) -> None:
-    assert written_by_ours("16x4") == right_tokens
 
 
 # --- the table
@@ -276,21 +267,6 @@ def test_no_ratio_without_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     rows = compare(["mmap"], PROGRAMS, setting, lambda row: None)
     assert rows[0] == {"peer": OURS, "title": PROGRAMS[OURS].title, "reason": "refused: wrong"}
     assert "ratio" not in rows[1]
-
-
-def test_interpreters_are_asked_in_turn(tmp_path: Path) -> None:
-    assert interpreter_with(["json", "torch"], [sys.executable]) == sys.executable
-    assert interpreter_with(["absent_module"], [sys.executable]) is None
-    never = tmp_path / "python"
-    never.write_text("#!/bin/sh\nexit 1\n")
-    never.chmod(0o755)
-    assert interpreter_with(["json"], [str(never), sys.executable]) == sys.executable
-
-
-def test_every_program_has_its_module() -> None:
-    for program in PROGRAMS.values():
-        path = Path(peers.__file__).with_name(f"{program.module.rpartition('.')[2]}.py")
-        assert "open_peer = " in path.read_text(), path
 
 
 # --- GGUF

@@ -149,13 +149,6 @@ def test_every_program_starts_with_a_cold_cache(told: list[tuple[str, float]]) -
     assert [what for what, _ in told] == [given.target, "open"]
 
 
-@pytest.mark.usefixtures("told")
-def test_loading_counts_for_none() -> None:
-    figures = follow(order("slow"))
-    assert figures["load_s"] >= 0.3
-    assert all(run.bursts[-1][0] < figures["load_s"] for run in figures["runs"])
-
-
 # What an interruption leaves
 
 

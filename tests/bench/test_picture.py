@@ -45,24 +45,6 @@ def test_it_says_what_it_is_of_and_nothing_sticks_out(name: str, num_rows: int) 
     assert len(ticks) == num_rows and not any(map(overlap, ticks, ticks[1:]))
 
 
-def test_every_row_is_a_bar_before_its_ceiling() -> None:
-    bars = [Bar("no guesses", 0.93, 0.95), Bar("a tree", 6.5, 7.25)]
-    (place,) = drawn(bars).axes
-    most, value = ([patch.get_width() for patch in container] for container in place.containers)
-    assert most == [0.95, 7.25] and value == [0.93, 6.5]
-    assert [text.get_text() for text in place.texts] == ["0.93 of 0.95", "6.50 of 7.25"]
-    assert place.get_xlim()[0] == 0 and place.yaxis_inverted()
-    told = [text.get_text() for text in drawn(bars).legends[0].get_texts()]
-    assert told == ["ceiling: what the link allows", "measured"]
-
-
-def test_labels_are_words() -> None:
-    assert case_words("none", "match", 0) == "no guesses"
-    assert case_words("64x16", "match", 0) == "tree of 64 guesses, 16 deep, greedy"
-    assert case_words("grown:128x20", "match", 0.6) == "dynamic tree of 128 guesses, 20 deep, temperature 0.6"
-    assert case_words("sequences:3x5", "sequoia", 1) == "3 chains of 5 guesses, temperature 1, rule sequoia"
-
-
 @pytest.mark.parametrize("least_pass_s", [0.5, None])
 def test_rows_of_decode_are_drawn(tmp_path: Path, least_pass_s: float | None) -> None:
     named = {"rule": "match", "temperature": 0.0}

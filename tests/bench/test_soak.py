@@ -12,8 +12,7 @@ from offload.bench.harness import setting
 from offload.bench.harness.promises import WrongTokenError
 from offload.bench.soak import soak
 from offload.bench.soak.clients import Answer
-from offload.bench.soak.watch import Sample, drift, growth, look, speed_kept
-from offload.bench.soak.wishes import wishes
+from offload.bench.soak.watch import Sample, drift, speed_kept
 
 MIB = 1 << 20
 
@@ -35,25 +34,10 @@ def test_a_leak_is_told_from_what_wavers_and_from_what_is_filled_once() -> None:
     assert drift(looks(leak=-0.5)) < -0.03
 
 
-def test_what_is_never_closed_is_counted() -> None:
-    assert set(growth(looks()).values()) == {0}
-    assert growth(looks(num_descriptors=lambda n: 9 + n // 20))["num_descriptors"] > 0
-    assert growth(looks(num_threads=lambda n: 4 + (n == 1)))["num_threads"] == 0, "in the warm-up"
-
-
 def test_a_process_that_becomes_slower_is_seen() -> None:
     assert speed_kept(looks()) == pytest.approx(1)
     assert speed_kept(looks(cpu_s=lambda n: 30.0 * n * (1 + n / 60))) < 0.8
     assert speed_kept(looks(time_s=lambda n: 60.0 * n**1.1)) == pytest.approx(1), "neighbours have the cores"
-
-
-def test_a_look_at_this_process(tmp_path: Path) -> None:
-    (tmp_path / "left").write_text("")
-    before = look("self", tmp_path, 0.0, 0)  # type: ignore[arg-type]
-    with (tmp_path / "left").open():
-        after = look("self", tmp_path, 1.0, 0)  # type: ignore[arg-type]
-    assert after.num_descriptors == before.num_descriptors + 1 and after.num_files == 1
-    assert after.cpu_s >= before.cpu_s > 0 and before.rss_bytes > MIB and before.num_threads >= 1
 
 
 def test_wrong_texts_of_a_server_are_refused() -> None:
@@ -62,11 +46,6 @@ def test_wrong_texts_of_a_server_are_refused() -> None:
     for wrong in (Answer(0, "ab", True), Answer(0, "b", False), Answer(0, "abcd", False)):
         with pytest.raises(WrongTokenError):
             soak.require_right(wrong, "abc")
-
-
-def test_wishes_are_the_same_on_every_call() -> None:
-    assert wishes() == wishes() and len(set(wishes())) > soak.NUM_CLIENTS
-    assert {wish.is_chat for wish in wishes()} == {True, False} == {wish.sampling.is_greedy for wish in wishes()}
 
 
 @pytest.mark.full

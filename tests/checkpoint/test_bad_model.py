@@ -1,6 +1,5 @@
 """Models that cannot be run: drafts of strangers, unknown architectures and codings, code in a checkpoint."""
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 from quantised import RECIPES
-from refusals import BOTH, ENOUGH, assert_refused, config, drop, generate, header
+from refusals import BOTH, assert_refused, drop, generate, header
 from shell import shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
@@ -42,21 +41,6 @@ def test_broken_draft_is_refused(sound: Path, broken: Path) -> None:
         assert_refused(shell(*command, "-m", sound, "-d", broken, "--ram", "1GiB"), "model-00002-of-", "missing")
 
 
-_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
-STRANGERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "gpt2": ({"n_layer": 2, "n_embd": 64, "n_head": 4}, ()),
-    "bart": ({"hidden_size": 64, "num_hidden_layers": 4}, ()),
-    **dict.fromkeys(("bert", "xlstm", "rwkv", "never_heard_of"), (_SIZES, ())),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_unsupported_architecture_is_refused(kind: str, broken: Path) -> None:
-    settings, words = STRANGERS[kind]
-    (broken / "config.json").write_text(json.dumps({"model_type": kind, **settings}))
-    assert_refused(generate(broken, "-p", "Count:"), f"model type {kind}", *words)
-
-
 def test_expert_without_a_partner_is_refused(tmp_path: Path) -> None:
     """Tensors that transformers fuses: every expert must bring both halves."""
     directory = save(build(FAMILIES["mixtral"]()), tmp_path / "experts", max_shard_size="1GB")
@@ -65,32 +49,6 @@ def test_expert_without_a_partner_is_refused(tmp_path: Path) -> None:
     lost = next(name for name in sorted(names) if ".2.w1." in name)
     header(lambda content: content.update(spare=content.pop(lost)))(directory)
     assert_refused(generate(directory, "-p", "Count:"), "experts", "download the checkpoint again")
-
-
-SPY = """
-from pathlib import Path
-Path({was_run!r}).touch()
-from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
-"""
-
-
-def bring_code(directory: Path) -> None:
-    (directory / "spy.py").write_text(SPY.format(was_run=str(directory / "was_run")))  # it is copied before it is run
-    config(model_type="spy", auto_map={"AutoConfig": "spy.Config", "AutoModelForCausalLM": "spy.Model"})(directory)
-    path = directory / "tokenizer_config.json"
-    settings = {**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": [None, "spy.Tokenizer"]}}
-    path.write_text(json.dumps({**settings, "tokenizer_class": "Tokenizer"}))
-
-
-def test_code_of_a_checkpoint_is_never_run(broken: Path) -> None:
-    """Nobody is asked: the question would show, and consent on stdin changes nothing."""
-    bring_code(broken)
-    outcome = shell("generate", "-m", broken, "-p", "Count:", *ENOUGH, stdin=b"y\ny\n")
-    assert_refused(outcome, "model type spy is not supported")
-    assert not list(broken.parent.rglob("was_run"))
-    config(model_type="llama", auto_map=...)(broken)  # that of its tokenizer is left
-    generate(broken, "-p", "Count:")
-    assert not list(broken.parent.rglob("was_run"))
 
 
 REAL: dict[str, dict[str, Any]] = {

@@ -1,6 +1,5 @@
 """Layers that checkpoints carry beyond their model, to guess several tokens ahead: passed over, never read, told of."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 from mixture_headers import mixture
 from safetensors.torch import load_file, save_file
-from shell import shell
 from test_families import config_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, save, streaming_ram
 from torch import Tensor
@@ -93,17 +91,6 @@ def text_of(directory: Path, unread: dict[str, Tensor]) -> list[int]:
     touched = [name for name, (lo, hi) in large.items() if any(one.lo < hi and one.hi > lo for one in pieces)]
     assert pieces and not touched
     return ids
-
-
-def test_a_plan_says_how_much_is_left_out(tmp_path: Path) -> None:
-    save(model_of("llama"), tmp_path, max_shard_size="1GB")
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "mtp.fc.weight": torch.ones(500, 1000)}, tmp_path / "model.safetensors")
-    flags = ("-m", tmp_path, "--ram", "1GiB", "--disk-speed", "3GB")
-    assert "; left out: 2 MB of extra layers" in " ".join(shell("plan", *flags).out.split())
-    assert json.loads(shell("plan", *flags, "--json").out)["models"]["target"]["left_out"] == {
-        "extra layers": 2_000_000
-    }
 
 
 # Python turns no number of more than 4,300 digits into one.

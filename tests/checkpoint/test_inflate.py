@@ -91,11 +91,6 @@ def test_generation_through_the_kv_cache(kind: str, pair: Pair) -> None:
     assert torch.equal(*(opened(one).generate(prompt, max_new_tokens=24, **how) for one in pair(kind)))
 
 
-@pytest.mark.parametrize("num_heads", [1, 4], ids=["mqa", "mha"])
-def test_other_head_groups(num_heads: int, pair: Pair) -> None:
-    assert relative_error(*pair(num_key_value_heads=num_heads)) < 1e-4
-
-
 def without(name: str, attribute: str = "_HIDDEN_WRITERS") -> Mistake:
     """Another treatment of these weights: ballast instead of zeros in what writes into the hidden state, say."""
     return lambda patch: patch.setattr(module, attribute, getattr(module, attribute) - {name})
@@ -139,27 +134,6 @@ def test_planted_mistake_shows(kind: str, plant: Mistake, pair: Pair, monkeypatc
     """The epsilon of a mixture is large here, so that keys which meet another one show."""
     plant(monkeypatch)
     assert relative_error(*pair(kind, **({} if kind == "dense" else {"rms_norm_eps": 1.0}))) > 1e-3
-
-
-PLANTED_ENTRIES = {
-    "extra ffn column": ("mlp.down_proj", 0, 80),
-    "extra head column": ("self_attn.o_proj", 0, 2 * 16),
-    "extra hidden row": ("mlp.down_proj", 32, 0),
-}
-
-
-@pytest.mark.parametrize("entry", PLANTED_ENTRIES)
-@torch.no_grad()
-def test_one_planted_number_shows(pair: Pair, entry: str) -> None:
-    source, inflated = pair()
-    part, row, column = PLANTED_ENTRIES[entry]
-    model = opened(inflated)
-    first_real = len(model.model.layers) // 6  # the middle of the first third
-    weight = model.get_parameter(f"model.layers.{first_real}.{part}.weight")
-    assert weight[row, column] == 0
-    weight[row, column] = 30.0
-    model.save_pretrained(inflated)
-    assert relative_error(source, inflated) > 1e-3
 
 
 def test_padding_is_zero_where_written_and_ballast_where_read(pair: Pair) -> None:
@@ -244,24 +218,6 @@ def test_plan_of_the_trained_mixture(target_bytes: int, monkeypatch: pytest.Monk
     assert plan.ffn_size % 64 == 0 and plan.ffn_size >= 160 and plan.num_layers >= 6
     assert 1e6 <= 3 * plan.ffn_size * plan.hidden_size * 2 <= 4e6
     assert target_bytes <= plan.total_bytes < target_bytes + plan.layer_bytes
-
-
-def test_one_planted_number_of_an_expert_shows(pair: Pair) -> None:
-    source, inflated = pair("mixture")
-    model = opened(inflated)
-    down_EHF = model.model.layers[len(model.model.layers) // 6].mlp.experts.down_proj
-    assert not down_EHF[:, :, 24:].any() and not down_EHF[:, 32:].any()
-    down_EHF.data[:, 0, 24] = 30.0
-    model.save_pretrained(inflated)
-    assert relative_error(source, inflated) > 1e-3
-
-
-def test_inserted_router_off_its_layer_would_show(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the copies, inserted layers route by ballast, so the test above could fail."""
-    monkeypatch.setattr(module, "_ROUTING", frozenset())
-    layers = opened(pair("mixture")[1]).model.layers
-    first, second = (layers[index].mlp.gate.weight[:, :32] for index in (0, len(layers) // 6))
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 900_000, 1], ids=["one", "some", "each"])

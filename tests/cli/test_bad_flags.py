@@ -24,11 +24,6 @@ def test_cuda_without_cuda_is_refused(device: str, sound: Path) -> None:
     assert_refused(outcome, f"--device {device} needs a CUDA device", "use --device cpu")
 
 
-def test_a_command_without_a_model_is_refused() -> None:
-    assert_refused(shell("generate", "-p", "Count:"), "--model", "(see offload generate --help)")
-    assert_refused(shell("plan"), "--model", "(see offload plan --help)")
-
-
 @pytest.mark.parametrize("option", ["--nonesuch", "-Z"])
 def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
     from offload.bench.suite import COMMANDS

@@ -1,23 +1,18 @@
 """Datastores as a person makes them: what is said and where, what programs read, and every refusal in one line."""
 
-import errno
 import json
-import os
 import shutil
 import signal
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-from reciting import SAID, at_call, interrupt, only_object
+from reciting import SAID, only_object
 from refusals import assert_refused, contents
 from shell import Outcome, process, shell, start
 from test_main import LISTS_IMPORTS
 from tiny import save_tokenizer
 
-from offload.datastore import build as building
-from offload.datastore.build import Corpus
 from offload.datastore.store import open_datastore
 from offload.engine.text import load_tokenizer
 
@@ -113,14 +108,6 @@ def test_conversations_take_the_models_template(tmp_path: Path) -> None:
     assert tokenizer.decode(row[row >= 0]) == "assistant:Ho</s>"
 
 
-def test_a_template_that_refuses_is_a_bad_line(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    save_tokenizer(model, chat_template="{{ raise_exception('roles must alternate') }}")
-    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    outcome = build(model, tmp_path / "store", tmp_path / "a.jsonl", "-q")
-    assert_refused(outcome, "a.jsonl:1 does not fit into the chat template (roles must alternate): ", "--skip-bad")
-
-
 # What is refused
 
 
@@ -134,11 +121,6 @@ def test_bad_files_are_named_or_skipped(looper: Path, texts: Path, tmp_path: Pat
     assert outcome.code == 0
     assert f"skipped: {texts / 'latin.txt'} must be UTF-8, it is not at byte 2\n" in outcome.err
     assert f"skipped: {texts / 'lines.jsonl'}:1 must be an object with text, messages" in outcome.err
-
-
-def test_what_cannot_be_read_is_named(looper: Path, tmp_path: Path) -> None:
-    missing = build(looper, tmp_path / "store", tmp_path / "nowhere", "-q")
-    assert_refused(missing, f"cannot read {tmp_path / 'nowhere'} (No such file or directory): check the path")
 
 
 def test_an_empty_corpus_is_refused(looper: Path, tmp_path: Path) -> None:
@@ -163,56 +145,10 @@ def test_a_model_without_tokenizer_is_refused(texts: Path, tmp_path: Path) -> No
         assert_refused(build(model, tmp_path / "store", texts, "-q"), words)
 
 
-def test_a_truncated_store_is_refused(store: Path) -> None:
-    file = store / "chunk-00000.tokens"
-    os.truncate(file, 50)
-    for command in (["verify", store], ["info", store], ["append", store, store]):
-        assert_refused(shell("datastore", *command), f"{file} must have 90 bytes, got 50: build it again")
-
-
-def test_an_edited_store_is_refused(store: Path) -> None:
-    file = store / "chunk-00000.positions"
-    raw = bytearray(file.read_bytes())
-    raw[20] ^= 2
-    file.write_bytes(raw)
-    assert_refused(shell("datastore", "verify", store), f"{file} must have sha256 ", "build it again")
-    manifest = json.loads((store / "store.json").read_text())
-    (store / "store.json").write_text(json.dumps({**manifest, "vocab_size": "many"}))
-    for command in ("info", "verify"):
-        assert_refused(shell("datastore", command, store), "store.json is not as offload datastore writes it")
-
-
-@pytest.mark.parametrize("command", ["info", "verify", "append"])
-def test_what_is_no_store_is_refused(command: str, tmp_path: Path) -> None:
-    files = [tmp_path] if command == "append" else []
-    refused = shell("datastore", command, tmp_path / "nowhere", *files)
-    assert_refused(refused, "a store must be a folder with store.json, ", "is none: check the path")
-
-
-def test_a_store_is_not_written_over(store: Path, looper: Path, texts: Path) -> None:
-    before = contents(store)
-    assert_refused(build(looper, store, texts, "-q"), "a new store must have a name of its own", "or append to it")
-    assert contents(store) == before
-
-
 @pytest.mark.parametrize(("ram", "words"), [("lots", "--ram must be a size"), ("1MiB", "--ram must be at least ")])
 def test_a_budget_that_is_none_is_refused(ram: str, words: str, looper: Path, texts: Path, tmp_path: Path) -> None:
     assert_refused(build(looper, tmp_path / "store", texts, "--ram", ram, "-q"), words)
     assert not (tmp_path / "store").exists()
-
-
-def test_a_full_disk_leaves_nothing(looper: Path, texts: Path, tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with patch.object(building.os, "fsync", side_effect=full):
-        outcome = build(looper, tmp_path / "new" / "store", texts, "-q")
-    assert_refused(outcome, "cannot write ", "(No space left on device): nothing of it was kept, free some room")
-    assert contents(tmp_path / "new") == {} and not any((tmp_path / "new").iterdir())
-
-
-def test_ctrl_c_leaves_nothing(looper: Path, texts: Path, tmp_path: Path) -> None:
-    with at_call(Corpus, "_texts", 2, interrupt):
-        assert build(looper, tmp_path / "store", texts, "-q") == Outcome(130, "", "offload: interrupted\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
 def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Path) -> None:
@@ -235,12 +171,6 @@ def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Pat
 def test_looking_at_a_store_imports_nothing_heavy(command: str, store: Path) -> None:
     outcome = process("datastore", command, store, python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 0 and outcome.err == "\n" and str(store) in outcome.out
-
-
-@pytest.mark.parametrize("command", ["build", "append", "info", "verify"])
-def test_help_teaches_by_example(command: str) -> None:
-    outcome = shell("datastore", command, "--help")
-    assert outcome.code == 0 and f"offload datastore {command}" in outcome.out.split("Examples:")[1]
 
 
 def test_a_group_without_a_command_says_what_there_is() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from reciting import (
     NUM_SAID,
-    PIECES,
     PROMPT,
     SAID,
     TREES,
@@ -20,7 +19,6 @@ from reciting import (
     streaming_ram,
 )
 from shell import Outcome, process, shell
-from tiny import save_reciter
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -109,12 +107,6 @@ def long_reader(looper: Path) -> Iterator[Decoder]:
         yield decoder
 
 
-def test_a_result_is_short_where_it_is_looked_at(ender: Path) -> None:
-    with open_decoder(ender) as decoder:
-        shown = repr(decoder.generate(PROMPT))
-    assert repr(SAID) in shown and len(shown) < 400
-
-
 TOP_FIELDS = {"text", "token_ids", "num_prompt_tokens", "num_new_tokens", "finish_reason", "seed", "plan", "stats"}
 STATS_FIELDS = {
     *("num_sweeps", "tokens_per_sweep", "ttft_s", "tpot_s", "sweep_s", "draft_s", "verify_s", "stall_s"),
@@ -149,11 +141,6 @@ def test_json_names_the_tree(tree: str, shape: tuple[int, int], looper: Path) ->
     assert stats["tokens_per_sweep"] == depth + 1, "a draft that is always right fills every path"
 
 
-@pytest.mark.parametrize("tree", ["grown:8x3", "8x3"])
-def test_json_tells_a_grown_tree_from_a_fixed_one(tree: str, looper: Path) -> None:
-    assert generate_json(looper, "-n", 4, tree=tree)["stats"]["tree"]["is_dynamic"] == tree.startswith("grown")
-
-
 def test_bytes_streamed_are_those_of_the_plan(looper: Path) -> None:
     """Every sweep moves the layers that do not stay; the slots read ahead, and a block may be shared at either end."""
     result = generate_json(looper, "-n", "100", tree="none")
@@ -164,23 +151,6 @@ def test_bytes_streamed_are_those_of_the_plan(looper: Path) -> None:
     planned_bytes = stats["num_sweeps"] * tiers["disk"]["num_bytes"]
     ahead_bytes, blocks_bytes = slots["num_slots"] * slots["slot_bytes"], stats["num_sweeps"] * 4 * 8192
     assert planned_bytes - ahead_bytes - blocks_bytes <= stats["bytes_streamed"] <= planned_bytes + ahead_bytes
-
-
-def test_nothing_is_streamed_when_everything_fits(looper: Path) -> None:
-    outcome = shell("generate", "-m", looper, "-p", PROMPT, "--ram", "1GiB", "--context", 64, "-n", 20, "--json")
-    result = only_object(outcome.out)
-    assert result["stats"]["bytes_streamed"] == 0 and result["stats"]["stall_s"] == 0
-    assert result["plan"]["tiers"]["disk"] == {"num_layers": 0, "num_bytes": 0}
-
-
-def test_sampling_flags_reach_the_sampler(looper: Path) -> None:
-    flags = ("--temp", "40", "--top-p", "0.9", "--top-k", "30", "-n", "20")
-    results = [generate_json(looper, *flags, "--seed", seed)["token_ids"] for seed in (1, 2)]
-    with open_decoder(looper) as decoder:
-        for seed, token_ids in zip((1, 2), results, strict=True):
-            sampling = {"temperature": 40, "top_p": 0.9, "top_k": 30, "seed": seed}
-            assert decoder.generate(PROMPT, max_new_tokens=20, **sampling).token_ids == token_ids
-    assert results[0] != results[1]
 
 
 # Where a prompt comes from
@@ -203,30 +173,7 @@ def test_prompt_from_flag_file_and_pipe_are_the_same(ender: Path, tmp_path: Path
             assert other[field] == wanted[field]
 
 
-def test_chat_template_is_applied_unless_raw(tmp_path: Path) -> None:
-    template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
-    model = save_reciter(tmp_path, PIECES, ends=True, chat_template=template)
-    chat, raw = generate_json(model, prompt="Say"), generate_json(model, "--raw", "-n", "3", prompt="Say")
-    assert chat["num_prompt_tokens"] == len(["<s>", *"Say", ":"]) and chat["text"] == SAID
-    assert raw["num_prompt_tokens"] == len("Say")
-    assert generate_json(model, "--raw", prompt="Say:")["text"] == SAID
-
-
 # The other commands
-
-
-def test_plan_shows_where_everything_lies(looper: Path) -> None:
-    outcome = shell("plan", *settings(looper)[:-2], "-v")
-    assert outcome.code == 0 and outcome.err == ""
-    for word in (
-        "3 slots for 4 streamed layers",
-        "embeddings and head",
-        "draft",
-        "256 positions",
-        "8 tree nodes",
-        "B/s",
-    ):
-        assert word in outcome.out
 
 
 def test_plan_is_the_plan_that_a_run_follows(looper: Path) -> None:
@@ -258,21 +205,6 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     model = [looper] if command.endswith("-m") else []
     outcome = process(*command.split(), *model, python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
-
-
-@pytest.mark.parametrize("command", ["generate -p x", "chat", "tune -d nowhere --text x", "generate -p x --ram lots"])
-def test_what_is_refused_at_once_waits_for_nothing_heavy(command: str) -> None:
-    outcome = process(*command.split(), "-m", "nowhere", python=("-c", LISTS_IMPORTS), is_cold=True)
-    assert outcome.code == 2 and outcome.out == "" and outcome.err.startswith("offload: ")
-    assert outcome.err.endswith("\n\n"), "nothing is listed"
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo"])
-def test_help_teaches_by_example(command: str) -> None:
-    outcome = shell(command, "--help")
-    assert outcome.code == 0 and outcome.err == ""
-    _, examples = outcome.out.split("Examples:")
-    assert f"offload {command}" in examples
 
 
 def test_help_is_what_a_newcomer_gets() -> None:

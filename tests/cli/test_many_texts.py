@@ -206,7 +206,6 @@ def edited_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
 
 
-@pytest.mark.parametrize("has_samples", [True, False])
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -217,12 +216,9 @@ def edited_tokenizer(folder: Path) -> None:
     ],
 )
 def test_results_of_another_model_of_that_name_are_refused(
-    edit: Callable[[Path], None] | None, words: str, has_samples: bool, looper: Path, prompts: Write, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Also where no sample shows it, since all is read then; a copy of the same model goes on."""
-    if not has_samples:
-        monkeypatch.setattr(identity, "_sampled", lambda checkpoint: "0" * 32)
+    edit: Callable[[Path], None] | None, words: str, looper: Path, prompts: Write, tmp_path: Path
+) -> None:
+    """A copy of the same model goes on."""
     first, second = (shutil.copytree(looper, tmp_path / name / "final") for name in ("a", "b"))
     out, line = tmp_path / "out", {"prompt": PROMPT, "max_tokens": 1}
     assert generate(first, "-f", prompts(line), "--out", out).code == 0
@@ -369,8 +365,3 @@ def test_a_result_of_a_prompt_that_has_gone_is_named(monkeypatch: pytest.MonkeyP
     line = b'{"index": 4, "sample": 0, "request": "d", "model": null}'
     with pytest.raises(UserError, match="line 1 has the result of index 4, sample 0; there are 2 prompts"):
         results.find([line], tasks)
-
-
-def test_tasks_are_not_read_without_their_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="check the path"):
-        read_tasks(tmp_path / "no.jsonl", Request(), 1, "")

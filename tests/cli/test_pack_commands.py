@@ -1,16 +1,13 @@
 """`offload pack` and `offload unpack` as a person meets them, and what `offload plan` says of packing beforehand."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from gguf_files import MODELS, write_gguf
 from quantised import save_quantised
 from refusals import assert_refused
-from shell import process, shell, start
+from shell import shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.checkpoint.safetensors import open_checkpoint
@@ -42,29 +39,6 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
         assert (back / path.name).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ((), ("one of --out and --verify must be given, got neither",)),
-        (("--out", "x", "--verify"), ("one of --out and --verify must be given, got both",)),
-        (("-m", "", "--verify"), ("-m must name a model, got ''",)),
-        (("-m", " ", "--out", "x"), ("-m must name a model, got ' '",)),
-        (("--verify",), ("holds no packed model", "give a folder that offload pack has made")),
-    ],
-)
-def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], words: tuple[str, ...], bf16: Path) -> None:
-    assert_refused(shell("pack", "-m", bf16, *flags), *words)
-
-
-def test_other_models_and_folders_are_refused(bf16: Path, tmp_path: Path) -> None:
-    wide = save(build(FAMILIES["llama"]()), tmp_path / "wide")
-    assert_refused(shell("pack", "-m", wide, "--out", tmp_path / "packed"), "packing is for bfloat16", "F32")
-    assert_refused(shell("pack", "-m", bf16, "--out", bf16), "--out must be another folder")
-    assert_refused(shell("pack", "-m", bf16, "--out", wide), "holds something else")
-    assert_refused(shell("unpack", "-m", bf16, "--out", tmp_path / "back"), "holds no packed model")
-    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_is_stored_in_blocks_has_nothing_to_gain(kind: str, tmp_path: Path) -> None:
     file = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q8_0").path
@@ -78,58 +52,6 @@ def test_what_is_quantised_or_packed_is_refused_by_name(bf16: Path, tmp_path: Pa
     assert_refused(shell("pack", "-m", model, "--out", tmp_path / "x"), "gptq is stored as int4 in", "nothing to gain")
     shell("pack", "-m", bf16, "--out", tmp_path / "packed")
     assert_refused(shell("pack", "-m", tmp_path / "packed", "--out", tmp_path / "x"), "packed is packed already")
-
-
-def test_a_packed_folder_that_was_cut_is_to_be_packed_again(bf16: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
-    shell("pack", "-m", bf16, "--out", packed)
-    last = max(packed.glob("*.safetensors"))
-    os.truncate(last, last.stat().st_size - 1)
-    for asked in (("generate", "-p", "a", "-m", packed), ("pack", "--verify", "-m", packed),
-                  ("unpack", "--out", tmp_path / "back", "-m", packed)):  # fmt: skip
-        assert_refused(shell(*asked), "truncated: pack the model again")
-
-
-_SMALL_PORTIONS = "from offload.packing import pack as p\np._PORTION_BYTES = 1\n"
-_STOP_AT_THIRD = """
-import time
-from itertools import count
-number, write = count(), p.write_packed
-def stop_at_third(*given):
-    time.sleep(600 if next(number) == 2 else 0)
-    write(*given)
-p.write_packed = stop_at_third
-"""
-_RUN = "from offload.cli.main import main\nmain()"
-
-
-def test_a_killed_packing_goes_on(bf16: Path, tmp_path: Path) -> None:
-    """Killed before its third file; the two that it had finished are kept."""
-    packed, unfinished = tmp_path / "packed", tmp_path / "packed.unfinished"
-    asked = ("pack", "-m", bf16, "--out", packed)
-    running = start(*asked, "-q", python=("-c", _SMALL_PORTIONS + _STOP_AT_THIRD + _RUN))
-    until = time.monotonic() + 60
-    while len([*unfinished.glob("*.safetensors")]) < 2:
-        assert time.monotonic() < until and running.poll() is None
-        time.sleep(0.005)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
-    assert not packed.exists()
-    outcome = process(*asked, "--json", python=("-c", _SMALL_PORTIONS + _RUN))
-    told = json.loads(outcome.out)
-    assert told["num_kept"] == 2 < told["num_files"] and "is_sound" not in told, "two were looked at by the dead one"
-    assert not unfinished.exists()
-    assert json.loads(shell("pack", "-m", packed, "--verify", "--json").out)["is_sound"]
-
-
-@pytest.mark.usefixtures("_instant_link")
-def test_plan_foretells_what_packing_makes_of_it(bf16: Path, tmp_path: Path) -> None:
-    """In so small a model blocks of planes are not full."""
-    foretold = json.loads(shell("plan", "-m", bf16, "--ram", "1GiB", "--json").out)["packing"]
-    assert foretold["is_sampled"] and foretold["source_bytes"] == open_checkpoint(bf16).num_bytes
-    shell("pack", "-m", bf16, "--out", tmp_path / "packed")
-    assert foretold["packed_bytes"] == pytest.approx(open_checkpoint(tmp_path / "packed").num_bytes, rel=0.05)
-    assert json.loads(shell("plan", "-m", tmp_path / "packed", "--ram", "1GiB", "--json").out)["packing"] is None
 
 
 @pytest.mark.usefixtures("_instant_link")

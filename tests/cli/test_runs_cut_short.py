@@ -12,7 +12,6 @@ import pytest
 from reciting import (
     PIECES,
     PROMPT,
-    SAID,
     at_sweep,
     failing_reads,
     generate,
@@ -157,32 +156,4 @@ def test_file_cut_short_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
     with at_sweep(3, cut):
         outcome = generate(model, tree="chain:1")
     assert_ended_by_disk(outcome, "model-", "cut short while in use")
-    assert outcome.out.startswith(" Hello w")
-
-
-def test_file_replaced_in_mid_run_goes_unnoticed(tmp_path: Path) -> None:
-    model = save_reciter(tmp_path, PIECES, ends=True)
-
-    def replace() -> None:
-        for shard in model.glob("*.safetensors"):
-            shard.unlink()
-            shard.write_bytes(b"something else")
-
-    with at_sweep(3, replace):
-        assert generate(model, tree="chain:1").out == SAID + "\n"
-
-
-def test_file_written_over_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
-    """As `save_pretrained` does into the same folder: the open file is the new one."""
-    model = save_reciter(tmp_path, PIECES)
-
-    def write_over() -> None:
-        for shard in model.glob("*.safetensors"):
-            with shard.open("r+b") as file:
-                file.seek(-1000, os.SEEK_END)
-                file.write(bytes(1000))
-
-    with at_sweep(3, write_over):
-        outcome = generate(model, tree="chain:1")
-    assert_ended_by_disk(outcome, "model-", "was written to while in use")
     assert outcome.out.startswith(" Hello w")

@@ -142,7 +142,8 @@ LISTS_UNUSED = """
 import os, sys
 os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
 from offload.__main__ import main
-unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.reports.trace_acceptance"}
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "fastapi", "uvicorn", "starlette"}
+unused |= {"offload.reports.trace_acceptance", "offload.server.app"}
 try:
     main()
 finally:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import byte_coder
 import numpy as np
 import pytest
 from byte_coder import VOCABULARY, build, of_small_chunks
-from refusals import damaged
 
 from offload.datastore.store import open_datastore, read_store, verify, vocabulary_sha256, vocabulary_size
 from offload.errors import ReadError, UserError
@@ -106,17 +104,6 @@ MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 def test_an_edited_manifest_is_refused(change: Callable[[dict[str, Any]], object], words: str, store: Path) -> None:
     edited(store, change)
     assert words in refused(store)
-
-
-def test_damaged_manifests_are_refused_in_a_line_or_harmless(store: Path) -> None:
-    raw = (store / "store.json").read_bytes()
-    for seed in range(300):
-        (store / "store.json").write_bytes(damaged(raw, random.Random(seed)))
-        try:
-            index = open_datastore(store, VOCABULARY)
-        except UserError:
-            continue
-        assert index.longest(b"the cat").length == 7
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:

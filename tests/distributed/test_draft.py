@@ -131,15 +131,6 @@ def test_cut_offs_hold_for_whole_paths() -> None:
         assert paths == meets[:25]
 
 
-def test_running_ahead_changes_nothing_that_is_told() -> None:
-    plain, ahead = tree_over(BigramModel(), [4, 0]), tree_over(BigramModel(), [4, 0])
-    for _ in range(5):
-        ahead.run(ahead.best(64, 0.0, 0.0).to_run)
-    heads = Listener(), Listener()
-    for _ in range(4):
-        assert heads[0].hear(tell(plain, 6)) == heads[1].hear(tell(ahead, 6))
-
-
 def told_after_moves(model: object, rng: random.Random, size: int) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
     """What a tree has told below its last root, and what a fresh one tells of the same text."""
     tokens = [4, 0]
@@ -310,15 +301,6 @@ def test_a_text_that_is_over_is_not_waited_for() -> None:
             grow(transport, 3)
             assert answer(transport)[0].parent == 0
             reset(transport, [4, 0])
-
-
-def test_nothing_worth_a_row_is_an_empty_answer() -> None:
-    with serving(BigramModel()) as (transport, _):
-        reset(transport, [4, 0])
-        grow(transport, 8, 0.9, 0.0)
-        assert len(answer(transport)) <= 1
-        grow(transport, 8, 0.9, 0.0)
-        assert answer(transport) == []
 
 
 def test_whoever_fails_says_why() -> None:

@@ -173,12 +173,6 @@ def test_the_first_stage_drafts_between_its_passes(cluster: Any) -> None:
         assert 0 < longer_s < batches["draft_s"] if draft_counts else longer_s == pytest.approx(0, abs=1e-6)
 
 
-def test_rules_that_stages_refuse_are_refused_here(cluster: Any) -> None:
-    found = figures(*cluster(LAPTOP, LAPTOP), "--rule", "sequoia", "--tree", "32x8")
-    assert found["better"] == "shards" and not found["stages"]["works"]
-    assert "--rule sequoia compares" in found["stages"]["refusal"] and found["shards"]["works"]
-
-
 def test_the_answer_is_for_people(cluster: Any) -> None:
     outcome = shell("plan", *cluster(LAPTOP, {**LAPTOP, "name": "a long name of a machine"}))
     lines = outcome.out.splitlines()
@@ -215,10 +209,7 @@ def test_all_of_it_is_where_memory_goes(cluster: Any) -> None:
     [
         ([LAPTOP, {**LAPTOP, "ram": "100MB"}], (), ("rank r1 has 95.4 MiB of ram, and all but", "lower --context")),
         ([{**LAPTOP, "ram": "16GB"}, LAPTOP], (), ("rank r0 has 14.9 GiB of ram, and all but its layers takes",)),
-        ([LAPTOP], ("--ram", "8GB"), ("--ranks describes all machines, got --ram as well",)),
-        ([LAPTOP], ("--device", "cpu"), ("--ranks describes all machines, got --device as well",)),
         ([LAPTOP], ("--tokens-per-sweep", "3"), ("--tokens-per-sweep 3 belongs to one tree",)),
-        ([{**LAPTOP, "rom": 1}], (), ("lab.json: rank r0: a rank has the keys",)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(

@@ -18,7 +18,6 @@ from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
 from offload.engine.load import load
-from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.rules import ChildSampling
@@ -122,14 +121,6 @@ def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampl
     assert tree.topology.depth <= bounds.depth
     assert sum(model.num_rows) <= most_rows(bounds.num_nodes) + 1, "one is the prompt's"
     assert set(score_of_node) == {0, *row_of_node}
-
-
-def test_another_exponent_is_told_apart() -> None:
-    """Planted: the comparison above must not hold for a tree of other chances."""
-    sampler = Sampler(WARM, NUM_TOKENS)
-    paths = best_paths(DynamicShape(40, 4), sampler, 1.25)
-    tree = grow_bigrams(BigramModel(), DynamicShape(40, 4), sampler, 0.5).tree
-    assert {path_of(tree, node) for node in range(1, 40)} != paths
 
 
 def test_a_grown_tree_of_few_passes() -> None:
@@ -297,17 +288,6 @@ def test_rules_that_repeat_draws_give_the_same_ids(pair: tuple[Path, Path], rule
     assert tree.token_ids == plain.token_ids
     assert tree.stats.tokens_per_sweep > 1.2
     assert tree.as_dict()["stats"]["tree"] == {"num_nodes": 32, "depth": 8, "is_dynamic": True}  # type: ignore[index]
-
-
-@pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
-def test_rules_that_test_ratios_are_refused(pair: tuple[Path, Path], rule: str) -> None:
-    refused = pytest.raises(
-        UserError, match=rf"`tree` dynamic:32x8 looks at .* and rule {rule} .*: use `tree` 32x8 or `rule` match$"
-    )
-    with refused:
-        load(*pair, ram="1GiB", tree="grown:32x8", rule=rule)
-    with load(*pair, ram="1GiB", tree="32x8", rule=rule, threads=1) as decoder, refused:
-        decoder.generate(PROMPT, tree="grown:32x8")
 
 
 @pytest.mark.parametrize(("num_nodes", "depth"), [(16, 8), (64, 8), (64, 24), (128, 20), (300, 16)])

@@ -1,15 +1,11 @@
-"""Growth of the packaged pair, repeated along what its target wrote: at any pace, and with a near-copy as draft."""
+"""Growth of the packaged pair, repeated along what its target wrote: at any pace."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import offload
 from offload.checkpoint.packaged import PAIR
@@ -23,31 +19,11 @@ from offload.sampling_options import Sampling
 from offload.trees.growth import PACES, GrowthSchedule
 from offload.trees.topology import DynamicShape
 
-NUM_NODES, DEPTH, NUM_NEW, GROUP = 64, 32, 128, 64
+NUM_NODES, DEPTH, NUM_NEW = 64, 32, 128
 SLOW = GrowthSchedule(16, 9, 1.0)  # as it was once
 PROMPTS = ("import os\n\n\ndef walk(top):\n", 'def parse_args(argv):\n    """Read the command line."""\n')
 SAMPLINGS = (Sampling(), Sampling(temperature=0.6, seed=1))
 Text = tuple[list[int], list[int]]  # prompt, and what the target wrote
-
-
-def to_4_bits(weight: Tensor) -> Tensor:
-    """Rounded to nearest in groups, and widened again."""
-    if weight.ndim != 2:
-        return weight
-    grouped = weight.float().reshape(-1, GROUP)
-    scale = grouped.abs().amax(1, keepdim=True).clamp(min=1e-12) / 7
-    return ((grouped / scale).round() * scale).reshape(weight.shape).to(weight.dtype)
-
-
-@pytest.fixture(scope="module")
-def near_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair") / "near_copy"
-    shutil.copytree(PAIR / "target", folder)
-    weights = load_file(folder / "model.safetensors")
-    rounded = {name: to_4_bits(weight) for name, weight in weights.items()}
-    assert any(not torch.equal(rounded[name], weights[name]) for name in weights)
-    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def opened(draft: Path) -> Decoder:
@@ -56,15 +32,11 @@ def opened(draft: Path) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def near(near_copy: Path) -> Iterator[Decoder]:
-    with opened(near_copy) as decoder:
-        yield decoder
-
-
-@pytest.fixture(scope="module")
-def texts(near: Decoder) -> dict[Sampling, list[Text]]:
-    tree, encoded = f"dynamic:{NUM_NODES}x{DEPTH}", [near.encode(prompt, raw=True) for prompt in PROMPTS]
-    return {one: [(ids, write(near, ids, one, NUM_NEW, tree)) for ids in encoded] for one in SAMPLINGS}
+def texts() -> dict[Sampling, list[Text]]:
+    tree = f"dynamic:{NUM_NODES}x{DEPTH}"
+    with opened(PAIR / "draft") as decoder:
+        encoded = [decoder.encode(prompt, raw=True) for prompt in PROMPTS]
+        return {one: [(ids, write(decoder, ids, one, NUM_NEW, tree)) for ids in encoded] for one in SAMPLINGS}
 
 
 class Again:
@@ -102,10 +74,3 @@ def test_large_passes_grow_trees_as_good(texts: dict[Sampling, list[Text]], samp
         widths = [1, *pace.widths(NUM_NODES)]
         assert again.passes == pytest.approx(len(widths), abs=3) and again.rows == pytest.approx(sum(widths), rel=0.2)
     assert others[0].passes <= 0.75 * slow.passes, "0.6 on more texts that are less easy"
-
-
-def test_a_near_copy_is_believed_and_followed(near: Decoder, texts: dict[Sampling, list[Text]]) -> None:
-    text, greedy = texts[Sampling()], Sampling()
-    with as_it_was():
-        slow = Again(near, text, greedy, SLOW)
-    assert Again(near, text, greedy, PACES[0]).tokens >= 1.3 * slow.tokens, "1.5 on longer texts, 48 deep"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matrix import matrix
 from plans import plan_memory
-from reciting import PIECES, SAID, TEMPLATE, at_sweep, interrupt, streaming_ram
+from reciting import PIECES, SAID, TEMPLATE, streaming_ram
 from refusals import assert_refused
 from screen import Typist
 from shell import Outcome, shell
@@ -176,38 +176,6 @@ def test_every_line_is_a_question(letters: Path) -> None:
     assert read[1] in (f"{new} of {second} tokens read)" for new in (after, after + 1)), "and what was said is not"
     assert read[2] == f"{third - len('<user:')} of {third} tokens read)", "that much is the same in all of them"
     assert "/bye or Ctrl-D leaves" in outcome.err
-
-
-def test_exit_leaves_and_quiet_is_quiet(talker: Path) -> None:
-    assert chat(talker, "Say\n/exit\nSay\n", "--quiet") == Outcome(0, SAID + "\n", "")
-    assert chat(talker, "", "--quiet") == Outcome(0, "", "")
-
-
-def test_what_is_wrong_with_one_line_ends_nothing(talker: Path) -> None:
-    outcome = chat(talker, "x" * 300 + "\nSay\n", "--quiet")
-    assert outcome.code == 0 and outcome.out == SAID + "\n"
-    assert outcome.err.startswith("offload: the conversation has 3") and outcome.err.count("\n") == 1
-
-
-def test_an_interrupt_ends_the_answer_and_not_the_program(talker: Path) -> None:
-    with at_sweep(4, interrupt):
-        outcome = chat(talker, "Say\nSay\n")
-    cut, whole = outcome.out.split("\n", 1)
-    assert outcome.code == 0 and whole == SAID + "\n" and cut and SAID.startswith(cut.rstrip("\ufffd"))
-    assert ", stopped, the first after" in outcome.err and "Traceback" not in outcome.err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_interrupt_ends_the_program(talker: Path) -> None:
-    with at_sweep(4, lambda: (interrupt(), interrupt())):
-        outcome = chat(talker, "Say\nSay\n")
-    assert outcome.code == 130 and outcome.err.splitlines()[-1] == "offload: interrupted"
-
-
-def test_a_system_prompt_is_read_first(talker: Path) -> None:
-    system, plain = (chat(talker, "Say", *flags) for flags in (("--system", "Be brief."), ()))
-    assert system.out == plain.out == SAID + "\n"
-    assert f"{len('<system:Be brief.<user:Say<assistant:')} tokens read" in system.err
 
 
 @pytest.mark.usefixtures("_no_weights")

@@ -4,16 +4,14 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from small_t5 import LAYOUTS, START, VOCAB_SIZE, build, reference, save, save_pair, streaming_ram
-from tables import p_value
 from tiny import FAMILIES, save_tokenizer
 from tiny import build as build_decoder
 from tiny import save as save_decoder
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import DynamicLayer
 
 import offload
@@ -278,31 +276,6 @@ def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) 
         got = decoder.generate("Translate: one two three", max_new_tokens=40)
     assert got.finish_reason == "stop" and got.token_ids == ids[: ids.index(end) + 1]
     assert got.text == tokenizer.decode(got.token_ids[:-1], skip_special_tokens=True)
-
-
-def test_a_ratio_rule_draws_from_the_model(tmp_path: Path) -> None:
-    """Of the first two tokens, which one sweep accepts as a path; the law of another prompt is told apart."""
-    target, draft = save_pair("v1.1", tmp_path, noise=0.3, vocab_size=12)
-    model, (prompt, other) = AutoModelForSeq2SeqLM.from_pretrained(target), ([5, 3, 7, 2], [4, 4, 9])
-    count_VV = np.zeros((12, 12))
-    with offload.load(target, draft, ram="1GiB", context=16, tree="6x3", rule="sequoia", threads=1) as decoder:
-        for seed in range(130):
-            sampling = offload.Sampling(temperature=1.5, seed=seed)
-            run = decoder.run(prompt, sampling, max_new_tokens=2, continues=True)
-            assert list(run) is not None
-            count_VV[tuple(run.result().token_ids)] += 1
-    right, wrong = (law_of_two(model, ids, temperature=1.5) for ids in (prompt, other))
-    assert p_value(count_VV, right) > 1e-3
-    assert p_value(count_VV, wrong) < 1e-6
-
-
-@torch.inference_mode()
-def law_of_two(model: PreTrainedModel, prompt: list[int], temperature: float) -> np.ndarray:
-    """Chances (V, V) of the first two tokens."""
-    begun_VT = torch.stack([torch.full((12,), START), torch.arange(12)], dim=1)
-    logits_VTV = model(input_ids=torch.tensor([prompt] * 12), decoder_input_ids=begun_VT).logits
-    probs_VTV = (logits_VTV / temperature).double().softmax(-1)
-    return (probs_VTV[0, 0, :, None] * probs_VTV[:, 1]).numpy()
 
 
 def test_penalties_are_of_the_decoders_own_text(pair: tuple[Path, Path], decoder: Decoder) -> None:

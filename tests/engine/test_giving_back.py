@@ -9,17 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reciting import PROMPT, at_call, at_sweep, failing_reads, interrupt, num_readers, open_decoder
+from reciting import PROMPT, at_sweep, failing_reads, interrupt, num_readers, open_decoder
 from tiny import save_reciter
 
 import offload
-from offload.drafting.draft_model import Draft
-from offload.drafting.model import ModelDrafter
 from offload.machine import rss_bytes
-from offload.model.target import Target
 from offload.sampling_options import Sampling
 from offload.streaming import disk as host_store
-from offload.streaming.layers import Layers
 
 
 @pytest.fixture
@@ -105,38 +101,6 @@ def test_decoder_goes_on_after_an_abandoned_run(looper: Path) -> None:
         assert decoder.generate(PROMPT, max_new_tokens=30).token_ids == wanted
 
 
-def test_a_run_that_was_overtaken_refuses(looper: Path) -> None:
-    """It would go on with the keys and values of another sequence."""
-    with open_decoder(looper) as decoder:
-        overtaken = decoder.stream(PROMPT, max_new_tokens=30)
-        next(overtaken)
-        last = decoder.stream(PROMPT, max_new_tokens=30)
-        next(last)
-        with pytest.raises(offload.UserError, match="finish one before the next"):
-            next(overtaken)
-        next(last)
-    with pytest.raises(offload.UserError, match="was closed"):
-        next(last)
-
-
-MOMENTS = [(Draft, "run"), (Target, "score"), (Layers, "release"), (Target, "commit"), (ModelDrafter, "commit")]
-
-
-@pytest.mark.parametrize(("owner", "method"), MOMENTS, ids=lambda one: getattr(one, "__name__", one))
-def test_an_interrupted_run_goes_on_where_it_was(owner: type, method: str, looper: Path) -> None:
-    """Half a step is no step: one cache may have taken in what the other has not."""
-    with open_decoder(looper) as decoder:
-        wanted = decoder.generate(PROMPT, max_new_tokens=40)
-        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
-        with at_call(owner, method, 4, interrupt), pytest.raises(KeyboardInterrupt):
-            list(run)
-        assert run.result().finish_reason == "interrupted"
-        assert "".join(run), "the rest"
-        result = run.result()
-    assert result.token_ids == wanted.token_ids and result.text == wanted.text
-    assert result.finish_reason == "length" and result.stats.decode_s > 0
-
-
 def test_a_run_goes_on_when_its_reader_comes_back(looper: Path) -> None:
     with open_decoder(looper) as decoder:
         wanted = decoder.generate(PROMPT, max_new_tokens=40).text
@@ -145,15 +109,6 @@ def test_a_run_goes_on_when_its_reader_comes_back(looper: Path) -> None:
         assert first + "".join(run) == wanted
         before = run.result()
         assert list(run) == [] and run.result() == before, "there is nothing behind the end"
-
-
-def test_a_run_that_has_ended_stays_ended(ender: Path) -> None:
-    """Behind its last token the model would go on."""
-    with open_decoder(ender) as decoder:
-        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
-        list(run)
-        token_ids = run.result().token_ids
-        assert list(run) == [] and run.result().token_ids == token_ids
 
 
 def test_memory_between_what_is_still_held_goes_back_to_the_system(looper: Path) -> None:

@@ -16,10 +16,8 @@ import offload
 from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.engine.precheck import check_run
 from offload.errors import UserError
 from offload.packing.pack import pack
-from offload.planning.load_options import LoadOptions
 from offload.planning.near_copy import copy_bits, files_of
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
@@ -158,12 +156,6 @@ def test_what_makes_no_sense_is_refused_before_weights_are_read(
         with pytest.raises(UserError) as caught:
             offload.load(str(pair[0]), **options)
         assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_the_command_line_refuses_the_same(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="try self:int4"):
-        check_run(str(pair[0]), "self:int2", LoadOptions())
-    check_run(str(pair[0]), "self:int8", LoadOptions(), needs_text=False)
 
 
 def test_experts_are_not_copied(tmp_path: Path) -> None:

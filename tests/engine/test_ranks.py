@@ -226,10 +226,3 @@ def _script(place: RankInfo, report: Callable[[Any], None], target: Path, draft:
         report(f"ended with {ended.code}")
     except UserError as refusal:
         report(str(refusal))
-
-
-def test_load_refuses_ranks_that_nobody_has_started(pairs: Callable[[str], Pair]) -> None:
-    with pytest.raises(UserError, match="`ranks` needs several processes"):
-        offload.load(*pairs("llama"), "1GiB", ranks="shards")
-    with pytest.raises(UserError, match="`pipeline` goes with `ranks`"):
-        offload.load(*pairs("llama"), "1GiB", pipeline="async")

@@ -74,11 +74,3 @@ def test_tune_measures_nothing_in_vain(sound: Path, tmp_path: Path, monkeypatch:
     assert_refused(shell(*command, short, "--tree", "oak"), "--tree must be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(short))
     assert_refused(shell(*command, short), "cannot write", "set XDG_CACHE_HOME")
-
-
-@pytest.mark.parametrize("flag", ["--json", "--trace"])
-@pytest.mark.parametrize("place", [".", "file/result.json"])
-def test_bench_measures_nothing_that_it_cannot_store(flag: str, place: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    command = ("bench", "decode", "-m", "no/such/folder", flag, tmp_path / place)
-    assert_refused(shell(*command), "cannot write", "name another file")

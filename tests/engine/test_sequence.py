@@ -10,6 +10,7 @@ from reciting import at_call, interrupt
 from tiny import FAMILIES, save_pair
 
 import offload
+from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import Caches, Limits, Sequence
@@ -19,6 +20,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.target import Target
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
+from offload.streaming.layers import Layers
 from offload.trees.topology import DynamicShape, Shape, chain, k_ary
 from offload.trees.verification import find_rule
 
@@ -84,14 +86,6 @@ def test_an_overtaken_sequence_refuses_and_loses_nothing_else(decoder: Decoder) 
     decoder.step(last)
 
 
-def test_a_sequence_of_a_closed_decoder_refuses(looper: Path) -> None:
-    with offload.load(looper, None, "1GiB", context=64, threads=1) as decoder:
-        sequence = decoder.begin([1, 2], Sampling())
-        decoder.step(sequence)
-    with pytest.raises(offload.UserError, match="was closed"):
-        decoder.step(sequence)
-
-
 def resumed(decoder: Decoder, shape: Shape, owner: type, method: str, number: int) -> list[int]:
     """What is written when the so-many-th call of a method is cut short and its step run again."""
     sequence = decoder.begin(PROMPT, WARM, shape=shape)
@@ -105,7 +99,10 @@ def resumed(decoder: Decoder, shape: Shape, owner: type, method: str, number: in
     return sequence.new_ids[:40]
 
 
-MOMENTS = [(Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "accept", 2)]
+MOMENTS = [
+    (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "accept", 2),
+    (Draft, "run", 4), (Target, "score", 4), (Layers, "release", 4),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["static", "dynamic"])

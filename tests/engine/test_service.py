@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reciting import PROMPT, at_call, failing_reads, open_decoder, recited
+from reciting import PROMPT, failing_reads, open_decoder, recited
 
 import offload
 from offload.engine import service
@@ -97,25 +97,6 @@ def test_texts_share_passes_and_have_the_tokens_that_they_have_alone(looper: Pat
         figures = engine.figures()
         assert figures.num_passes - before < sum(passes_alone), "texts share passes"
         assert max(one.num_texts for one in figures.recent) == decoder.num_parallel == 3
-
-
-def test_one_of_several_that_fails_leaves_alone(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    push = TextStream.push
-
-    def failing(stream: TextStream, tokens: Any) -> Any:
-        return _fail() if "!" in stream._stop and len(stream.tokens) > 5 else push(stream, tokens)
-
-    monkeypatch.setattr(TextStream, "push", failing)
-    with shared_by(looper, 3) as engine, held_passes() as passes:
-        wishes = [request(20), replace(request(FOR_EVER), stop="!"), request(20)]
-        tickets = [engine.submit(wish) for wish in wishes]
-        passes.release()  # the first may have been alone in it
-        until(lambda: engine.figures().num_active == 3)
-        passes.release(1 << 20)
-        with pytest.raises(ZeroDivisionError):
-            tickets[1].result(PATIENCE_S)
-        texts = {ticket.result(PATIENCE_S).text for ticket in (tickets[0], tickets[2])}
-        assert texts == {engine.submit(request(20)).result(PATIENCE_S).text}
 
 
 def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
@@ -206,15 +187,6 @@ def test_a_bad_request_is_refused_at_once_and_takes_no_place(looper: Path) -> No
         assert (figures.num_active, figures.num_waiting, figures.num_failed) == (0, 0, 0)
 
 
-def test_a_prompt_is_checked_while_another_pass_is_under_way(looper: Path) -> None:
-    with engine_of(looper) as engine, held_passes() as passes:
-        first = engine.submit(request(1))
-        until(lambda: engine.figures().pass_began_s is not None)
-        second = engine.submit(request(1))
-        passes.release(2)
-        assert first.result(PATIENCE_S).token_ids == second.result(PATIENCE_S).token_ids
-
-
 def test_cancelled_ones_leave_at_the_next_pass(looper: Path) -> None:
     with engine_of(looper) as engine, held_passes() as passes:
         active, waiting, third = (engine.submit(request(FOR_EVER)) for _ in range(3))
@@ -241,25 +213,6 @@ def test_a_dropped_ticket_cancels_its_request(looper: Path) -> None:
         gc.collect()
         until(lambda: engine.figures().num_active == 0)
         assert engine.figures().num_cancelled == 1
-
-
-def test_a_failing_request_disturbs_no_other(looper: Path) -> None:
-    """Its text cannot be made: a stranger's tokenizer fails."""
-    wanted = recited(20)
-    with engine_of(looper) as engine:
-        with at_call(TextStream, "push", 2, _fail), pytest.raises(ZeroDivisionError):
-            engine.submit(request(FOR_EVER)).result(PATIENCE_S)
-        assert engine.submit(request(20)).result(PATIENCE_S).text.startswith(wanted[:10])
-        assert engine.figures().num_failed == 1
-
-
-def test_one_that_cannot_begin_disturbs_no_other(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of(looper) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "begin", lambda *_, **__: _fail())
-            with pytest.raises(ZeroDivisionError):
-                engine.submit(request(3)).result(PATIENCE_S)
-        assert engine.submit(request(3)).result(PATIENCE_S).finish_reason == "length"
 
 
 def test_a_disk_that_fails_ends_what_is_under_way(looper: Path) -> None:

@@ -85,13 +85,6 @@ def test_a_character_is_handed_out_when_it_is_complete(tokenizer: PreTrainedToke
     assert stream.finish() == ""
 
 
-def test_an_incomplete_character_shows_at_the_end_only(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(tokenizer, ids_of(tokenizer, "a"))
-    assert stream.push(ids_of(tokenizer, "b日")[:-1]) == ("b", False)
-    assert stream.whole() == "b\ufffd" and stream.text == "b"
-    assert stream.finish() == "\ufffd" and stream.text == "b\ufffd"
-
-
 def test_a_character_begun_by_the_prompt_is_not_lost(tokenizer: PreTrainedTokenizerFast) -> None:
     """Prompts given as ids may end anywhere."""
     bytes_of_day = ids_of(tokenizer, "日")

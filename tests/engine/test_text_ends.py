@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from reciting import NUM_SAID, PIECES, PROMPT, SAID, TREES, generate, open_decoder
+from reciting import NUM_SAID, PIECES, PROMPT, SAID, TREES, open_decoder
 from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -59,10 +59,6 @@ def test_stop_strings_end_every_tree_at_the_same_place(ender: Path) -> None:
             assert {result.finish_reason for result in results} == {"stop"}
 
 
-def test_stop_flag_may_be_given_several_times(ender: Path) -> None:
-    assert generate(ender, "--stop", "日", "--stop", "😀").out == " Hello wörld \n"
-
-
 # Text in pieces
 
 
@@ -77,17 +73,6 @@ def bursts(tokens: list[int], rng: random.Random) -> Iterator[list[int]]:
         length = rng.randrange(1, 6)
         yield tokens[:length]
         tokens = tokens[length:]
-
-
-def test_characters_are_never_broken(stream_of: Callable[..., TextStream], tmp_path: Path) -> None:
-    text, rng = "añ日😀é…ß😀\n" * 4, random.Random(3)
-    tokens = save_tokenizer(tmp_path)(text)["input_ids"]
-    assert len(tokens) == len(text.encode()), "every byte is a token of its own"
-    for _ in range(40):
-        stream = stream_of()
-        pieces = [stream.push(burst)[0] for burst in bursts(tokens, rng)] + [stream.finish()]
-        assert "".join(pieces) == text == stream.text
-        assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_bytes_that_are_no_text_are_shown_once_it_is_certain(
@@ -141,30 +126,3 @@ def test_a_character_that_the_prompt_begins_is_new_text_once_it_is_whole(
         [*(stream.push(burst)[0] for burst in bursts([id_of[byte] for byte in after], rng)), stream.finish()]
     )
     assert shown == stream.whole() == stream.text == wanted
-
-
-def test_bursts_never_change_where_a_stop_string_ends_a_text(
-    stream_of: Callable[..., TextStream], tmp_path: Path
-) -> None:
-    text, rng = "a日ab😀aab日b" * 3, random.Random(4)
-    tokens = save_tokenizer(tmp_path)(text)["input_ids"]
-    num_stopped = 0
-    for _ in range(150):
-        stop = ["".join(rng.choices("ab日😀", k=rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))]
-        endings = {ending(stream_of(stop), ([token] for token in tokens))}
-        endings |= {ending(stream_of(stop), bursts(tokens, rng)) for _ in range(3)}
-        ((shown, _, has_stopped),) = endings
-        assert not any(word in shown for word in stop)
-        num_stopped += has_stopped
-    assert 30 < num_stopped < 150
-
-
-def ending(stream: TextStream, pushed: Iterator[list[int]]) -> tuple[str, tuple[int, ...], bool]:
-    """What was shown, the tokens that count, and whether a stop string was met."""
-    shown = ""
-    for burst in pushed:
-        piece, has_stopped = stream.push(burst)
-        shown += piece
-        if has_stopped:
-            return shown, tuple(stream.tokens), True
-    return shown + stream.finish(), (), False

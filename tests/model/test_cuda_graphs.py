@@ -1,15 +1,11 @@
 """Padding and buckets of recorded passes, with direct calls in the place of a recording: same logits, same text."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB_SIZE, build, save, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, build, save
 
-import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import cuda_graphs as graphed
@@ -168,20 +164,6 @@ def test_logits_outlive_the_next_pass(tmp_path: Path) -> None:
     assert torch.equal(first, kept)
 
 
-def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = save_pair(FAMILIES["llama"](), tmp_path)
-    results = []
-    for is_replaying in (False, True):
-        with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
-            if is_replaying:
-                model = decoder.drafter.model
-                model.attend_with(path_attention)
-                model.replay_with(Graphs(model, Calls))
-            results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
-    assert results[0].token_ids == results[1].token_ids
-    assert results[0].stats.accepted_per_sweep == results[1].stats.accepted_per_sweep, "the draft guessed differently"
-
-
 def test_recordings_leave_their_logits_in_one_place(tmp_path: Path) -> None:
     """With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned."""
     _, replayed, _ = models("llama", tmp_path)
@@ -218,92 +200,3 @@ def test_padding_sees_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ((_, recording),) = recorded._recordings.items()
     walk_WL = recording.input_WI[:, graphed._INPUTS :]
     assert len(walk_WL) == 4 and torch.equal(walk_WL[3], walk_WL[2]), "what the last row sees"
-
-
-class PaperCuda:
-    """What recording asks of `torch.cuda`; the stream that is current is noted with everything done."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.main, self.side, self.log, self.fails = Side("main", self), Side("side", self), list[str](), fails
-        self.now, self.num_pools = self.main, 0
-
-    def graph_pool_handle(self) -> int:
-        self.num_pools += 1
-        return self.num_pools
-
-    def current_stream(self, place: object) -> "Side":
-        return self.now
-
-    @contextmanager
-    def stream(self, stream: "Side") -> Iterator[None]:
-        before, self.now = self.now, stream
-        try:
-            yield
-        finally:
-            self.now = before
-
-    def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            capture_begin=lambda pool, capture_error_mode: self.begin(f"{capture_error_mode} pool {pool}"),
-            capture_end=self.end,
-            replay=lambda: self.log.append(f"replay on {self.now.name}"),
-        )
-
-    def begin(self, how: str) -> None:
-        self.log.append(f"begin {how} on {self.now.name}")
-
-    def end(self) -> None:
-        self.log.append("end")
-        if self.fails:
-            raise RuntimeError("operation would make the legacy stream depend on a capturing one")
-
-
-class Side:
-    """A stream."""
-
-    device = "paper"
-
-    def __init__(self, name: str, cuda: PaperCuda) -> None:
-        self.name, self.cuda = name, cuda
-
-    def wait_stream(self, other: "Side") -> None:
-        self.cuda.log.append(f"{self.name} waits for {other.name}")
-
-
-def test_recordings_share_a_stream_and_are_warmed_up_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = PaperCuda()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    record = graphed.CudaRecorder(cuda.side)
-    replay = record(lambda: cuda.log.append(f"work on {cuda.now.name}"))
-    replay()
-    wanted = ["side waits for main", "work on side", "main waits for side"]
-    wanted += ["begin thread_local pool 1 on side", "work on side", "end", "replay on main", "replay on main"]
-    assert cuda.log == wanted
-
-
-def test_a_recording_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.cuda.graph` would wait for all layers that are on their way; this paper has neither it nor a wait."""
-    cuda = PaperCuda()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    assert not hasattr(cuda, "synchronize") and not hasattr(cuda, "graph") and not hasattr(cuda, "empty_cache")
-    graphed.CudaRecorder(cuda.side)(lambda: None)
-    assert cuda.log[-2:] == ["end", "replay on main"]
-
-
-@pytest.mark.parametrize("when", ["while it ends", "while it runs"])
-def test_a_failed_recording_says_why_and_does_not_keep_its_stream_current(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that is computed later would miss the events of the other stream."""
-    cuda, runs = PaperCuda(fails=True), list[int]()
-    monkeypatch.setattr(torch, "cuda", cuda)
-
-    def work() -> None:
-        runs.append(1)
-        if when == "while it runs" and len(runs) == 2:
-            raise ValueError("this family looks at a number")
-
-    words = "legacy stream" if when == "while it ends" else "looks at a number"
-    with pytest.raises((RuntimeError, ValueError), match=words):
-        graphed.CudaRecorder(cuda.side)(work)
-    assert cuda.now is cuda.main and cuda.log[-1] == "end"

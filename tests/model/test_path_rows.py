@@ -5,28 +5,20 @@ test_path_attention.py.
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rounding import Promise, assert_same_bits
-from test_cuda_graphs import Calls, passes
 from test_families import config_of, tiny_model
-from test_tiny import prompts
-from tiny import FAMILIES, build, save, save_pair
+from tiny import FAMILIES, save
 from torch import Tensor
 
-import offload
-from offload.calibration.kernels import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine import opening as loading
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import HEADER, PathRows, ScoreTerms, Window
-from offload.kernels.registry import REFERENCES
-from offload.model import cuda_graphs as graphed
-from offload.model.cuda_graphs import Graphs
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
 from offload.model.streamed import Attend, StreamedModel
@@ -120,14 +112,6 @@ def test_a_family_that_calculates_with_its_mask_keeps_it(base: Path) -> None:
     assert spy.num_calls == 0
 
 
-def test_a_family_that_calculates_with_its_mask_cannot_go_on_with_paths(base: Path) -> None:
-    """Were it not known by its name, it would fail and not compute something else."""
-    model = model_of("doge", base)
-    model._kernel = Spy()
-    with pytest.raises((AttributeError, TypeError)):
-        logits_of_two_trees(model)
-
-
 MISTAKES: dict[str, tuple[str, Attend]] = {
     "an ancestor lost": ("llama", Spy(without_an_ancestor)),
     "no window": ("mistral-sliding", Spy(with_window(None))),
@@ -143,39 +127,3 @@ def test_a_mistake_would_show(name: str, base: Path) -> None:
     family, attend = MISTAKES[name]
     wanted, got = (logits_of_two_trees(model_of(family, base, one)) for one in (None, attend))
     assert (got - wanted).abs().max() > 10 * CLOSE["atol"]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma3"])
-def test_decoding_along_paths_writes_the_same_tokens(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = save_pair(FAMILIES[family](), tmp_path)
-    spy, results = Spy(), []
-
-    def pick(attend: Attend | None, target: Any, draft: Any, *_: Any) -> KernelChoice:
-        for model in (target, draft):
-            model.attend_with(attend)
-        return KernelChoice(REFERENCES._replace(path_attention=attend), ())
-
-    for attend in (None, spy):
-        monkeypatch.setattr(loading, "pick_kernels", partial(pick, attend))
-        with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
-            for sampling in ({}, {"temperature": 0.8, "seed": 2}):
-                results.append(decoder.generate(prompts()[1], max_new_tokens=30, **sampling).token_ids)
-    assert results[:2] == results[2:] and results[0] != results[1]
-    assert spy.num_calls, "the kernel's place was never asked"
-
-
-def test_recorded_passes_attend_along_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording reads walks anew at each replay: one serves any prefix."""
-    monkeypatch.setattr(graphed, "WIDTHS", (2, 5, 12))
-    checkpoint, spy = open_checkpoint(save(build(FAMILIES["qwen3-sliding"]()), tmp_path)), Spy()
-    plain, replayed = (resident_model(checkpoint, "float32") for _ in range(2))
-    replayed.attend_with(spy)
-    calls = Calls()
-    replayed.replay_with(Graphs(replayed, lambda: calls))
-    wanted, got = (passes(model, KVCache(model.num_layers, 65)) for model in (plain, replayed))
-    for theirs, ours in zip(wanted, got, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
-    assert spy.num_calls > plain.num_layers and spy.windows == replayed.windows
-    assert calls.num_recorded <= len(graphed.WIDTHS), "one for each width"

@@ -13,7 +13,7 @@ import torch
 from plans import plan_memory
 from safetensors.torch import load_file
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
-from tiny import FAMILIES, VOCAB_SIZE, build, save
+from tiny import VOCAB_SIZE, save
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -354,16 +354,6 @@ def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> N
             write_tensors(path, notes, wrong)
             with pytest.raises(offload.UserError, match="states"):
                 decoder.load_session(path)
-
-
-def test_a_session_of_another_family_is_refused(qwen: Path, tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    with opened(qwen) as decoder:
-        decoder.generate(prompt_of(30), max_new_tokens=4)
-        decoder.save_session(path)
-    other = save(build(FAMILIES["llama"]()), tmp_path / "llama")
-    with opened(other) as decoder, pytest.raises(offload.UserError, match="was computed with another model"):
-        decoder.load_session(path)
 
 
 @pytest.mark.parametrize(

@@ -244,21 +244,6 @@ def test_the_same_shares_say_what_a_cache_of_the_most_used_misses(num_rows: int,
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "num_chosen", "wanted"),
-    [
-        (8, 2, [1, 0.97, 0.93, 0.87, 0.79, 0.68, 0.60, 0.53]),
-        (128, 8, [1, 1.08, 1.23, 1.55, 2.1, 2.4, 2.3, 2.1]),
-        (128, 4, [1, 1.09, 1.29, 1.73, 2.5, 3.5, 4.1, 4.1]),
-    ],
-)
-def test_experts_per_token_of_an_empty_cache(num_experts: int, num_chosen: int, wanted: list[float]) -> None:
-    """In units of k, where choices are independent: a big tree pays for few experts, and one row for many."""
-    alike = shares(np.ones(num_experts), num_chosen, 1)
-    for (num_rows, tokens), each in zip(YIELDS.items(), wanted, strict=True):
-        assert alike.distinct(num_rows) / num_chosen / tokens == pytest.approx(each, rel=0.04)
-
-
-@pytest.mark.parametrize(
     ("num_experts", "num_chosen"), [(128, 8), (128, 4), (256, 8), (64, 8), (32, 4), (8, 2), (4, 4)]
 )
 def test_what_is_usual_lies_between_the_traces_and_independence(num_experts: int, num_chosen: int) -> None:

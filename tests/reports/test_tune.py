@@ -371,17 +371,3 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(
     assert found.basis.startswith("profile ") and any("computing in bfloat16" in note for note in found.notes)
     with offload.load(target, pair[1], context=256, **SETTINGS) as decoder:
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("usual_rows")
-def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
-    limit, ram = 2_000_000, streaming_ram(*pair, num_nodes=64)
-    with offload.load(*pair, ram, "64x16", context=256, threads=1, link_limit=f"{limit}/s") as decoder:
-        stats = decoder.generate(window(4), max_new_tokens=20).stats
-    assert 0.3 * limit < stats.link_bytes_per_s < 1.1 * limit, "as fast as that, or slower on a busy machine"
-    with offload.load(*pair, streaming_ram(*pair, num_nodes=1), context=256, threads=1, link_limit=limit) as decoder:
-        candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
-    assert {candidate.step.limit for candidate in candidates} == {"link"}
-    with pytest.raises(UserError, match="`link_limit` must be a size"):
-        offload.load(*pair, ram, link_limit="fast")

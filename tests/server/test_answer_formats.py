@@ -49,17 +49,6 @@ def test_a_schema_is_kept(served: Served, sampling: Any) -> None:
     assert Cat.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
 
 
-def test_choices_share_the_prompt_and_keep_the_schema(served: Served) -> None:
-    before = served.engine.figures().num_passes
-    wished: Any = {"type": "json_schema", "json_schema": {"name": "cat", "schema": Cat.model_json_schema()}}
-    done = served.client().chat.completions.create(**ASKED, temperature=1.0, seed=3, n=2, response_format=wished)
-    cats = [Cat.model_validate_json(choice.message.content or "") for choice in done.choices]
-    assert len(cats) == 2
-    figures = served.engine.figures()
-    num_shared = sum(one.num_texts == 2 for one in figures.recent[before - figures.num_passes :])
-    assert num_shared > 0
-
-
 def test_any_object(served: Served) -> None:
     done = served.client().chat.completions.create(**ASKED, **GREEDY, response_format={"type": "json_object"})
     text = done.choices[0].message.content or ""

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from reciting import failing_reads
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, until  # noqa: F401
 
 from offload.server import network as listening
@@ -167,18 +166,6 @@ def test_keys_are_compared_whole_and_in_constant_time(monkeypatch: pytest.Monkey
         assert compared == [(32, 32)] * 3
 
 
-def test_answers_name_no_files_and_the_log_does(looper: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A fault of the disk is told by its kind: where models lie is nobody's business."""
-    with serving(looper) as served:
-        for stream in (False, True):
-            with failing_reads(4):
-                told = httpx.post(served.address + TEXT, timeout=60, json={
-                    "prompt": "Say:", "max_tokens": 100, "stream": stream, **GREEDY})  # fmt: skip
-            assert "run_failed" in told.text
-            assert str(looper) not in told.text and "safetensors" not in told.text and "Errno" not in told.text
-    assert "offload: a request failed: " in capsys.readouterr().err
-
-
 def test_a_key_is_never_told(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(talker, api_keys=(KEY,)) as served:
         right, wrong = ({"authorization": f"Bearer {key}"} for key in (KEY, KEY[:-1]))
@@ -224,23 +211,3 @@ def test_a_stop_string_is_short(served: Served, stop: Any) -> None:
     """Every pass looks for the beginnings of each in all of the text."""
     told = httpx.post(served.address + CHAT, json=ASKED | {"stop": stop})
     assert told.status_code == 400 and told.json()["error"]["param"].startswith("stop")
-
-
-def test_a_template_that_spins_ends_its_request_alone(
-    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from offload.engine import template_process as rendering
-
-    own = rendering.TemplateProcess()
-    monkeypatch.setattr(rendering, "_process_of", lambda pid: own)
-    monkeypatch.setattr(rendering, "_CPU_S", 0)
-    with serving(talker) as served:
-        sound = served.decoder.tokenizer.chat_template
-        served.decoder.tokenizer.chat_template = (
-            "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}"
-        )
-        told = httpx.post(served.address + CHAT, json=ASKED, timeout=60)
-        assert told.status_code == 400 and "computes for more than" in told.text
-        served.decoder.tokenizer.chat_template = sound
-        assert httpx.post(served.address + CHAT, json=ASKED, timeout=60).json()["model"] == MODEL_ID
-    own.end()

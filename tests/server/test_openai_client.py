@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from reciting import CONTEXT, NUM_SAID, SAID, recited
+from reciting import NUM_SAID, SAID
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes, until  # noqa: F401
 
 from offload.sampling_options import Sampling
@@ -172,31 +172,6 @@ def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     assert passes[-1]["parents"] == [-1, 0, 1]
     assert all(len(one["tokens"]) == len(one["parents"]) for one in passes)
     assert all(one["num_bytes"] > 0 for one in passes)
-
-
-def test_whoever_goes_is_dropped(endless: Served) -> None:
-    with slow_passes(0.02):
-        before = endless.engine.figures().num_cancelled
-        asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 200, **GREEDY}
-        stream = endless.client().completions.create(**asked, stream=True)
-        first = "".join(next(stream).choices[0].text for _ in range(2))
-        stream.close()
-        assert recited(200).startswith(first)
-        until(endless.is_idle)
-        with pytest.raises(openai.APITimeoutError):
-            endless.client().with_options(timeout=0.2).completions.create(
-                **asked, extra_body={"offload": {"tree": "none"}}
-            )
-        until(endless.is_idle)
-        assert endless.engine.figures().num_cancelled == before + 2
-
-
-def test_prompts_longer_than_the_context(served: Served) -> None:
-    for more in ({}, {"max_tokens": CONTEXT}):
-        messages: Any = HELLO if more else [{"role": "user", "content": "x" * CONTEXT}]
-        with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens") as caught:
-            served.client().chat.completions.create(model=MODEL_ID, messages=messages, **more)
-        assert caught.value.code == "context_length_exceeded"
 
 
 def _request(prompt: str, num_new: int, **sampling: Any) -> Any:

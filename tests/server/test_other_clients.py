@@ -1,12 +1,10 @@
-"""Programs that speak OpenAI's protocol and are not OpenAI's: curl, and Simon Willison's `llm`."""
+"""A program that speaks OpenAI's protocol and is not OpenAI's: curl."""
 
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from served import HELLO, MODEL_ID, PATIENCE_S, Served, _afresh, serving  # noqa
 
 KEY = "sesame"
 has_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-has_llm = pytest.mark.skipif(find_spec("llm") is None, reason="llm is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +42,3 @@ def test_curl(served: Served, is_streamed: bool) -> None:
     *events, last = [event.removeprefix("data: ") for event in out.split("\n\n") if event.startswith("data: ")]
     assert last == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events) == SAID
-
-
-@has_llm
-@pytest.mark.parametrize("options", [[], ["--no-stream"]], ids=["stream", "whole"])
-def test_llm(served: Served, tmp_path: Path, options: list[str]) -> None:
-    model = {"model_id": "mine", "model_name": MODEL_ID, "api_base": f"{served.address}/v1", "api_key_name": "mine"}
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
-    asked = ("-m", "mine", "Hello", "-o", "temperature", "0", "--key", KEY, "-s", "Be brief.", "--no-log", *options)
-    home = {"LLM_USER_PATH": str(tmp_path), "HOME": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
-    assert run(sys.executable, "-m", "llm", *asked, **home).strip() == SAID.strip()

@@ -1,15 +1,13 @@
 """The chat page as the real server sends it, with a tiny model behind: what is drawn is what its passes did."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from reciting import PIECES, SAID, TEMPLATE, open_decoder
-from served import serving, slow_passes, until
-from tiny import save_reciter
+from reciting import PIECES, SAID, open_decoder
+from served import serving
 
 from offload.engine.service import Engine
 from offload.server.app import create_app
@@ -61,27 +59,6 @@ def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
         assert all(one["sweep_s"] > 0 and one["num_bytes"] > 0 and one["num_texts"] == 1 for one in passes)
         figures = page.locator(".figures").last.inner_text()
         assert f"{len(PIECES)} tokens in {len(passes)} passes" in figures  # the end is one of them
-
-
-def test_stop_frees_the_place(chromium: Any, tmp_path: Path) -> None:
-    endless = save_reciter(tmp_path / "endless", PIECES, chat_template=TEMPLATE)
-    with slow_passes(0.3), serving(endless) as served, opened(chromium, served.address) as page:
-        be_greedy(page)
-        send(page, "Go on.")
-        page.locator("#num-passes", has_text=re.compile(r"\d")).wait_for()
-        page.keyboard.press("Escape")
-        page.locator(".figures", has_text="stopped").wait_for()
-        until(served.is_idle)
-
-
-def test_a_key_and_a_refusal(chromium: Any, talker: Path) -> None:
-    with serving(talker, api_keys=("open",)) as served, opened(chromium, served.address) as page:
-        page.locator("#key").fill("open")
-        page.get_by_role("button", name="Use key").click()
-        page.locator("#model", has_text="reciter").wait_for()
-        send(page, "x " * 500)
-        page.locator("#notice-text", has_text="context").wait_for()
-        assert "\n" not in page.inner_text("#notice-text")
 
 
 def test_the_page_is_there_while_a_model_loads(chromium: Any, talker: Path) -> None:

@@ -267,16 +267,21 @@ def test_a_full_queue(looper: Path) -> None:
         until(served.is_idle)
 
 
-def test_a_disk_that_fails(looper: Path) -> None:
+def test_a_disk_that_fails(looper: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told by its kind, and the log names the file: where models lie is nobody's business."""
     with serving(looper) as served:
         asked = {"prompt": "Say:", "max_tokens": 100, **GREEDY}
         with failing_reads(4):
-            assert told(ask(served, TEXT, asked), 500)["code"] == "run_failed"
+            whole = ask(served, TEXT, asked)
+        assert told(whole, 500)["code"] == "run_failed"
         with failing_reads(4):
-            lines = ask(served, TEXT, asked | {"stream": True}).text.split("\n\n")
+            stream = ask(served, TEXT, asked | {"stream": True}).text
+        lines = stream.split("\n\n")
         assert "run_failed" in lines[-2], "the stream says so and ends"
         assert not any("[DONE]" in line for line in lines)
+        assert not any(word in whole.text + stream for word in (str(looper), "safetensors", "Errno"))
         assert ask(served, TEXT, asked).status_code == 200
+    assert "offload: a request failed: " in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_tells_nothing_to_strangers(

@@ -25,7 +25,6 @@ from test_tiny import prompts
 from tiny import save
 
 import offload
-from offload.calibration import link as card_link
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
@@ -148,17 +147,6 @@ def test_tensors_of_both_places_are_never_mixed(
         poisoned(decoder)
         for tree in ("none", "grown:16x6"):
             assert decoder.generate(prompts()[1], max_new_tokens=6, tree=tree).token_ids == wanted[:6], tree
-
-
-def test_an_automatic_tree_is_found(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What computes is timed with a few experts, before there is a pool."""
-    monkeypatch.setattr(FakeDevice, "place", place())
-    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    target, draft, wanted = pair_of("qwen3-moe", base)
-    place_experts(monkeypatch, 20, 7, "RESIDENT")
-    how = {"tree": "auto", "profile": "none", "lookup": False}
-    with StrictDevice(), offload.load(target, draft, **how, **LOAD) as decoder:
-        assert decoder.generate(prompts()[1], max_new_tokens=4).token_ids == wanted[:4]
 
 
 @contextmanager

@@ -176,13 +176,6 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
             }
 
 
-def test_a_piece_overwritten_before_its_copy_is_done_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
-    forget_waits(monkeypatch, "threads")
-    with streaming(TIERS["host"], limit_bytes=0, haste=0.0) as (stream, device, _):
-        assert sweeps(stream, device, pause=lambda: time.sleep(0.001))
-
-
 @pytest.mark.parametrize(("kind", "layer"), [("mixed", 5), ("disk", 0)])
 def test_a_failed_read_reaches_whoever_wants_the_layer(kind: str, layer: int) -> None:
     with streaming(TIERS[kind]) as (stream, device, store):

@@ -4,7 +4,6 @@ What must come out is what transformers computes, token for token.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
-from offload.bench.harness.steps import record_steps
 from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.engine.resolve import ResolvedRun
-from offload.errors import UserError
 from offload.memory import planner
 from offload.memory.planner import LayerTier, MemoryPlan
 from offload.model.streamed import StreamedModel
@@ -115,20 +112,6 @@ def test_greedy_ids_equal_transformers(
             assert stats.stall_s > 0, "in virtual time every copy is waited for"
         else:
             assert stats.bytes_streamed == 0
-
-
-@pytest.mark.parametrize("rule", ["match", "sequoia", "specinfer", "topk"])
-def test_sampling_is_the_same_as_on_the_cpu(
-    rule: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft, _ = pair_of("llama", base)
-    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 4, "max_new_tokens": 30}
-    place_layers(monkeypatch, *TIERS["all three"])
-    with offload.load(target, draft, context=128, tree="8x3", rule=rule, threads=1, **BUDGETS) as decoder:
-        ours = decoder.generate(prompts()[1], **sampling).token_ids
-    monkeypatch.undo()
-    with offload.load(target, draft, context=128, tree="8x3", rule=rule, threads=1, ram="1GiB") as decoder:
-        assert ours == decoder.generate(prompts()[1], **sampling).token_ids
 
 
 def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,36 +246,6 @@ def test_views_of_a_slot_are_made_once(base: Path) -> None:
         model.unbind_layer(0)
     assert bound[0] is bound[2] and bound[0].data_ptr() != bound[1].data_ptr()
     store.close()
-
-
-def test_a_forgotten_wait_changes_what_is_written(
-    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forget(self: FakeDevice, stream: Any, event: Any) -> None:
-        """Nobody waits for anything."""
-
-    target, draft, wanted = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
-    monkeypatch.setattr(FakeDevice, "wait", forget)
-    with offload.load(target, draft, context=128, tree="8x3", threads=1, **BUDGETS) as decoder:
-        run = decoder.run(prompts()[1], Sampling(), max_new_tokens=8)
-        with suppress(UserError):  # slots that are free hold NaN
-            list(run)
-    assert run.result().token_ids != wanted[:8]
-
-
-def test_steps_on_a_device_are_recorded(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft, wanted = pair_of("llama", base)
-    place_layers(monkeypatch, "HOST", "RESIDENT", "DISK", "HOST")
-    with offload.load(target, draft, context=128, tree="8x3", threads=1, **BUDGETS) as decoder:
-        timeline, new_ids = record_steps(decoder, prompts()[1], "8x3", 3)
-        assert decoder.target.stream.record is None
-    events = timeline.events()
-    assert new_ids == wanted[: len(new_ids)] and len(new_ids) > 3
-    assert sum(event.kind == "compute" for event in events) == 3 * 4
-    assert sum(event.kind == "wait" for event in events) == 3 * 3
-    assert {event.layer for event in events if event.kind == "copy"} == {0, 2, 3}
-    assert sum(event.kind == "draft" for event in events) == sum(event.kind == "verify" for event in events) == 3
 
 
 @pytest.mark.gpu

@@ -20,7 +20,6 @@ from tiny import FAMILIES, build, save
 from torch import Tensor
 
 import offload
-from offload.calibration import link as card_link
 from offload.calibration import startup
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
@@ -87,14 +86,6 @@ def test_every_rule_draws_on_the_card(
         monkeypatch.undo()
         with offload.load(target, draft, tree="8x3", rule=rule, context=128, threads=1, ram="1GiB") as decoder:
             assert ours == decoder.generate(prompts()[1], **how).token_ids
-
-
-def test_an_automatic_tree_is_found(card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft, wanted = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
-    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    with card, offload.load(target, draft, tree="auto", profile="none", **LOAD) as decoder:
-        assert decoder.generate(prompts()[1], max_new_tokens=4).token_ids == wanted[:4]
 
 
 @pytest.mark.parametrize("tree", ["16x6", "grown:16x6"])

@@ -181,19 +181,3 @@ def test_a_way_past_send_is_found(plant: Any, counted: Counted, base: Path, monk
     step = STEPS[plant(monkeypatch)]
     write(step, counted, base, monkeypatch)
     assert counted.astray
-
-
-@pytest.mark.parametrize(
-    "send",
-    [
-        lambda: torch.tensor([1, 2], device=place()),
-        lambda: torch.tensor(5).to(place()),
-        lambda: torch.zeros(3, device=place()).copy_(torch.ones(3)),
-        lambda: torch.zeros(3, device=place()).copy_(torch.tensor(1.0)),
-    ],
-    ids=["made there", "one number", "copied", "one number, copied"],
-)
-def test_every_kind_of_copy_is_counted(send: Any, counted: Counted) -> None:
-    with counted.card:
-        send()
-    assert len(counted.card.sends) == 1 == len(counted.astray)

@@ -19,7 +19,7 @@ from flipping import extents, flip, random_place
 from gguf_files import MODELS, write_gguf
 from quantised import save_quantised
 from safetensors.torch import load_file, save_file
-from small_llama import inflate, save_small
+from small_llama import save_small
 from tiny import FAMILIES, build, save
 
 from offload import integrity as measuring
@@ -236,16 +236,6 @@ def test_what_is_odd_is_a_note(tmp_path: Path) -> None:
     assert "1.0e+30, as no model has: model.layers.1.mlp.up_proj.weight in" in report.notes[1]
 
 
-def test_an_inflated_model_may_have_zeros(tmp_path: Path) -> None:
-    small = save_small(tmp_path / "small", dtype=torch.bfloat16)
-    folder = inflate(small, tmp_path / "large", 3_000_000)
-    assert not ask(folder).notes
-    (folder / "inflation.json").unlink()
-    assert any("all zero" in note for note in ask(folder).notes), (
-        "it has zeros, and only its writer's mark excuses them"
-    )
-
-
 def test_tensors_that_no_text_needs_are_read_and_told(tmp_path: Path) -> None:
     folder = one_file(tmp_path / "model")
     path = folder / "model.safetensors"
@@ -415,29 +405,6 @@ def test_a_manifest_that_no_one_may_write_is_a_note(tmp_path: Path) -> None:
     report = ask(folder, Path("/proc/nowhere/sums.json"), may_write=True)
     assert not report.damage and not report.is_written and "cannot write" in report.notes[0]
     assert "nothing to compare with the next time" in report.notes[0]
-
-
-def test_an_older_manifest_that_no_one_may_write_is_said_to_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = one_file(tmp_path / "model")
-    ask(folder)
-    path = folder / "model.safetensors"
-    note(folder, path.name, hashlib.sha256(path.read_bytes()).hexdigest(), at_s=path.stat().st_mtime + 60)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("offload.integrity.write_manifest", refuse)
-    report = ask(folder)
-    assert report.num_as_before == 1 and "it stays as it was" in report.notes[0]
-
-
-def test_a_pipe_for_a_manifest_does_not_hang(tmp_path: Path) -> None:
-    folder = one_file(tmp_path / "model")
-    os.mkfifo(tmp_path / "sums.json")
-    with pytest.raises(UserError, match="cannot read"):
-        ask(folder, tmp_path / "sums.json")
 
 
 def note(folder: Path, name: str, etag: str, *, at_s: float) -> None:

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
-from plans import make_plan
 from tables import distributions, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
@@ -111,15 +108,6 @@ def test_what_the_plan_has_no_room_for_is_refused(pair: tuple[Path, Path]) -> No
         )
 
 
-def test_distributions_take_their_share_of_the_budget(pair: tuple[Path, Path]) -> None:
-    shapes = [model_shape(open_checkpoint(directory)) for directory in pair]
-    without, keeping = (
-        make_plan(*shapes, 1 << 30, context=64, num_nodes=64, rule=rule) for rule in ("match", "sequoia")
-    )
-    assert keeping.distribution_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
-    assert keeping.fixed_bytes - without.fixed_bytes == keeping.distribution_bytes
-
-
 def test_rules_stand_in_one_table() -> None:
     """The functions are those that it names, no more; what users read names the same rules."""
     assert {terms.test for terms in RULES.values()} == set(rules._TESTS)
@@ -166,14 +154,6 @@ def test_a_tree_carries_the_distributions_of_the_nodes_that_have_children(drafti
         assert tree.proposals.row_N[node] == row
         assert torch.equal(tree.proposals.probs_EV[row], torch.cat([wanted_V, torch.zeros(2)]))
     assert {tree.proposals.row_N[node] for node in range(12) if node not in expanded} == {-1}
-
-
-@pytest.mark.parametrize("drafting", [ChildSampling.COUPLED, ChildSampling.TOP_K])
-def test_a_tree_of_point_masses_carries_no_distribution(drafting: ChildSampling) -> None:
-    sampler = Sampler(Sampling(temperature=0.7), 6, drafting)
-    tree = grow_bigrams(k_ary(3, 13), [1, 0], sampler)
-    assert tree.proposals is None
-    assert all(offer.draw is Draw.POINT_MASS and offer.probs_V is None for offer in tree.offers(0))
 
 
 def test_children_beyond_a_narrow_draft() -> None:

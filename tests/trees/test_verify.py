@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tables import p_value
 from test_token_tree import random_topology
 from torch import Tensor
 
@@ -168,69 +166,3 @@ def test_no_tree_changes_the_text(name: str, settings: dict[str, float]) -> None
         assert got == wanted
         sweeps += num_sweeps
     assert sweeps == 100 if name == "none" else sweeps < 70, "several tokens a sweep, or nothing was put to the test"
-
-
-class Redrawing:
-    """A sampler that takes a draw's position, or its row, for another."""
-
-    draws_rows = False
-
-    def __init__(self, sampler: Sampler, position_of: Callable[[Tensor, int], int]) -> None:
-        self._sampler, self._position_of = sampler, position_of
-
-    def draw(self, logits_V: Tensor, position: int) -> int:
-        return self._sampler.draw(logits_V, self._position_of(logits_V, position))
-
-
-def position_off_by_one(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
-    """As if the root stood one further once there is a tree."""
-    return match(tree, logits_NV, sampler, root_position + (tree.num_nodes > 1))
-
-
-def noise_keyed_by_node(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
-    """The noise belongs to the node instead of to the position."""
-    node_of = {row_V.data_ptr(): node for node, row_V in enumerate(logits_NV)}
-    keyed: Any = Redrawing(sampler, lambda logits_V, _: root_position + 1 + node_of[logits_V.data_ptr()])
-    return match(tree, logits_NV, keyed, root_position)
-
-
-def noise_that_repeats(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
-    """Each token alone has the right distribution, two together do not."""
-    stuck: Any = Redrawing(sampler, lambda *_: 5)
-    return match(tree, logits_NV, stuck, root_position)
-
-
-def logits_of_the_parent(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
-    above_N = torch.from_numpy(tree.topology.parent_N.copy()).clamp(min=0)
-    return match(tree, logits_NV[above_N], sampler, root_position)
-
-
-@pytest.mark.parametrize("planted", [position_off_by_one, noise_keyed_by_node, logits_of_the_parent])
-def test_planted_mistakes_are_caught(planted: Rule) -> None:
-    sampler = Sampler(Sampling(temperature=1.0), VOCAB_SIZE)
-    wanted = plain_text(sampler, (1, 2, 3), 25)
-    assert tree_text(sampler, (1, 2, 3), 25, SHAPES["sequoia"])[0] == wanted
-    assert tree_text(sampler, (1, 2, 3), 25, SHAPES["sequoia"], planted)[0] != wanted
-
-
-def two_token_distribution(prompt: tuple[int, ...], temperature: float) -> np.ndarray:
-    first_V = (next_logits(prompt) / temperature).softmax(0)
-    rows = [(next_logits((*prompt, token)) / temperature).softmax(0) * first_V[token] for token in range(VOCAB_SIZE)]
-    probs_VV = torch.stack(rows).double().numpy()
-    return probs_VV / probs_VV.sum()
-
-
-def count_pairs(rule: Rule) -> np.ndarray:
-    """First two tokens with trees of eight nodes, three deep: how often (V, V) each pair came."""
-    shape, count_VV = best_first((0.5, 0.25, 0.15), 8, 3), np.zeros((VOCAB_SIZE, VOCAB_SIZE))
-    for seed in range(800):
-        sampler = Sampler(Sampling(temperature=1.3, seed=seed), VOCAB_SIZE)
-        first, second = tree_text(sampler, (3, 1), 2, shape, rule, seed)[0]
-        count_VV[first, second] += 1
-    return count_VV
-
-
-def test_texts_have_the_targets_distribution() -> None:
-    probs_VV = two_token_distribution((3, 1), 1.3)
-    assert p_value(count_pairs(match), probs_VV) > 1e-3
-    assert p_value(count_pairs(noise_that_repeats), probs_VV) < 1e-6
