@@ -25,9 +25,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of, cut_rows, layer_tensors
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape, text_config
-from offload.checkpoint.t5 import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan

@@ -6,9 +6,9 @@ Invariant: every rank plans and refuses by itself; what one of them refuses ends
 from typing import NamedTuple
 
 from offload.checkpoint.cuts import Section, checkpoint_of
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.checkpoint.t5 import has_encoder
 from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport

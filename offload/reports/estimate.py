@@ -13,6 +13,7 @@ few pieces whose exponents tell what packing would win.
 from dataclasses import replace
 from typing import NamedTuple
 
+from offload.checkpoint.sizes import ModelFacts
 from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -32,7 +33,6 @@ from offload.planning.cost_model import (
 )
 from offload.planning.hardware import Hardware
 from offload.planning.load_options import LoadOptions
-from offload.planning.model_facts import ModelFacts
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.reports.packing import Packing, packing_of
 from offload.trees.spec import MAX_TREE_NODES, label_of

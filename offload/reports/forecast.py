@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.sizes import ModelFacts
 from offload.distributed.layout import (
     ClusterLayout,
     ClusterRequest,
@@ -38,7 +39,6 @@ from offload.planning.cost_model import (
     draft_widths,
 )
 from offload.planning.load_options import LoadOptions
-from offload.planning.model_facts import ModelFacts
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.sizes import config_sizes
-from offload.checkpoint.t5 import has_encoder
 from offload.engine.hooks import Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request

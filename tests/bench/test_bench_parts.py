@@ -41,8 +41,7 @@ from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import Column, check, medians, say_table
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.inflate import inflated_config
-from offload.checkpoint.packaged import PAIR
+from offload.checkpoint.packaged import PAIR, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.memory.planner import ModelFiles
 from offload.sampling_options import Sampling

@@ -21,9 +21,9 @@ from small_moe import EXPERT_BYTES, MOE_SIZES, NUM_EXPERTS, save_small_moe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from offload.checkpoint import inflate as module
-from offload.checkpoint.inflate import plan_inflation
+from offload.checkpoint import packaged as module
 from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.packaged import plan_inflation
 from offload.checkpoint.safetensors import INFLATED, open_checkpoint, read_header
 from offload.errors import UserError
 

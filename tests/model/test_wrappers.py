@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from wrappers import wrapper_config, wrapper_model
 
 import offload
+from offload.checkpoint.families import text_part
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
-from offload.checkpoint.text_part import text_part
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk
 from offload.model import meta as temperature
