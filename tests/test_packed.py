@@ -19,9 +19,9 @@ from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
+from offload.packing.forecast import stack_of
 from offload.packing.format import read_packed, write_original
 from offload.packing.pack import pack, unpack
-from offload.packing.stacks import stack_of
 
 FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]
 

@@ -18,7 +18,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from offload.bench.harness.compare import changes, require_same, tell
 from offload.bench.harness.gate import Written
 from offload.bench.harness.models import find_setting, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.picture import require_pictures
@@ -31,8 +30,11 @@ from offload.bench.harness.record import (
     Result,
     Row,
     add_row,
+    changes,
     read,
+    require_same,
     store,
+    tell,
     writable,
 )
 from offload.bench.harness.screen import Screen

@@ -27,10 +27,9 @@ from offload.bench.harness.promises import WrongTokenError
 from offload.bench.harness.record import Guard
 from offload.bench.harness.setting import Setting, least_ram
 from offload.bench.harness.tables import Column
-from offload.bench.soak.clients import Answer, Clients
+from offload.bench.soak.clients import CONTEXT, Answer, Clients, Wish, wishes, with_template
 from offload.bench.soak.library import Order
 from offload.bench.soak.watch import Sample, look, row_of
-from offload.bench.soak.wishes import CONTEXT, Wish, wishes, with_template
 from offload.errors import RunError
 
 NUM_CLIENTS = 5

@@ -43,7 +43,7 @@ from offload.kernels.expand_exponents import (
 )
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.packing.folders import FORMAT, VERSION, is_plain_name
-from offload.packing.stacks import by_expert
+from offload.packing.forecast import by_expert
 
 _PART_CHUNKS = PART_BYTES // 2 // CHUNK
 OnBytes = Callable[[int], None]

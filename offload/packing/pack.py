@@ -39,7 +39,7 @@ from offload.packing.folders import (
     unfinished,
     write_json,
 )
-from offload.packing.forecast import coded_bytes, is_packable, window_of
+from offload.packing.forecast import by_expert, coded_bytes, is_packable, stack_of, window_of
 from offload.packing.format import (
     Origin,
     PackedFile,
@@ -47,7 +47,6 @@ from offload.packing.format import (
     read_packed,
     write_original,
 )
-from offload.packing.stacks import by_expert, stack_of
 from offload.packing.writing import Portion, write_packed
 
 _WEIGHTS = (

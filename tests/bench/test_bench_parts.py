@@ -17,7 +17,6 @@ from torch import Tensor
 
 from offload import UserError
 from offload.bench.harness.command import Bench
-from offload.bench.harness.compare import change, changes, tell
 from offload.bench.harness.gate import (
     MOST_SIGMAS,
     Proof,
@@ -27,19 +26,22 @@ from offload.bench.harness.gate import (
     surprise_sigmas,
 )
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.quantised import FORMATS, quantised
 from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
 from offload.bench.harness.record import (
     Guard,
     ProcessorClock,
     Result,
+    change,
+    changes,
     read,
     store,
+    tell,
     writable,
 )
 from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import Column, check, medians, say_table
 from offload.bench.latency.decode import FULL, QUICK, Effort
+from offload.bench.latency.quantised import FORMATS, quantised
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.packaged import PAIR, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint

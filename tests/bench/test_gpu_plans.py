@@ -14,7 +14,7 @@ import torch
 from shell import shell
 
 from offload.bench.gpu import promised
-from offload.bench.gpu.steps import Step, all_steps
+from offload.bench.gpu.runner import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening

@@ -11,9 +11,8 @@ from shell import shell
 from offload.bench.harness import setting
 from offload.bench.harness.promises import WrongTokenError
 from offload.bench.soak import soak
-from offload.bench.soak.clients import Answer
+from offload.bench.soak.clients import Answer, wishes
 from offload.bench.soak.watch import Sample, drift, growth, look, speed_kept
-from offload.bench.soak.wishes import wishes
 
 MIB = 1 << 20
 
