@@ -84,7 +84,7 @@ def match(seed: int, temperature: float) -> None:
 
 
 def expand(index: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
-    """Of the kind of words with this number."""
+    """Expand the kind of words with this number."""
     sample = samples(num_rows, num_columns)[index]
     sample.expand(EXPANSION_KERNELS, torch.empty(sample.out_shape, dtype=dtype))
 

@@ -116,7 +116,7 @@ def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankC
     All ranks of a host measure at one time, so that what they have in common is divided.
 
     Args:
-        held: a roomy plan, for what it holds beside layers; keys and values count with them where
+        held: a plan without limits, for what it holds beside layers; keys and values count with them where
             ranks share those.
     """
     shards = run.files.target.shards

@@ -122,7 +122,7 @@ class MemoryBudget:
         """Return the target's routed experts if they are read on demand."""
         return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
 
-    def roomy(self) -> "MemoryBudget":
+    def unlimited(self) -> "MemoryBudget":
         """Return a budget without limits, to see what everything but layers takes."""
         return replace(self, ram=_ROOMY_BYTES, gpu=self.gpu and _ROOMY_BYTES)
 

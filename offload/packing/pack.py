@@ -377,7 +377,7 @@ def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
     shutil.copyfile(path, copy)
     if stamp_of(path) != stamp:
         raise ReadError(
-            f"{path.name} changed while it was to be copied: start again when nobody writes to it"
+            f"{path.name} changed while it was to be copied: start again when no program writes to it"
         )
 
 

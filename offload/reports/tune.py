@@ -25,7 +25,6 @@ from offload.planning.profile import (
     profiles_folder,
     require_writable,
     save_profile,
-    unprofiled,
 )
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
@@ -129,7 +128,7 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
         options.lenience,
         "leave it out",
     )
-    what = unprofiled(sampling)
+    what = sampling.unprofiled
     require(
         not what, "a profile is of text without penalties, biases and min-p", what, "leave them out"
     )

@@ -30,7 +30,7 @@ class _AdmittedError(Exception):
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
-    """Of every decoder that was admitted; none is built."""
+    """Return the plan of every decoder that was admitted; none is built."""
     card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0))
     found = list[MemoryPlan]()
 

@@ -203,7 +203,7 @@ def test_unused_tensors_are_ignored(tmp_path: Path) -> None:
 
 
 def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
-    """The same logits on text alone, and a plan that leaves the vision tower out, whose layers bear the same names."""
+    """Logits are equal on text alone, and a plan that leaves the vision tower out, whose layers bear the same names."""
     text = {**_SIZES, "head_dim": 8, "sliding_window": 16, "vocab_size": VOCAB_SIZE}
     vision = SiglipVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=5, num_attention_heads=2, image_size=28, patch_size=14

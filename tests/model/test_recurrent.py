@@ -200,7 +200,7 @@ def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pyt
 
 
 def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 nodes: at most those of two levels where they are small, and large ones log2(N) + 2 at a time."""
+    """For 256 nodes these are at most those of two levels where they are small, and large ones log2(N) + 2 at a time."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
     from offload.model.recurrent_cache import PassRows, Point, _by_branches, _by_levels

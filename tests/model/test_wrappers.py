@@ -79,7 +79,7 @@ def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NotedReads(DiskReader):
-    """Of one run."""
+    """The reads of one run."""
 
     pieces: list[SlabRead]
 
@@ -138,7 +138,7 @@ HEADED = ("cosmos3_edge", "glm5_next", "glm_ocr", "granite4_vision", "granite_do
 
 
 def scores(kind: str, directory: Path) -> tuple[Tensor, Tensor]:
-    """Of the text that is built alone, and of the whole model."""
+    """Return the scores of the text model that is built alone, and of the whole model."""
     model = saved(kind, directory)
     ids_T = torch.tensor(PROMPT)
     with torch.no_grad():
