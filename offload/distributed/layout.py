@@ -384,7 +384,11 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
 
     for rank, machine in enumerate(ranks):
         unlimited = _plan(
-            request, num_nodes, machine, files_of(rank, 0, len(whole.layer_bytes)), is_unlimited=True
+            request,
+            num_nodes,
+            machine,
+            files_of(rank, 0, len(whole.layer_bytes)),
+            is_unlimited=True,
         )
         capacities.append(_capacity(request, machine, unlimited, 0, num_nodes))
     load = Load(whole.layer_bytes, whole.kv_bytes_per_token * unlimited.cache_slots)

@@ -127,7 +127,9 @@ def _share(
     mine = capacity_of(run, held, shares_kv=even.has_own_heads)
     capacities = [RankCapacity(*one) for one in all_gather_objects(transport, mine)]
     shape = model_shape(files.target, dtype)
-    kv_bytes = run.budget.unlimited().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    kv_bytes = (
+        run.budget.unlimited().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    )
     fractions = broadcast_from_head(
         transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes))
     )

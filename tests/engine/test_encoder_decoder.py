@@ -281,7 +281,7 @@ def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) 
 
 
 def test_a_ratio_rule_draws_from_the_model(tmp_path: Path) -> None:
-    """The law is that of the first two tokens, which one sweep accepts as a path; the law of another prompt is told apart."""
+    """Two tokens are drawn, which one sweep accepts as a path; the law of another prompt is told apart."""
     target, draft = save_pair("v1.1", tmp_path, noise=0.3, vocab_size=12)
     model, (prompt, other) = AutoModelForSeq2SeqLM.from_pretrained(target), ([5, 3, 7, 2], [4, 4, 9])
     count_VV = np.zeros((12, 12))

@@ -76,7 +76,7 @@ def generate(model: Path) -> Outcome:
 
 
 def generate_alike(model: Path) -> Outcome:
-    """Generate in float32 likewise; what is accepted must be what transformers' own model of these files would have written.
+    """Generate in float32; what is accepted must be what transformers' own model of these files would have written.
 
     Nothing is compared where transformers does not load them whole, or where rounding would decide.
     """

@@ -107,7 +107,7 @@ def chosen(trees: TreeSelector, num_texts: int) -> Shape:
 
 
 def tokens_of(machine: Machine, shape: Shape, rng: np.random.Generator) -> int:
-    """Return the tokens of one tree, position by position: the guess at each rank comes true as often as it does there."""
+    """Draw the tokens of one tree, position by position: a guess comes true as often as its rank does there."""
     tree = tree_of(machine.misses, shape.num_nodes, shape.depth)
     first_child = (1 + np.cumsum([0, *tree.num_children_N.tolist()])).tolist()
     chances, node, num_tokens = machine.acceptance, 0, 1

@@ -220,7 +220,7 @@ def places() -> dict[str, list[str]]:
 
 
 def test_every_wait_that_is_forgotten_shows() -> None:
-    """These are waits of all streams, and of the host for them; threads of the host show where memory goes from one to another."""
+    """All streams wait, and the host for them; threads of the host show where memory goes from one to another."""
     runs_of = places()
     of_threads = {site: runs_of.pop(site) for site in list(runs_of) if site.startswith(("result", "exception"))}
     assert len(runs_of) > 25 and not forgotten(runs_of, found)
