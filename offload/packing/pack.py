@@ -43,11 +43,12 @@ from offload.packing.forecast import by_expert, coded_bytes, is_packable, stack_
 from offload.packing.format import (
     Origin,
     PackedFile,
+    Portion,
     original_parts,
     read_packed,
     write_original,
+    write_packed,
 )
-from offload.packing.writing import Portion, write_packed
 
 _WEIGHTS = (
     ".safetensors",
