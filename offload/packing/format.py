@@ -4,8 +4,8 @@ The coding is that of `encoding/exponents.py`. A file holds consecutive tensors 
 in its order; the `.code` tensors, which stay in memory, lie behind all others, so that a layer is
 one run. `__metadata__` names the format and the source and holds a CRC-32 of every 8 MiB of the
 original bytes; the first file for each source file also holds that file's header, so that `offload
-unpack` restores the same bytes. Tensors are written part by part, several at once. Invariant: a file gets its name once it was read back, decoded, and
-found to be what was packed.
+unpack` restores the same bytes. Tensors are written part by part, several at once. Invariant: a
+file gets its name once it was read back, decoded, and found to be what was packed.
 """
 
 import json

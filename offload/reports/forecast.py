@@ -46,7 +46,6 @@ from offload.sampling_options import Sampling
 from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
 
-SOURCE = "counted for a pair of 16 and 1 million weights, greedy, an ideal draft"
 _RUNS = (1, 2, 4, 8)
 # nodes of each tree -> tokens per second over those of one run at a time on the same stages
 _GAINS = {
