@@ -37,10 +37,9 @@ from offload.bench.harness.record import (
     tell,
     writable,
 )
-from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Need, Setting
 from offload.bench.harness.steps import Timeline
-from offload.bench.harness.tables import Column, say_checks, say_table
+from offload.bench.harness.tables import Column, Screen, say_checks, say_table
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.rank_roles import find_place

@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Setting
+from offload.bench.harness.tables import Screen
 from offload.bench.pairs.training import (
     KEPT,
     LEARNT,

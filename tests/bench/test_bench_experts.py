@@ -11,7 +11,7 @@ from small_moe import save_small_moe
 
 from offload.bench.harness import setting
 from offload.bench.harness.models import find_setting
-from offload.bench.harness.screen import Screen
+from offload.bench.harness.tables import Screen
 from offload.bench.latency import experts
 from offload.bench.latency.experts import AUTO, checks, room_bytes
 from offload.bench.peers import peers

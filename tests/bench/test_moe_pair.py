@@ -14,7 +14,7 @@ from small_llama import SIZES, relative_error, save_small
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
-from offload.bench.harness.screen import Screen
+from offload.bench.harness.tables import Screen
 from offload.bench.pairs import moe_pair as make
 from offload.bench.pairs import moe_pair as making
 from offload.bench.pairs import training
