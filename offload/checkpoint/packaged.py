@@ -21,7 +21,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offload.checkpoint.files import BusyError, cache_folder, locked_anew
+from offload.checkpoint.files import BusyError, becoming, cache_folder
 from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import INFLATED, read_json
@@ -159,7 +158,8 @@ def inflate(
         return destination
     plan = plan_inflation(small, target_bytes)
     big = inflated_config(source, target_bytes)
-    with _workspace(destination) as folder:
+    scratch = destination.with_name(f".{destination.name}.inflating")
+    with becoming(destination, scratch) as folder:
         _check_disk(folder, plan.total_bytes)
         shards = _shards(_Corners(source, small), big, plan)
         for done_bytes in accumulate(_write_shards(folder, shards, small["dtype"])):
@@ -460,24 +460,6 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
                 f"again"
             )
     return True
-
-
-@contextmanager
-def _workspace(destination: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder beside `destination` that becomes it when the body succeeds.
-
-    It is removed when the body fails.
-    """
-    folder = destination.with_name(f".{destination.name}.inflating")
-    with locked_anew(folder):
-        for leftover in folder.iterdir():
-            leftover.unlink()
-        try:
-            yield folder
-            folder.replace(destination)
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
 
 
 def _check_disk(folder: Path, total_bytes: int) -> None:
