@@ -48,7 +48,7 @@ COMMANDS = {**MEASURES, **STUDIES}
 # files of commands that do not lie in `latency` under their own names
 _HOMES = {
     "peers": "peers.peers",
-    "compare": "harness.compare",
+    "compare": "harness.record",
     "gate": "latency.exact",
     "soak": "soak.soak",
     "device": "gpu.promised",

@@ -393,7 +393,7 @@ def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[F
     for file in whole.files:
         if stamp_of(file.path) != file.stamp:
             raise UserError(
-                f"{file.path.name} was changed while it was read: ask again when nobody writes to it"
+                f"{file.path.name} was changed while it was read: ask again when no program writes to it"
             )
     return measured
 

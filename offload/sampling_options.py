@@ -120,6 +120,13 @@ class Sampling:
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
 
+    @property
+    def unprofiled(self) -> str:
+        """Return in words which settings no profile covers; empty where profiles cover all."""
+        if self.is_adjusted:
+            return "penalties or biases"
+        return "min-p" if self.min_p and not self.is_greedy else ""
+
     def as_dict(self) -> dict[str, object]:
         """Return temperature, top-p, top-k and all other settings in use, without the seed."""
         always = ("temperature", "top_p", "top_k")

@@ -22,7 +22,7 @@ import triton
 from no_gpu import tell_compiled
 from torch import Tensor
 
-from offload.bench.harness.expansions import samples
+from offload.bench.latency.expansion import samples
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expand_exponents import expand_exponents_kernel
@@ -84,7 +84,7 @@ def match(seed: int, temperature: float) -> None:
 
 
 def expand(index: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
-    """Of the kind of words with this number."""
+    """Expand the kind of words with this number."""
     sample = samples(num_rows, num_columns)[index]
     sample.expand(EXPANSION_KERNELS, torch.empty(sample.out_shape, dtype=dtype))
 

@@ -263,7 +263,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in tokens that its text is made of when it is read again."""
+    """Return it in tokens that its text is made of when it is read again."""
     from reciting import TEMPLATE
     from tiny import save_reciter
 

@@ -218,7 +218,7 @@ def _pieces_of_gpt_oss(name: str, values: np.ndarray) -> tuple[list[tuple[str, n
 
 
 def _tiled_order(config: PreTrainedConfig, name: str, values: np.ndarray) -> np.ndarray:
-    """Of rows, or columns: the first value head of each key head, then the second ones, as ggml repeats key heads."""
+    """Order rows or columns: the first value head of each key head, then the second ones, as ggml repeats key heads."""
     groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
     width = (
         1

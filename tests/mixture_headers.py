@@ -35,7 +35,7 @@ def mixture(num_dense: int = 0, *, is_stacked: bool = False, **changes: Any) -> 
 
 
 def coded_stacks(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with its stacks' matrices in 4 bits, their scales behind them."""
+    """Return it with its stacks' matrices in 4 bits, their scales behind them."""
     tensors: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.tensors.items():
         is_matrix = ".mlp.experts." in name and len(entry.shape) == 3

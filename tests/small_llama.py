@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from offload.checkpoint import inflate as module
+from offload.checkpoint import packaged as module
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -35,7 +35,7 @@ TOLD = {
     ): "beside the time that the hub's library has noted, as it does itself",
     ("bench/harness/record.py", "now"): "when a figure was taken, for people",
     ("bench/harness/picture.py", "now"): "the date under a picture",
-    ("bench/peers/run.py", "st_mtime_ns"): "compared for equality alone",
+    ("bench/peers/peers.py", "st_mtime_ns"): "compared for equality alone",
 }
 
 

@@ -136,8 +136,8 @@ def test_documents_are_current() -> None:
 
 
 def test_no_other_file_names_an_option_of_drawing() -> None:
-    """Beside its declaration `min_p` stands where it is computed, and where a profile says that it knows none."""
+    """Beside its declaration `min_p` stands where it is computed."""
     sources = (path for path in PACKAGE.rglob("*.py") if "min_p" in path.read_text("utf-8"))
     generated = "engine/text_arguments.py"
-    allowed = {"sampling_options.py", "sampling/sampler.py", "planning/profile.py", generated}
+    allowed = {"sampling_options.py", "sampling/sampler.py", generated}
     assert {path.relative_to(PACKAGE).as_posix() for path in sources} == allowed

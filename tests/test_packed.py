@@ -18,9 +18,9 @@ from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
+from offload.packing.forecast import stack_of
 from offload.packing.format import read_packed, write_original
 from offload.packing.pack import pack, unpack
-from offload.packing.stacks import stack_of
 
 FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]
 
@@ -134,7 +134,7 @@ def test_an_expert_that_a_packed_file_lost_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])
 def test_what_is_held_beside_the_words_is_what_is_planned(family: str, tmp_path: Path) -> None:
-    """Of layers; what lies around them is expanded once, and its companions are let go."""
+    """This is so for layers; what lies around them is expanded once, and its companions are let go."""
     checkpoint = open_checkpoint(packed(half(tmp_path / "model", family)))
     assert any(entry.coded for name, entry in checkpoint.tensors.items() if "embed_tokens" in name)
     held = resident_model(checkpoint, "bfloat16")._expanded._companions

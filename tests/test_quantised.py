@@ -29,7 +29,7 @@ FORMATS = [name for name in RECIPES if name != "mxfp4"]  # which only stacks of 
 
 
 def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
-    """The same weights as a plain checkpoint in float32."""
+    """Return the weights as a plain checkpoint in float32."""
     directory.mkdir()
     for small in plain.glob("*.json"):
         if "safetensors" not in small.name:
@@ -83,7 +83,7 @@ def test_a_transposed_weight_is_refused(format: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["fp8-block", "ct-w4", "gptq", "nf4", "nvfp4"])
 def test_a_type_that_nobody_knows_is_refused_wherever_it_stands(format: str, tmp_path: Path) -> None:
-    """Of words, scales and whatever else makes up a weight."""
+    """It may stand among words, scales and whatever else makes up a weight."""
     plain = save(build(FAMILIES["llama"]()), tmp_path / "plain")
     folder = save_quantised(plain, format, tmp_path / "quantised", max_shard_size="1GB").directory
     stored = (folder / "model.safetensors").read_bytes()

@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 60
 MAX_IMPORTS = 15
 MAX_POSITIONAL = 6
 MAX_PARAMETERS = 8
+PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[PurePosixPath, str], Iterator[str]]
@@ -42,7 +43,7 @@ def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def few_imports(path: PurePosixPath, source: str) -> Iterator[str]:
-    """Of the house, in one file: what knows more rooms decides what others should."""
+    """Modules of the house, in one file: what knows more rooms decides what others should."""
     if path.parts[0] == "kernels" or str(path) in WIDE:
         return
     rooms = {name for node in nodes(source) for name in modules_of(node) if name.startswith("offload.")}
@@ -92,7 +93,7 @@ def named_by_its_job(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def docstrings(path: PurePosixPath, source: str) -> Iterator[str]:
-    """Of the modules in offload/ with their public functions, classes and methods; a property's name may suffice."""
+    """Modules in offload/ have one, with their public functions, classes and methods; a property's name may suffice."""
     if path.parts[0] != "offload":
         return
     module = parsed(source)
@@ -101,6 +102,18 @@ def docstrings(path: PurePosixPath, source: str) -> Iterator[str]:
     for node, name in public_definitions(module):
         if ast.get_docstring(node) is None:
             yield f"{path}:{node.lineno} {name} has no docstring"
+
+
+def plain_words(path: PurePosixPath, source: str) -> Iterator[str]:
+    """A docstring has a subject and a verb, and no person whom no one knows."""
+    for node in nodes(source):
+        is_told = isinstance(node, ast.Module | ast.ClassDef | Function) and bool(node.body)
+        words = (ast.get_docstring(node) or "").lower() if is_told else ""
+        if words.startswith(("of ", "of,", "the same ", "the same,")):
+            yield f"{path}:{getattr(node, 'lineno', 1)} a docstring begins with {words.split()[0]}"
+    for number, line in enumerate(source.splitlines(), 1):
+        if found := PERSONS.search(line):
+            yield f"{path}:{number} {found[0]} is no subject"
 
 
 def no_package_at_top_level(path: PurePosixPath, source: str) -> Iterator[str]:
@@ -127,6 +140,7 @@ RULES: list[Rule] = [
     nothing_swallowed,
     named_by_its_job,
     docstrings,
+    plain_words,
     no_package_at_top_level,
     kernels_stand_alone,
 ]
@@ -203,6 +217,9 @@ PLANTED = [
     planted(docstrings, "offload/a.py", "'''What.'''\ndef f(): return 1", "function"),
     planted(docstrings, "offload/a.py", "'''What.'''\nclass A: x = 1", "class"),
     planted(docstrings, "offload/a.py", "'''What.'''\nclass A:\n    '''A.'''\n    def f(self): return 1", "method"),
+    planted(plain_words, "offload/a.py", "'''Of a layer.'''", "of"),
+    planted(plain_words, "bench/a.py", "def f():\n    '''The same for a list.'''", "the_same"),
+    planted(plain_words, "offload/a.py", "# nobody reads it", "persons"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
     planted(kernels_stand_alone, "kernels/a.py", "from offload.units import Config", "from"),
     planted(kernels_stand_alone, "kernels/a.py", "import offload", "import"),

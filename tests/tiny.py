@@ -85,7 +85,7 @@ def save(model: PreTrainedModel, directory: Path, *, max_shard_size: str = "150K
 
 
 def displaced(directory: Path, behind: int) -> Path:
-    """The same files, with data that begin so many bytes, a multiple of 8, behind where a line of a cache does."""
+    """Return the files, with data that begin so many bytes, a multiple of 8, behind where a line of a cache does."""
     for path in directory.glob("*.safetensors"):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")

@@ -31,7 +31,7 @@ _THREADS, _HOST = count(), torch.device("cpu")
 
 
 class Access(NamedTuple):
-    """Of one block, by a stream or a thread."""
+    """One access to one block, by a stream or a thread."""
 
     actor: str
     count: int  # of its clock

@@ -88,7 +88,7 @@ OUTSIDE: dict[str, dict[str, Any]] = {
 
 
 def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Of a model around a language model; `changes` are of the latter."""
+    """Return the config of a model around a language model; `changes` are of the latter."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     usual = CONFIG_MAPPING[kind]()

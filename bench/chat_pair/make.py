@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from offload.bench.harness.prompts import read_source
-from offload.bench.harness.screen import Screen
+from offload.bench.harness.tables import Screen
 from offload.bench.pairs.training import (
     Course,
     draft_loss,

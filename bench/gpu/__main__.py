@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from offload.bench.gpu.runner import Files, run_steps, write_summary
-from offload.bench.gpu.steps import Step, all_steps
+from offload.bench.gpu.runner import Files, Step, all_steps, run_steps, write_summary
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

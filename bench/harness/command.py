@@ -18,7 +18,6 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from offload.bench.harness.compare import changes, require_same, tell
 from offload.bench.harness.gate import Written
 from offload.bench.harness.models import find_setting, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.picture import require_pictures
@@ -31,14 +30,16 @@ from offload.bench.harness.record import (
     Result,
     Row,
     add_row,
+    changes,
     read,
+    require_same,
     store,
+    tell,
     writable,
 )
-from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Need, Setting
 from offload.bench.harness.steps import Timeline
-from offload.bench.harness.tables import Column, say_checks, say_table
+from offload.bench.harness.tables import Column, Screen, say_checks, say_table
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.rank_roles import find_place

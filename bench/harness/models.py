@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.bench.harness import synthetic
-from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Need, Setting
+from offload.bench.harness.tables import Screen
 from offload.checkpoint.hub import fetch, open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.errors import UserError

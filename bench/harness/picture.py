@@ -70,7 +70,7 @@ def draw_decoding(
 
 
 def case_words(tree: str, rule: str, temperature: float) -> str:
-    """Return a way to decode, in words of somebody who has not read the documents."""
+    """Return a way to decode, in words of a reader who has not seen the documents."""
     spec = parse_tree(tree)
     if spec.kind == "none":
         return "no guesses"

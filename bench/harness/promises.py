@@ -40,7 +40,7 @@ def row(
     promise: str | None = None,
 ) -> Row:
     """Return a figure beside its ceiling; `limit` bounds their ratio, from below for counts."""
-    assert promise is None or promise in PROMISES, f"nobody promised {promise}"
+    assert promise is None or promise in PROMISES, f"{promise} is no promise"
     ratio = value / ceiling if ceiling else None
     is_met = None if limit is None or ratio is None else ratio <= limit
     if unit in ("tokens", "sweeps"):

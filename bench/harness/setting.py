@@ -150,7 +150,7 @@ def least_ram(
 
 
 class Need(NamedTuple):
-    """The most that a bench opens at once, which a budget that nobody named must have room for."""
+    """The most that a bench opens at once, which a budget that is not named must have room for."""
 
     tree: str = "64x16"
     context: int = 1024

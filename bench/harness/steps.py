@@ -17,7 +17,7 @@ import torch
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.record import store
-from offload.calibration.curves import draft_curve
+from offload.calibration.threads import draft_curve
 from offload.calibration.trial import rows_of
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter

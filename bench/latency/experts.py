@@ -21,7 +21,7 @@ from offload.bench.harness.setting import PROMPT_TOKENS, Setting, least_ram
 from offload.bench.harness.tables import Column, check
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Order, rate
-from offload.bench.peers.run import run_child
+from offload.bench.peers.peers import run_child
 from offload.checkpoint.hub import open_headers
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan

@@ -23,9 +23,8 @@ from offload.bench.harness.prompts import (
     read_source,
 )
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import Setting
-from offload.bench.harness.tables import Column, check, ratios
+from offload.bench.harness.tables import Column, Screen, check, ratios
 from offload.bench.latency import decode
 from offload.checkpoint.files import cache_folder
 from offload.checkpoint.packaged import PAIR

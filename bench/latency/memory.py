@@ -14,11 +14,11 @@ from typing import Annotated, Any, NamedTuple
 
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import POSTS, Order
-from offload.bench.harness.quantised import FORMATS, PACKED, quantised
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, say_table
-from offload.bench.pairs.upcycle import untrained_mixture
+from offload.bench.latency.quantised import FORMATS, PACKED, quantised
+from offload.bench.pairs.moe_pair import untrained_mixture
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.memory.planner import ModelFiles

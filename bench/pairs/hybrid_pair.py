@@ -31,9 +31,8 @@ from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Row
-from offload.bench.harness.screen import Screen
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, Screen
 from offload.bench.pairs.training import (
     KEPT,
     LEARNT,

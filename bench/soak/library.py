@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from offload.bench.soak.wishes import CONTEXT, Wish, wishes
+from offload.bench.soak.clients import CONTEXT, Wish, wishes
 from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation

@@ -1,12 +1,13 @@
 """Hours: a server with clients and a process that opens and closes models, every text proved.
 
 A quarter of all texts is broken off. Now and then everything stops, both processes are looked at,
-and it goes on.
+and it goes on: nothing is under way then, so that all that is there is kept, and not in use.
 
 Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; a text
 that was broken off must be the beginning of the right one.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Annotated, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -24,14 +27,16 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.picture import draw_hours
 from offload.bench.harness.process import Talker, environment, free_port
 from offload.bench.harness.promises import WrongTokenError
-from offload.bench.harness.record import Guard
+from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, least_ram
 from offload.bench.harness.tables import Column
-from offload.bench.soak.clients import Answer, Clients
+from offload.bench.soak.clients import CONTEXT, Answer, Clients, Wish, wishes, with_template
 from offload.bench.soak.library import Order
-from offload.bench.soak.watch import Sample, look, row_of
-from offload.bench.soak.wishes import CONTEXT, Wish, wishes, with_template
 from offload.errors import RunError
+from offload.machine import rss_bytes
+
+# share of a soak in which caches fill, and libraries are imported when they are first needed
+_WARM_UP = 1 / 6
 
 NUM_CLIENTS = 5
 PARALLEL = 3
@@ -45,6 +50,98 @@ _END_S = 60.0
 _MOST_NODES = 96
 SERVER = "server"
 LIBRARY = "library"
+
+
+class Sample(NamedTuple):
+    time_s: float
+    rss_bytes: int
+    num_descriptors: int
+    num_threads: int
+    # files in the folder for temporary ones
+    num_files: int
+    # processor time that it has used so far
+    cpu_s: float
+    # tokens that it has written so far
+    num_tokens: int
+
+
+def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:
+    """Return what a process holds now. Raises `OSError` where it has ended."""
+    folder = Path(f"/proc/{process}")
+    user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+    return Sample(
+        time_s,
+        rss_bytes(process),
+        len(os.listdir(folder / "fd")),
+        len(os.listdir(folder / "task")),
+        sum(1 for _ in temporary.rglob("*")),
+        (int(user) + int(system)) / os.sysconf("SC_CLK_TCK"),
+        num_tokens,
+    )
+
+
+def row_of(process: str, samples: Sequence[Sample]) -> Row:
+    passed_s = samples[-1].time_s - samples[0].time_s
+    written = samples[-1].num_tokens - samples[0].num_tokens
+    return {
+        "process": process,
+        "num_looks": len(samples),
+        "rss_bytes": samples[-1].rss_bytes,
+        "drift": drift(samples),
+        **{f"more_{name.removeprefix('num_')}": more for name, more in growth(samples).items()},
+        "tokens_per_s": written / max(1e-9, passed_s),
+        "speed_kept": speed_kept(samples),
+    }
+
+
+def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
+    start_s = samples[0].time_s + _WARM_UP * (samples[-1].time_s - samples[0].time_s)
+    return [one for one in samples if one.time_s >= start_s]
+
+
+def drift(samples: Sequence[Sample]) -> float:
+    """Return the growth of resident memory behind the warm-up, as a share.
+
+    It is taken along the median slope, so that no single look moves it.
+    """
+    kept = settled(samples)
+    slopes = [
+        (later.rss_bytes - one.rss_bytes) / (later.time_s - one.time_s)
+        for one, later in combinations(kept, 2)
+        if later.time_s > one.time_s
+    ]
+    middle = median(one.rss_bytes for one in kept)
+    return median(slopes) * (kept[-1].time_s - kept[0].time_s) / middle if slopes else 0.0
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, int]:
+    """Return by how much counts that should be constant have grown behind the warm-up.
+
+    From its first half to its second.
+    """
+    kept = settled(samples)
+    half = max(1, len(kept) // 2)
+
+    def most(own: Sequence[Sample], name: str) -> int:
+        return max((getattr(one, name) for one in own), default=0)
+
+    names = ("num_descriptors", "num_threads", "num_files")
+    return {name: most(kept[half:], name) - most(kept[:half], name) for name in names}
+
+
+def speed_kept(samples: Sequence[Sample]) -> float:
+    """Return tokens per CPU second in the second half over those in the first.
+
+    Neighbours that take turns with a process change the time on the clock far more than they change
+    this.
+    """
+    kept = settled(samples)
+    half = len(kept) // 2
+
+    def speed(first: Sample, last: Sample) -> float:
+        return max(1, last.num_tokens - first.num_tokens) / max(1e-9, last.cpu_s - first.cpu_s)
+
+    return speed(kept[half], kept[-1]) / speed(kept[0], kept[half])
 
 
 class Told(NamedTuple):

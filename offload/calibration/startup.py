@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from offload.calibration.curves import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.link import LOCAL_BYTES_PER_S
+from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
 from offload.drafting.model import ModelDrafter
 from offload.kernels.jit import is_for_kernels

@@ -1,27 +1,49 @@
-"""The thread mode to begin with, from the products that a step consists of; real steps correct it."""
+"""How fast this processor computes, tried before anything streams.
 
+The thread mode to begin with follows from the products that a step consists of; real steps correct
+it. A pass is timed by its typical layer, with everything around the layers, and multiplied; a draft
+step by growing trees of a given width: both are curves of seconds against rows.
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import linear, silu
 
 from offload import machine
+from offload.drafting.base import DraftText
+from offload.drafting.model import ModelDrafter
+from offload.model.kv_cache import KVCache
+from offload.model.parts import causal
 from offload.model.streamed import StreamedModel
 from offload.model.wide_products import product_for
+from offload.planning.cost_model import Curve
 from offload.rank_roles import find_place
+from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.thread_waiting import ThreadWaiting
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 from offload.timer import median_s, timed
+from offload.trees.topology import Topology, chain, sequences
 
 # rows of a sweep and of a draft step
 _TYPICAL_NODES = 64
 _TYPICAL_DRAFTED = 8
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+SWEEP_SIZES = (1, 16, 64, 256)
+DRAFT_WIDTHS = (1, 4, 16, 64)
+_MOST_LOGITS = 128  # rows that a device scores at once, see `sampling.logits`
+_DRAFT_STEPS = 4  # of which the first runs committed tokens
+_TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
+_LEAST_S = 1e-7
+_MAX_ROUNDS = 9
 
 
 class Fastest(NamedTuple):
@@ -114,3 +136,101 @@ def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fast
     width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
     multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
     return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply=multiply)
+
+
+def sweep_curve(
+    model: StreamedModel,
+    slab: np.ndarray,
+    sizes: Sequence[int] = SWEEP_SIZES,
+    *,
+    budget_s: float = 0.5,
+) -> Curve:
+    """Measure the compute time of a whole pass against its rows.
+
+    `slab` is the typical layer's, which is not bound yet.
+    """
+    typical = model.typical_layer
+    share = (
+        sum(layout.slab_bytes for layout in model.layer_layouts)
+        / model.layer_layouts[typical].slab_bytes
+    )
+    # which slabs do not hold; the few dense layers that some mixtures begin with count like others,
+    if model.experts:
+        # since what experts compute depends on the rows, and bytes do not tell it
+        share = model.num_layers
+    model.bind_layer(typical, slab)
+    try:
+        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, budget_s)
+    finally:
+        model.unbind_layer(typical)
+
+
+def draft_curve(
+    drafter: ModelDrafter,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    cache: KVCache,
+    *,
+    budget_s: float = 0.4,
+) -> Curve:
+    """Measure the time of one draft step against its rows, behind `prompt`.
+
+    `cache`, one of the drafter's, is left empty.
+    """
+
+    def grow_s(topology: Topology) -> float:
+        cache.clear()
+        drafter.grow([DraftText(chain(1), prompt, sampler, cache)])  # reads the prompt
+        tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
+        return timed(lambda: drafter.grow([DraftText(topology, tokens, sampler, cache)]))
+
+    def step_s(width: int) -> float:
+        first_s = grow_s(chain(1))
+        return (grow_s(sequences(width, _DRAFT_STEPS)) - first_s) / (_DRAFT_STEPS - 1)
+
+    try:
+        return fill_curve(step_s, DRAFT_WIDTHS, budget_s)
+    finally:
+        cache.clear()
+
+
+def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
+    """Return medians of `measure` at ever larger sizes, for as long as `budget_s` lasts.
+
+    The first run of a size is not like the others (on a GPU it may be recorded) and counts in no
+    median, nor as time.
+    """
+    seconds: list[float] = []
+    started = time.perf_counter()
+    for index, size in enumerate(sizes):
+        if index and time.perf_counter() > started + budget_s:
+            break
+        once = partial(measure, size)
+        started += timed(once)
+        share_s = budget_s * (index + 1) / len(sizes)
+        seconds.append(
+            median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS)
+        )
+    rising = np.maximum.accumulate(np.maximum(seconds, _LEAST_S))
+    return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
+
+
+def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
+    """Return seconds of `share` times the typical layer, and of embeddings, norm and head once."""
+    typical = model.typical_layer
+    rest_s, with_layer_s = (
+        _forward_s(model, num_rows, slice(typical, end)) for end in (typical, typical + 1)
+    )
+    return rest_s + share * max(0.0, with_layer_s - rest_s)
+
+
+def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
+    row_T = torch.arange(num_rows)
+    sees_TT = causal(num_rows)
+    with model.cut_to(layers):
+        cache = model.new_cache(num_rows)
+        # A number on the host is the sign that a device is done as well.
+        # Rows differ, as those of a text do: a router would send the same ones to the same experts.
+        num_logits = num_rows if model.place.type == "cpu" else min(num_rows, _MOST_LOGITS)
+        what = row_T % model.vocab_size, row_T, sees_TT, cache
+        return timed(lambda: float(model.forward(*what, num_logits=num_logits)[-1, 0]))

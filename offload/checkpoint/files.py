@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -156,6 +157,23 @@ def locked_anew(folder: Path) -> Iterator[int]:
             with suppress(OSError):  # it is gone already, or holds something
                 if lock is None or os.path.samestat(os.fstat(lock), os.stat(folder)):
                     folder.rmdir()
+            raise
+
+
+@contextmanager
+def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
+    """Yield an empty, locked folder that becomes `destination` when the body succeeds.
+
+    It is removed when the body fails.
+    """
+    with locked_anew(scratch):
+        for leftover in scratch.iterdir():
+            leftover.unlink()
+        try:
+            yield scratch
+            scratch.replace(destination)
+        except BaseException:
+            shutil.rmtree(scratch)
             raise
 
 

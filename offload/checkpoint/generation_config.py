@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.download import is_hub_id, not_on_the_hub
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, read_json
-from offload.checkpoint.t5 import has_encoder
 from offload.declaration import options_at
 from offload.errors import UserError
 from offload.sampling_options import Sampling

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.download import in_cache, is_hub_id, not_on_the_hub
-from offload.checkpoint.family_tensors import with_shared_layers
+from offload.checkpoint.families import with_shared_layers
 from offload.checkpoint.files import read_small
 from offload.checkpoint.gguf import gguf_file, open_gguf
 from offload.checkpoint.safetensors import (

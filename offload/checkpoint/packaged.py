@@ -1,14 +1,74 @@
-"""The pair of models that the package carries, which runs on any machine without a network.
+"""The pair of models that the package carries, and its small target enlarged to any size on disk.
 
-Its target is small; inflated it takes any size without computing anything else.
+The pair runs on any machine without a network. Speculation is only worth measuring against a
+trained target, so `inflate` pads that one without changing what it computes: hidden coordinates
+that are always zero, query heads and feed-forward rows whose output is not read, whole layers that
+add nothing. The padding is random wherever it only meets zeros, so its bytes are real work. The
+number of experts stays and each grows; a layer that adds nothing routes as the nearest real layer
+does, so which experts a text needs stays realistic.
+
+Invariant: the weights that *read* a new coordinate are any finite numbers, the weights that *write*
+to one are zero. The hidden size grows by 4, so RMSNorm divides by a root that is half as large, and
+its weight takes the factor back: exact in any binary float. Norms of queries and keys keep their
+width but meet the smaller epsilon, so queries and keys arrive half as large. Logits therefore equal
+the small model's up to the order of summation.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from offload.checkpoint.files import BusyError, cache_folder
-from offload.checkpoint.inflate import inflate
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from offload.checkpoint.files import BusyError, becoming, cache_folder
+from offload.checkpoint.hub import layer_shapes
+from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.safetensors import INFLATED, read_json
+from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError
+from offload.units import format_bytes
+
+_FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
+_WIDTH_FACTOR = 4
+_NORM_DIVISOR = 2  # RMSNorm of a vector padded with zeros grows by the root of the factor
+_LAYER_BYTES = 25_000_000
+_EXPERT_BYTES = 2_500_000
+_SHARD_BYTES = 1 << 30
+_SEED = 0
+_FFN_STEP = 64
+_LAYER = "model.layers.{}."
+_BALLAST_STD = 0.02
+# Tensors that write into the hidden state are padded with zeros: they add nothing to new
+# coordinates, and nothing from new heads or feed-forward rows.
+_HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj"})
+_ROUTER = "mlp.gate"
+_ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # decides which experts are chosen
+# only in families that norm queries and keys
+_HEAD_NORMED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})
+_HEAD_NORMS = frozenset({"self_attn.q_norm", "self_attn.k_norm"})
+_COPIED = (
+    "generation_config.json",
+    "*token*.json",
+    "tokenizer.model",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+_WRITE_BYTES = 4 << 20  # large for the disk, small beside a layer
+_POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
+_DISK_MARGIN_BYTES = 64 << 20  # headers, tokenizer, the file system's own blocks
+# The sizes of each stored dimension; a dimension of all query heads is split into
+# (kv group, row within the group).
+Axes = tuple[tuple[int, ...], ...]
 
 PAIR = Path(__file__).parents[1] / "demo_pair"
 PROMPT = '''"""Read settings from a file."""
@@ -22,6 +82,395 @@ class Settings:
 
     def __init__(self, path, encoding=None):
 '''
+
+
+class InflationPlan(NamedTuple):
+    """The sizes of an inflated model; kv heads and head width stay those of the small one."""
+
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_layers: int
+    layer_bytes: int
+    total_bytes: int  # of all tensors, headers not counted
+
+
+def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
+    """Return the feed-forward size and the fewest layers of it that reach `target_bytes`.
+
+    Layers are of about `_LAYER_BYTES`, experts of about `_EXPERT_BYTES`, or smaller where the small
+    model's own number of layers would overshoot. The total is never below `target_bytes`, and less
+    than a layer above it unless the narrowest inflated model is bigger already.
+    """
+    wide = {**small, **_widened(small)}
+    grown = _inner_size_name(small)
+
+    def layer_bytes(ffn_size: int) -> int:
+        return _num_bytes(_layer_axes({**wide, grown: ffn_size}), small["dtype"])
+
+    outer_bytes = _num_bytes(_outer_axes(wide), small["dtype"])
+    fixed_bytes = layer_bytes(0)
+    wanted_bytes = min(
+        _most_layer_bytes(small), (target_bytes - outer_bytes) / small["num_hidden_layers"]
+    )
+    num_steps = round((wanted_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
+    ffn_size = max(math.ceil(small[grown] / _FFN_STEP), num_steps) * _FFN_STEP
+    each_bytes = layer_bytes(ffn_size)
+    num_layers = max(
+        small["num_hidden_layers"], math.ceil((target_bytes - outer_bytes) / each_bytes)
+    )
+    total_bytes = outer_bytes + num_layers * each_bytes
+    return InflationPlan(
+        wide["hidden_size"],
+        wide["num_attention_heads"],
+        ffn_size,
+        num_layers,
+        each_bytes,
+        total_bytes,
+    )
+
+
+def inflate(
+    source: Path, destination: Path, target_bytes: int, *, progress: Callable[[int, int], None]
+) -> Path:
+    """Write the inflated checkpoint of `source`, unless it is there already; return its folder.
+
+    Args:
+        source: a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
+            one file and one type, which its config names.
+        progress: is called after every block with the bytes done and those of all.
+
+    Raises `UserError` where `destination` holds anything else, another process writes it, or the
+    disk is full.
+    """
+    destination = destination.resolve()
+    small = read_json(source / "config.json")
+    made_from = {
+        "format": _FORMAT_VERSION,
+        "source_sha256": _digest(source),
+        "seed": _SEED,
+        "target_bytes": target_bytes,
+        "layer_bytes": _most_layer_bytes(small),
+        "width_factor": _WIDTH_FACTOR,
+        "shard_bytes": _SHARD_BYTES,
+    }
+    if _is_finished(destination, made_from):
+        return destination
+    plan = plan_inflation(small, target_bytes)
+    big = inflated_config(source, target_bytes)
+    scratch = destination.with_name(f".{destination.name}.inflating")
+    with becoming(destination, scratch) as folder:
+        _check_disk(folder, plan.total_bytes)
+        shards = _shards(_Corners(source, small), big, plan)
+        for done_bytes in accumulate(_write_shards(folder, shards, small["dtype"])):
+            progress(done_bytes, plan.total_bytes)
+        _write_json(folder / "config.json", big)
+        for path in _companions(source):
+            shutil.copyfile(path, folder / path.name)
+        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        _write_json(
+            folder / INFLATED, {"made_from": made_from, "plan": plan._asdict(), "files": files}
+        )
+    return destination
+
+
+def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
+    """Return the config that `inflate` will write."""
+    small = read_json(source / "config.json")
+    plan = plan_inflation(small, target_bytes)
+    return {
+        **small,
+        **_widened(small),
+        _inner_size_name(small): plan.ffn_size,
+        "num_hidden_layers": plan.num_layers,
+    }
+
+
+def _inner_size_name(config: dict[str, Any]) -> str:
+    """Return the name of the size that makes layers larger."""
+    return "moe_intermediate_size" if _num_experts(config) else "intermediate_size"
+
+
+def _most_layer_bytes(config: dict[str, Any]) -> int:
+    return _EXPERT_BYTES * _num_experts(config) or _LAYER_BYTES
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    """Return the number of experts of each layer; 0 in a Llama.
+
+    transformers 5 writes the second name where Qwen wrote the first.
+    """
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def _widened(small: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that the new width changes."""
+    return {
+        "hidden_size": small["hidden_size"] * _WIDTH_FACTOR,
+        "num_attention_heads": small["num_attention_heads"] * _WIDTH_FACTOR,
+        "rms_norm_eps": small["rms_norm_eps"] / _WIDTH_FACTOR,
+    }
+
+
+def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
+    """Return the axes of one layer's tensors, in file order.
+
+    The small tensor is the low corner of the big one on every axis, groups included.
+    """
+    shapes = (_moe_shapes if _num_experts(config) else layer_shapes)(config).items()
+    axes = {
+        name.removesuffix(".weight"): tuple((size,) for size in shape) for name, shape in shapes
+    }
+    groups = config["num_key_value_heads"]
+    hidden = (config["hidden_size"],)
+    queries = (groups, config["num_attention_heads"] // groups * config["head_dim"])
+    return {**axes, "self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
+
+
+def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors by name, sorted as safetensors does.
+
+    The tensors of an expert lie together.
+    """
+    width = config["hidden_size"]
+    inner = config["moe_intermediate_size"]
+    num_experts = _num_experts(config)
+    dense = layer_shapes({**config, "model_type": "qwen3"}).items()
+    shapes = {name: shape for name, shape in dense if not name.startswith("mlp.")}
+    shapes[f"{_ROUTER}.weight"] = (num_experts, width)
+    for part, shape in {
+        "gate": (inner, width),
+        "up": (inner, width),
+        "down": (width, inner),
+    }.items():
+        shapes |= {
+            f"mlp.experts.{expert}.{part}_proj.weight": shape for expert in range(num_experts)
+        }
+    return dict(sorted(shapes.items()))
+
+
+def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
+    """Return the axes of the tensors outside the layers; the head is tied."""
+    return {
+        "model.embed_tokens": ((config["vocab_size"],), (config["hidden_size"],)),
+        "model.norm": ((config["hidden_size"],),),
+    }
+
+
+def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
+    return sum(PLAIN_OF[dtype].stored_bytes([*chain(*one)]) for one in axes.values())
+
+
+def _digest(source: Path) -> str:
+    """Return the sha256 over names and contents of all files that an inflation depends on."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        {*source.glob("config.json"), *source.glob("*.safetensors*"), *_companions(source)}
+    ):
+        with path.open("rb") as file:
+            digest.update(
+                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+            )
+    return digest.hexdigest()
+
+
+def _companions(source: Path) -> list[Path]:
+    return sorted({path for pattern in _COPIED for path in source.glob(pattern) if path.is_file()})
+
+
+class _Piece(NamedTuple):
+    """One tensor of the inflated model."""
+
+    name: str
+    axes: Axes
+    is_ballast: bool  # padded with random values, else with zeros
+    # the small model's tensor, along the same axes; None in an inserted layer
+    corner: Tensor | None
+
+
+class _Corners:
+    """The small model's tensors, as they lie in the low corners of the big ones."""
+
+    def __init__(self, source: Path, config: dict[str, Any]) -> None:
+        self.config = config
+        self._weights = load_file(source / "model.safetensors")
+
+    def outer(self, big: dict[str, Any]) -> list[_Piece]:
+        """Return the tensors outside the layers."""
+        old = _outer_axes(self.config)
+        return [
+            self._piece(part, axes, self._corner(part, old[part]))
+            for part, axes in _outer_axes(big).items()
+        ]
+
+    def layer(self, big: dict[str, Any], index: int, real: int, *, is_real: bool) -> list[_Piece]:
+        """Return layer `index`, with the small model's layer `real` in its corners.
+
+        An inserted layer has only the routing of `real` there.
+        """
+        old = _layer_axes(self.config)
+        new = _layer_axes(big)
+        kept = new.keys() if is_real else _ROUTING if _ROUTER in new else frozenset()
+        return [
+            self._piece(
+                _LAYER.format(index) + part,
+                axes,
+                self._corner(part, old[part], _LAYER.format(real)) if part in kept else None,
+            )
+            for part, axes in new.items()
+        ]
+
+    def _piece(self, name: str, axes: Axes, corner: Tensor | None) -> _Piece:
+        return _Piece(
+            f"{name}.weight", axes, name.rpartition(".")[2] not in _HIDDEN_WRITERS, corner
+        )
+
+    def _corner(self, part: str, axes: Axes, prefix: str = "") -> Tensor:
+        weight = self._weights[f"{prefix}{part}.weight"].view(*chain(*axes))
+        has_head_norms = f"{prefix}self_attn.q_norm.weight" in self._weights
+        is_hidden_norm = len(axes) == 1 and part not in _HEAD_NORMS
+        return (
+            weight / _NORM_DIVISOR
+            if is_hidden_norm or (has_head_norms and part in _HEAD_NORMED)
+            else weight
+        )
+
+
+def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[list[_Piece]]:
+    """Return all pieces in file order, outer tensors first; a layer never crosses a shard."""
+    num_real = small.config["num_hidden_layers"]
+    # Evenly spread; no two fall on one index, since there are at least as many layers as real ones.
+    real_at = {(2 * real + 1) * plan.num_layers // (2 * num_real): real for real in range(num_real)}
+    shards = [small.outer(big)]
+    filled_bytes = plan.total_bytes - plan.num_layers * plan.layer_bytes
+    for index in range(plan.num_layers):
+        if filled_bytes + plan.layer_bytes > _SHARD_BYTES:
+            shards.append([])
+            filled_bytes = 0
+        nearest = min(real_at, key=lambda at: abs(at - index))
+        shards[-1] += small.layer(big, index, real_at[nearest], is_real=nearest == index)
+        filled_bytes += plan.layer_bytes
+    return shards
+
+
+class _Padding:
+    """Zeros, or views of one random pool."""
+
+    def __init__(self, dtype: str) -> None:
+        self._random = random.Random(_SEED)
+        self._generator = torch.Generator().manual_seed(_SEED)
+        self._pool = torch.empty(0, dtype=getattr(torch, dtype))
+
+    def blocks(self, piece: _Piece) -> Iterator[Tensor]:
+        """Yield the tensor in blocks of rows, read-only."""
+        num_rows, *row = chain(*piece.axes)
+        step = max(1, _WRITE_BYTES // (math.prod(row) * self._pool.element_size()))
+        for lo in range(0, num_rows, step):
+            block = self._take((min(step, num_rows - lo)) * math.prod(row), piece.is_ballast).view(
+                -1, *row
+            )
+            if piece.corner is not None and lo < len(piece.corner):
+                corner = piece.corner[lo : lo + step]
+                # the block is a view of the shared pool
+                block = block.clone()
+                block[tuple(map(slice, corner.shape))] = corner
+            yield block
+
+    def _take(self, num_elements: int, is_ballast: bool) -> Tensor:
+        if not is_ballast:
+            return self._pool.new_zeros(num_elements)
+        if len(self._pool) < num_elements + _POOL_SLACK:
+            self._pool = self._pool.new_empty(num_elements + _POOL_SLACK)
+            self._pool.normal_(std=_BALLAST_STD, generator=self._generator)
+        start = self._random.randrange(_POOL_SLACK)
+        return self._pool[start : start + num_elements]
+
+
+def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Iterator[int]:
+    """Write all shards, and an index for several; yield the bytes of each block written."""
+    padding = _Padding(dtype)
+    weight_map = dict[str, str]()
+    total_bytes = 0
+    for number, pieces in enumerate(shards, start=1):
+        name = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
+        for num_bytes in _write_shard(folder / name, pieces, dtype, map(padding.blocks, pieces)):
+            total_bytes += num_bytes
+            yield num_bytes
+        weight_map |= dict.fromkeys((piece.name for piece in pieces), name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_shard(
+    path: Path, pieces: list[_Piece], dtype: str, blocks: Iterable[Iterator[Tensor]]
+) -> Iterator[int]:
+    """Write one safetensors file; yield the bytes of each block written.
+
+    It holds the header's length (u64), JSON padded to a block, and the tensors in order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        shape = [math.prod(axis) for axis in piece.axes]
+        lo = end
+        end = end + PLAIN_OF[dtype].stored_bytes(shape)
+        header[piece.name] = {
+            "dtype": PLAIN_OF[dtype].name,
+            "shape": shape,
+            "data_offsets": (lo, end),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # tensors begin where wide loads can
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for block in chain.from_iterable(blocks):
+            yield file.write(block.flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
+    """Return whether the folder holds this very inflation; False when it is empty.
+
+    Raises `UserError` where it holds anything else.
+    """
+    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
+        return False
+    if not (destination / INFLATED).is_file():
+        raise UserError(f"{destination} holds something else: choose another folder")
+    manifest = read_json(destination / INFLATED)
+    if manifest.get("made_from") != made_from:
+        why = "was inflated from other weights or to other sizes"
+        raise UserError(f"{destination} {why}: remove it or choose another")
+    for name, num_bytes in manifest["files"].items():
+        path = destination / name
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            raise UserError(
+                f"{path} should be a file of {num_bytes} bytes: remove {destination} and start "
+                f"again"
+            )
+    return True
+
+
+def _check_disk(folder: Path, total_bytes: int) -> None:
+    needed_bytes = total_bytes + _DISK_MARGIN_BYTES
+    free_bytes = shutil.disk_usage(folder).free
+    sizes = (
+        f"needs {format_bytes(needed_bytes)} of disk, {folder.parent} has "
+        f"{format_bytes(free_bytes)}"
+    )
+    if needed_bytes > free_bytes:
+        raise UserError(f"the inflated model {sizes}: free some or ask for less")
 
 
 def inflated_target(

@@ -13,10 +13,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from offload.checkpoint.download import (
     download_shards,
@@ -24,15 +26,22 @@ from offload.checkpoint.download import (
     download_unindexed,
     is_hub_id,
 )
-from offload.checkpoint.family_tensors import with_shared_layers, with_turned_stacks
+from offload.checkpoint.families import (
+    TextPart,
+    text_part,
+    with_shared_layers,
+    with_text_sizes,
+    with_turned_stacks,
+)
 from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
-from offload.checkpoint.remembered import remembered
 from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
-from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
 from offload.encoding.exponents import Exponents
 from offload.errors import UnreadError, UserError, did_you_mean, reason
+
+_Others = ParamSpec("_Others")
+_Found = TypeVar("_Found")
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # beyond any tensor that a file can hold; arithmetic on them stays cheap
@@ -52,6 +61,28 @@ _MOST_NAMES = 1000  # of a folder, among which one may be meant
 _INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def remembered(
+    function: Callable[Concatenate["Checkpoint", _Others], _Found],
+) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
+    """Return the function with its results kept, by checkpoint and other arguments.
+
+    Many plans ask the same questions of one checkpoint, and what is kept is freed with it. Errors
+    are raised anew each time. A result must not be changed, nor refer to the checkpoint, which
+    would then never be freed.
+    """
+    known: WeakKeyDictionary[Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def ask(checkpoint: "Checkpoint", *others: _Others.args, **named: _Others.kwargs) -> _Found:
+        own = known.setdefault(checkpoint, {})
+        key = (others, tuple(sorted(named.items())))
+        if key not in own:
+            own[key] = function(checkpoint, *others, **named)
+        return own[key]
+
+    return ask
 
 
 class Stamp(NamedTuple):

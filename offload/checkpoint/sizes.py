@@ -5,11 +5,14 @@ take.
 """
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from offload.checkpoint.expert_sizes import (
     ROUTED_NAME,
@@ -18,11 +21,15 @@ from offload.checkpoint.expert_sizes import (
     cast_bytes_of,
     expert_shape,
 )
-from offload.checkpoint.families import require_family
+from offload.checkpoint.families import REFUSED, decoder_config, has_encoder
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.remembered import remembered
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.safetensors import (
+    Checkpoint,
+    compute_dtype_name,
+    remembered,
+    unsupported,
+)
 from offload.checkpoint.state_sizes import (
     NO_STATES,
     IndexShape,
@@ -30,7 +37,6 @@ from offload.checkpoint.state_sizes import (
     index_shape,
     recurrent_shape,
 )
-from offload.checkpoint.t5 import decoder_config, has_encoder
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
 from offload.encoding.base import PLAIN_OF, Encoding
 from offload.errors import UserError
@@ -233,7 +239,9 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
     Where a number is a list with one per layer, the largest counts.
     """
-    require_family(checkpoint)
+    why = REFUSED.get(str(checkpoint.config.get("model_type")))
+    if why is not None:
+        raise unsupported(checkpoint.directory, checkpoint.config, why)
     where = checkpoint.directory.name
     config = text_config(checkpoint)
     given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}
@@ -428,3 +436,39 @@ def _kv_width(sizes: dict[str, int]) -> int:
     return (
         2 * sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)) * head_dim(sizes)
     )
+
+
+def name_of(model: str) -> str:
+    """Return the name as it was given, without the folders around it."""
+    # a hub id has no folder here, and its last part is its name all the same
+    path = Path(os.path.abspath(model))
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+
+
+class ModelFacts(NamedTuple):
+    """What one model is, on any machine: its name and its size, from headers."""
+
+    name: str
+    num_parameters: int
+    num_bytes: int  # as stored, or as held in memory
+    is_held: bool = False  # in fewer bits than it is stored in
+    # bytes of towers and extra layers, which are never read
+    left_out: Mapping[str, int] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
+        """Return the facts that headers tell."""
+        num_bytes = checkpoint.num_bytes
+        shape = model_shape(checkpoint) if checkpoint.held else None
+        if shape is not None:
+            num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
+        # layers may share some
+        apart = {(one.shard, one.lo): one for one in checkpoint.tensors.values()}
+        count = sum(math.prod(one.shape) for one in apart.values())
+        return cls(
+            name_of(model),
+            count,
+            num_bytes,
+            is_held=shape is not None,
+            left_out=dict(checkpoint.left_out),
+        )

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.inflate import inflated_config
-from offload.checkpoint.packaged import PAIR, inflated_target
+from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress

@@ -53,7 +53,7 @@ def generate(
     options = LoadOptions.of(model_options)
     check_run(model, draft, options, needs_text=session is None)
     if grammar is not None and not is_elsewhere:
-        from offload.sampling.grammar_source import tried_source
+        from offload.sampling.grammar import tried_source
 
         tried_source(grammar)
     is_quiet = output.quiet or output.as_json or is_elsewhere

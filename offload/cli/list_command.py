@@ -10,7 +10,7 @@ from offload.options import OutputOptions
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from offload.planning.model_facts import ModelFacts
+    from offload.checkpoint.sizes import ModelFacts
 
 
 class CachedModel(NamedTuple):
@@ -63,7 +63,7 @@ def _look(name: str) -> CachedModel:
     """Read a model's headers, as the cache has them; nothing is fetched."""
     from offload.checkpoint.download import in_cache
     from offload.checkpoint.hub import open_headers
-    from offload.planning.model_facts import ModelFacts
+    from offload.checkpoint.sizes import ModelFacts
 
     try:
         return CachedModel(name, ModelFacts.of(name, open_headers(in_cache(name))), "")

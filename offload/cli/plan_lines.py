@@ -14,9 +14,9 @@ from offload.memory.plan import LayerTier, MemoryPlan
 from offload.units import format_bytes
 
 if TYPE_CHECKING:  # they bring numpy along
+    from offload.checkpoint.sizes import ModelFacts
     from offload.distributed.layout import RankPart
     from offload.planning.cost_model import Prediction
-    from offload.planning.model_facts import ModelFacts
     from offload.reports.drafts import DraftCandidate
     from offload.reports.estimate import Estimate
     from offload.reports.forecast import ClusterForecast, Forecast, ForecastRate

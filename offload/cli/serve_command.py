@@ -81,7 +81,7 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
     are_keys = all(
         key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys
     )
-    # a comment, or a line of another file, would let in whoever knows it
+    # a comment, or a line of another file, would let in everyone who knows it
     if not keys or not are_keys:
         rule = "must hold a key of printable ASCII a line, without spaces and comments"
         raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")

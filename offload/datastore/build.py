@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.checkpoint.files import locked, locked_anew, open_regular
+from offload.checkpoint.files import becoming, locked, open_regular
 from offload.datastore.index import MAX_TEXT_BYTES, ReversedText, TokenWidth, sorted_positions
 from offload.datastore.store import (
     MANIFEST_NAME,
@@ -79,14 +78,17 @@ def build(
     Raises `UserError` where `path` exists, the corpus is empty, or the disk is full.
     """
     room = chunk_room(ram_bytes, coder)
-    with _refusing_bad_places(path), _workspace(path) as folder:
-        writer = _ChunkWriter(folder, vocabulary_size(coder.vocabulary), room, on_phase)
-        chunks = tuple(writer.write(_encoded(documents, coder, room), 0))
-        require(bool(chunks), "a corpus must hold some text", "none", "name other files")
-        named = (coder.name, vocabulary_sha256(coder.vocabulary))
-        store = Store(path, vocabulary_size(coder.vocabulary), *named, chunks)
-        _write_manifest(folder / MANIFEST_NAME, store)
-        _sync_folder(folder)
+    with _refusing_bad_places(path):
+        require_new(path)
+        with becoming(path, scratch_folder(path)) as folder:
+            writer = _ChunkWriter(folder, vocabulary_size(coder.vocabulary), room, on_phase)
+            chunks = tuple(writer.write(_encoded(documents, coder, room), 0))
+            require(bool(chunks), "a corpus must hold some text", "none", "name other files")
+            named = (coder.name, vocabulary_sha256(coder.vocabulary))
+            store = Store(path, vocabulary_size(coder.vocabulary), *named, chunks)
+            _write_manifest(folder / MANIFEST_NAME, store)
+            _sync_folder(folder)
+        _sync_folder(path.parent)
     return store
 
 
@@ -240,26 +242,6 @@ def require_new(path: Path) -> None:
         raise UserError(
             f"a new store must have a name of its own, {path} exists: take another, or append to it"
         )
-
-
-@contextmanager
-def _workspace(path: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder that becomes `path` when the body succeeds.
-
-    It is removed when the body fails.
-    """
-    require_new(path)
-    folder = scratch_folder(path)
-    with locked_anew(folder):
-        for leftover in folder.iterdir():
-            leftover.unlink()
-        try:
-            yield folder
-            os.rename(folder, path)
-        except BaseException:
-            shutil.rmtree(folder)
-            raise
-        _sync_folder(path.parent)
 
 
 @contextmanager

@@ -114,16 +114,16 @@ class DraftTree:
         """U: rows that were run below the root."""
         return len(self._rows)
 
-    def begin(self, tokens: Sequence[int], sampler: Sampler, sharpness: DraftCalibration) -> None:
+    def begin(self, tokens: Sequence[int], sampler: Sampler, calibration: DraftCalibration) -> None:
         """Begin a text with these committed tokens, at least one.
 
-        What it shares with the last text is not run again. `sharpness` learns from the tokens that
+        What it shares with the last text is not run again. `calibration` learns from the tokens that
         follow.
         """
         self._cache.clear(num_shared(self._tokens, tokens[:-1]))
         self._tokens = list(tokens)
         self._sampler = sampler
-        self._sharpness = sharpness
+        self._calibration = calibration
         self.root = DraftNode(tokens[-1], len(tokens) - 1, number=0)
         self._rows = list[DraftNode]()
         self._numbers = count(1)
@@ -193,7 +193,7 @@ class DraftTree:
         score_WV = point_mass_scores(
             logits_WV, self._sampler, [node.position + 1 for node in nodes]
         ).float()
-        log_p_WV, token_WK = ranked_children(score_WV, self._sharpness.exponent)
+        log_p_WV, token_WK = ranked_children(score_WV, self._calibration.exponent)
         log_p_WK = log_p_WV.gather(1, token_WK)
         columns = (nodes, score_WV, log_p_WK.tolist(), token_WK.tolist())
         for node, score_V, log_p_K, token_K in zip(*columns, strict=True):
@@ -244,7 +244,7 @@ class DraftTree:
 
     def _learn(self, token: int) -> None:
         if self.root.score_V is not None:
-            self._sharpness.learn(self.root.score_V[None], torch.tensor([token]))
+            self._calibration.learn(self.root.score_V[None], torch.tensor([token]))
 
     def _child(self, token: int) -> DraftNode:
         """Return a child of the root that was told, or is among the news."""
@@ -273,8 +273,8 @@ class DraftTree:
 
 
 _MOST_PASSES = 4  # for one answer, if it has a node at all
-_ANSWER = 8  # nodes that are made ready while nobody asks
-_AHEAD = 2  # one of so many rows may be run while nobody asks; the others are kept for answers
+_ANSWER = 8  # nodes that are made ready before the head asks
+_AHEAD = 2  # one of so many rows may be run before the head asks; the others are kept for answers
 
 
 @dataclass(slots=True)
@@ -327,7 +327,7 @@ class _DraftService:
     def __init__(self, transport: Transport, tree: DraftTree) -> None:
         self._transport = transport
         self._tree = tree
-        self._sharpness = ByKind[Sampling, DraftCalibration](DraftCalibration)
+        self._calibration = ByKind[Sampling, DraftCalibration](DraftCalibration)
         self._asked: _Asked | None = None
 
     def take(self, message: Message) -> None:
@@ -364,8 +364,8 @@ class _DraftService:
         if self._asked is not None:  # at a tree that is gone
             self._answer([])
         sampling = sampling_of(message)
-        sharpness = self._sharpness[replace(sampling, seed=0)]
-        self._tree.begin(text_of(message), Sampler(sampling, self._tree.vocab_size), sharpness)
+        calibration = self._calibration[replace(sampling, seed=0)]
+        self._tree.begin(text_of(message), Sampler(sampling, self._tree.vocab_size), calibration)
 
     def _answer(self, told: Sequence[DraftNodeUpdate]) -> None:
         self._asked = None

@@ -25,9 +25,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of, cut_rows, layer_tensors
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape, text_config
-from offload.checkpoint.t5 import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -338,7 +338,7 @@ def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
     capacities = list[RankCapacity]()
     for rank, machine in enumerate(machines):
         unlimited = _plan(
-            request, num_nodes, machine, shard_files(request.files, even, rank), is_roomy=True
+            request, num_nodes, machine, shard_files(request.files, even, rank), is_unlimited=True
         )
         kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * unlimited.cache_slots
         capacities.append(_capacity(request, machine, unlimited, kv_bytes, num_nodes))
@@ -384,7 +384,11 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
 
     for rank, machine in enumerate(ranks):
         unlimited = _plan(
-            request, num_nodes, machine, files_of(rank, 0, len(whole.layer_bytes)), is_roomy=True
+            request,
+            num_nodes,
+            machine,
+            files_of(rank, 0, len(whole.layer_bytes)),
+            is_unlimited=True,
         )
         capacities.append(_capacity(request, machine, unlimited, 0, num_nodes))
     load = Load(whole.layer_bytes, whole.kv_bytes_per_token * unlimited.cache_slots)
@@ -445,16 +449,16 @@ def _plan(
     machine: Hardware,
     files: ModelFiles,
     *,
-    is_roomy: bool = False,
+    is_unlimited: bool = False,
 ) -> MemoryPlan:
-    """Return one rank's plan; `is_roomy` plans without a limit, to see what is no layer."""
+    """Return one rank's plan; `is_unlimited` plans without a limit, to see what is no layer."""
     own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "experts": "layers"}
     room = MemoryBudget(**own, dtype=request.dtype, context=request.context, rule=request.rule)
     try:
-        return (room.roomy() if is_roomy else room).plan(files, num_nodes)
+        return (room.unlimited() if is_unlimited else room).plan(files, num_nodes)
     except UserError as error:
         words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
-        raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
+        raise UserError(words if is_unlimited else f"rank {machine.name} {words}") from None
 
 
 def _capacity(

@@ -6,9 +6,9 @@ Invariant: every rank plans and refuses by itself; what one of them refuses ends
 from typing import NamedTuple
 
 from offload.checkpoint.cuts import Section, checkpoint_of
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.checkpoint.t5 import has_encoder
 from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
@@ -90,7 +90,7 @@ class PipelineRank(NamedTuple):
     @property
     def context(self) -> int:
         """Positions of a text, on every rank."""
-        return self.plan(0, range(1), self.run.budget.roomy()).context
+        return self.plan(0, range(1), self.run.budget.unlimited()).context
 
 
 def refuse_encoders(files: ModelFiles) -> None:
@@ -108,7 +108,7 @@ def with_layers(rank: PipelineRank) -> PipelineRank:
     Raises `UserError` on all ranks where one of them has no room, or the draft other words.
     """
     files = rank.run.files
-    room = rank.run.budget.roomy()
+    room = rank.run.budget.unlimited()
     try_together(rank.transport, lambda: _try_least(rank))
     # all ranks measure at one time: links may be the same
     mine = None

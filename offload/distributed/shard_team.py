@@ -123,11 +123,13 @@ def _share(
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     # links are measured at one time: they may be the same
     has_gpu = any(all_gather_objects(transport, run.device is not None))
-    held = run.budget.roomy().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
+    held = run.budget.unlimited().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
     mine = capacity_of(run, held, shares_kv=even.has_own_heads)
     capacities = [RankCapacity(*one) for one in all_gather_objects(transport, mine)]
     shape = model_shape(files.target, dtype)
-    kv_bytes = run.budget.roomy().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    kv_bytes = (
+        run.budget.unlimited().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    )
     fractions = broadcast_from_head(
         transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes))
     )

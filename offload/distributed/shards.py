@@ -19,13 +19,13 @@ from torch import Tensor
 
 from offload.distributed.exchange import Exchange
 from offload.distributed.orders import all_gather_objects
+from offload.distributed.section import SectionModel
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, UserError
 from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.section import SectionModel
 from offload.model.streamed import StreamedModel
 from offload.model.target import Target
 from offload.sampling.sampler import Logits

@@ -33,13 +33,12 @@ from offload.distributed.orders import (
     read_run,
     sampling_of,
 )
-from offload.distributed.section import load_section
+from offload.distributed.section import SectionModel, load_section
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart, causal
-from offload.model.section import SectionModel
 from offload.rank_roles import TIMED_ROWS
 from offload.sampling.sampler import Logits, Sampler, or_no_token
 from offload.sampling_options import Sampling

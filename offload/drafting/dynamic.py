@@ -37,9 +37,8 @@ from offload.drafting.draft_model import Draft, catch_up, run_together
 from offload.drafting.lookup import NO_GUESSES, Guess, Guesses, TrieCursor, sureness
 from offload.drafting.static import point_mass_scores
 from offload.sampling.sampler import Sampler
-from offload.trees.growth import most_rows
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import SIZES, DynamicShape, in_level_order, level_order
+from offload.trees.topology import SIZES, DynamicShape, in_level_order, level_order, most_rows
 
 # seconds of a step, by rows of the target's pass and of each draft pass
 StepSeconds = Callable[[int, Sequence[int]], float]

@@ -3,18 +3,27 @@
 The longest end of the text that the corpus has says what followed on it there. Where a path has
 left all matches, bigrams and unigrams still say which token follows on which (Leviathan et al.,
 2211.17192, section 4.1 and Table 3: a draft that costs nothing). An index of suffixes has these
-counts, so a datastore is a bigram model as it stands.
+counts, so a datastore is a bigram model as it stands. `open_sources` returns all sources that
+options name: the text itself, a datastore, counts of a text file or of a store.
 
 Invariant: a store is read and never changed, so any number of texts and programs may share it.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from offload.datastore.build import Corpus
 from offload.datastore.index import SuffixIndex, heaviest
+from offload.datastore.store import open_datastore
 from offload.drafting.base import NoState
-from offload.drafting.lookup import GuessRequest, TrieGuesses
-from offload.trees.spec import MatchLength
+from offload.drafting.lookup import Copying, GuessRequest, GuessSources, Source, TrieGuesses
+from offload.errors import UserError, require
+from offload.planning.load_options import LoadOptions
+from offload.trees.spec import MatchLength, parse_match_length
+from offload.units import format_bytes
 
 # continuations that are looked at; more are sampled
 MOST_CONTINUATIONS = 128
@@ -27,6 +36,9 @@ _MOST_COUNTED = 4096
 _NUM_CHILDREN = 8
 # tokens whose followers are kept, some 4 MiB
 _NUM_KEPT = 1 << 12
+
+# Text that is counted in memory, which no plan has: a tenth of what runtimes take.
+MOST_TEXT_BYTES = 1 << 20
 
 
 class Retrieval:
@@ -119,3 +131,51 @@ class Ngrams:
         """Yield two opinions on every path: after the last token, and regardless of it."""
         for length in (1, 0):
             yield NgramGuesses(self._followers, length, tokens[-1])
+
+
+def open_sources(
+    options: LoadOptions, tokenizer: Any, vocab_size: int, *, has_draft: bool
+) -> GuessSources:
+    """Return what is asked besides the draft. Raises `UserError` for files that cannot serve."""
+    length = parse_match_length(options.lookup_length)
+    found = list[Source]()
+    if options.looks_up(has_draft=has_draft):
+        found.append(Copying(length))
+    if options.datastore is not None:
+        found.append(
+            Retrieval(_open_store("datastore", options.datastore, tokenizer, vocab_size), length)
+        )
+    if options.ngram is not None:
+        is_store = os.path.isdir(os.path.expanduser(options.ngram))
+        open_counts = _open_store if is_store else _count_text
+        found.append(Ngrams(open_counts("ngram", options.ngram, tokenizer, vocab_size)))
+    return GuessSources(found)
+
+
+def _open_store(
+    argument: str, path: str | os.PathLike[str], tokenizer: Any, vocab_size: int
+) -> SuffixIndex:
+    return open_datastore(path, _known(tokenizer, argument).get_vocab(), vocab_size)
+
+
+def _count_text(
+    argument: str, path: str | os.PathLike[str], tokenizer: Any, vocab_size: int
+) -> SuffixIndex:
+    encode = _known(tokenizer, argument)
+    corpus = Corpus([Path(path)])
+    size = corpus.num_bytes
+    rule = f"`{argument}` must be text of 1 byte to {format_bytes(MOST_TEXT_BYTES)}"
+    remedy = f"name another file than {path}, or make a store of it with offload datastore build"
+    require(0 < size <= MOST_TEXT_BYTES, rule, format_bytes(size), remedy)
+    texts = (encode(text, add_special_tokens=False)["input_ids"] for text in corpus.documents())
+    return SuffixIndex.in_memory(
+        ([token for token in text if token < vocab_size] for text in texts), vocab_size
+    )
+
+
+def _known(tokenizer: Any, argument: str) -> Any:
+    if tokenizer is None:
+        raise UserError(
+            f"`{argument}` is made of text, and this checkpoint has no tokenizer: leave it out"
+        )
+    return tokenizer

@@ -6,12 +6,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from offload.checkpoint.block_sum import BlockSum
 from offload.checkpoint.identity import ModelIdentity, identity_of
 from offload.errors import ReadError
 from offload.memory.planner import ModelFiles
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
-from offload.streaming.summing import Watchers, difference, with_sum
+from offload.streaming.summing import BlockSum, Watchers, difference, with_sum
 
 # A sum that lacks no more than this is completed by reading, such as a table no pass needs.
 _LITTLE_BYTES = 64 << 20

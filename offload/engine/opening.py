@@ -14,6 +14,7 @@ from offload.calibration.invariance import settle_invariance
 from offload.calibration.startup import calibrate, pick_kernels
 from offload.calibration.threads import thread_policy
 from offload.drafting.hybrid import drafter_of
+from offload.drafting.retrieval import open_sources
 from offload.engine.build import (
     ModelPair,
     counter,
@@ -24,7 +25,6 @@ from offload.engine.build import (
 )
 from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
-from offload.engine.lookup_sources import open_sources
 from offload.engine.ranks import LOADERS
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun

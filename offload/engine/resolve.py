@@ -38,7 +38,6 @@ from offload.planning.profile import (
     find_profile,
     parse_profile,
     require_same_run,
-    unprofiled,
 )
 from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
@@ -224,7 +223,7 @@ class ResolvedRun:
         def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
             if draft is None or self.options.has_no_profile:
                 return None, "no profile is wanted"
-            if what := unprofiled(sampling):
+            if what := sampling.unprofiled:
                 none = f"no profile holds for a run with {what}"
                 require(named is None, none, f"`profile` {named}", "leave one of them out")
                 return None, none

@@ -1,18 +1,23 @@
-"""The memory plan as a value: what lies where, its sums, and sizes of what stands beside layers.
+"""The memory plan as a value: what lies where, its sums, and how tiers of memory are filled.
 
 With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against
-`ram_bytes`. Invariant: every byte of a plan is in exactly one of the two sums, `total_bytes` and
-`gpu_total_bytes`.
+`ram_bytes`. One tier after the other gets layers, and routed experts read on demand: layers come
+before experts, since every sweep needs all of them, and slots for what passes through come before
+what stays. Invariants: every byte of a plan is in exactly one of the two sums, `total_bytes` and
+`gpu_total_bytes`; a tier is given no more than its budget, and one that cannot hold what has to
+pass through is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 from offload.checkpoint.sizes import ModelShape
+from offload.errors import UserError
 from offload.sampling_options import NOISE_POSITIONS
-from offload.trees.growth import PACES, most_rows
+from offload.trees.topology import PACES, most_rows
 from offload.units import format_bytes
 
 # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
@@ -420,3 +425,97 @@ def activation_bytes(
     )
     pass_bytes += stepping_bytes(shape, num_rows) + shape.column_bytes * (context + num_rows)
     return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once
+
+
+class MemoryTier(NamedTuple):
+    """One memory that layers may lie in between sweeps."""
+
+    budget_bytes: int
+    fixed_bytes: int  # held before any layer
+    passing_bytes: int  # the largest piece that loading sends through it
+    refusal: Callable[[int], UserError]  # takes the least room that works
+
+
+class Filling(NamedTuple):
+    """What one tier gets."""
+
+    layers: frozenset[int]  # layers that stay
+    num_slots: int  # for layers that pass through
+    num_expert_slots: int = 0
+
+
+class ExpertPoolSize(NamedTuple):
+    """Experts that no earlier tier keeps; none are left where they come with their layers."""
+
+    num_left: int = 0
+    slot_bytes: int = 1
+
+    @property
+    def least_bytes(self) -> int:
+        """Return the bytes with which every pass gets through."""
+        return self.slot_bytes * min(MIN_EXPERTS, self.num_left)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Return the bytes with which reading goes on while experts compute."""
+        return self.slot_bytes * min(num_passing(self.num_left, self.slot_bytes), self.num_left)
+
+    def slots_in(self, room_bytes: int) -> int:
+        """Return as many slots as there is room and use for."""
+        return min(self.num_left, room_bytes // self.slot_bytes)
+
+    def kept_in(self, num_slots: int) -> int:
+        """Return how many experts stay there; the other slots are for those that pass through."""
+        return (
+            num_slots
+            if num_slots >= self.num_left
+            else max(0, num_slots - num_passing(num_slots, self.slot_bytes))
+        )
+
+
+def fill_all(
+    tiers: Sequence[MemoryTier], layer_bytes: Sequence[int], num_swept: int, pool: ExpertPoolSize
+) -> list[Filling]:
+    """Give each tier layers that those before it could not keep.
+
+    Layers from `num_swept` on are an encoder's.
+    """
+    fillings = []
+    left = list(range(len(layer_bytes)))
+    for tier in tiers:
+        fillings.append(_fill(tier, layer_bytes, left, num_swept, pool))
+        left = [layer for layer in left if layer not in fillings[-1].layers]
+        num_behind = max(
+            pool.num_left - pool.kept_in(fillings[-1].num_expert_slots),
+            min(MIN_EXPERTS, pool.num_left),
+        )
+        # while loading, what stays in one tier passes through the next one
+        pool = pool._replace(num_left=num_behind)
+    return fillings
+
+
+def _fill(
+    tier: MemoryTier,
+    layer_bytes: Sequence[int],
+    layers: Sequence[int],
+    num_swept: int,
+    pool: ExpertPoolSize,
+) -> Filling:
+    room_bytes = tier.budget_bytes - tier.fixed_bytes
+    slot_bytes = max(layer_bytes)
+    all_bytes = sum(layer_bytes[layer] for layer in layers)
+    if room_bytes >= max(all_bytes + pool.least_bytes, tier.passing_bytes):
+        return Filling(frozenset(layers), 0, pool.slots_in(room_bytes - all_bytes))
+    least_bytes = max(
+        (MIN_SLOTS * slot_bytes if layers else 0) + pool.least_bytes, tier.passing_bytes
+    )
+    if room_bytes < least_bytes:
+        raise tier.refusal(least_bytes)
+    has_room = room_bytes >= MIN_SLOTS * slot_bytes + pool.wanted_bytes
+    layers_bytes = room_bytes - (pool.wanted_bytes if has_room else pool.least_bytes)
+    num_slots = WANTED_SLOTS if layers_bytes >= WANTED_SLOTS * slot_bytes else MIN_SLOTS
+    # encoder layers, which pass through once per prompt, never stay in a tier that streams
+    swept = [layer for layer in layers if layer < num_swept]
+    staying = spread(layer_bytes, swept, layers_bytes - num_slots * slot_bytes)
+    taken_bytes = num_slots * slot_bytes + sum(layer_bytes[layer] for layer in staying)
+    return Filling(staying, num_slots, pool.slots_in(room_bytes - taken_bytes))

@@ -17,26 +17,28 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.remembered import remembered
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.families import TRAINED_CONTEXT, has_encoder
+from offload.checkpoint.safetensors import Checkpoint, remembered
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.checkpoint.t5 import TRAINED_CONTEXT, has_encoder
 from offload.declaration import whole_number
 from offload.errors import UserError, require
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
     PATH_SCRATCH_BYTES,
+    ExpertPoolSize,
+    Filling,
     LayerTier,
     MemoryPlan,
+    MemoryTier,
     activation_bytes,
     distribution_bytes,
     draft_bytes,
+    fill_all,
     noise_bytes,
     num_slots,
     states_bytes,
 )
 from offload.memory.prompt_rows import Rates, with_prompt_rows
-from offload.memory.tiers import ExpertPoolSize, Filling, MemoryTier, fill_all
 from offload.options import DTYPES, EXPERTS
 from offload.rules import drafting_of
 from offload.units import ByteSize, format_bytes, is_decimal
@@ -120,7 +122,7 @@ class MemoryBudget:
         """Return the target's routed experts if they are read on demand."""
         return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
 
-    def roomy(self) -> "MemoryBudget":
+    def unlimited(self) -> "MemoryBudget":
         """Return a budget without limits, to see what everything but layers takes."""
         return replace(self, ram=_ROOMY_BYTES, gpu=self.gpu and _ROOMY_BYTES)
 

@@ -29,9 +29,15 @@ from offload.model.experts import (
     let_experts_choose_rows,
     sample_of,
 )
-from offload.model.mapping import sources_of_parameters
+from offload.model.mapping import (
+    below,
+    parameter_places,
+    share,
+    sources_of_parameters,
+    tables_around,
+    view_of,
+)
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
-from offload.model.places import below, parameter_places, share, tables_around, view_of
 from offload.model.quantised_draft import HeldWeights
 
 # flat bytes, in host memory or on a device

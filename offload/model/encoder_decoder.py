@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.t5 import has_encoder
 from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask

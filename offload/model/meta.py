@@ -35,9 +35,8 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.family_tensors import FAMILIES
+from offload.checkpoint.families import ENCODER_DECODERS, SHARED_LAYERS
 from offload.checkpoint.safetensors import Checkpoint, unsupported
-from offload.checkpoint.t5 import ENCODER_DECODERS
 from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
 from offload.kernels.path_attention import AttentionChunk, Window
@@ -202,7 +201,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             meta_model.set_attn_implementation(attention.NAME)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    if config.model_type not in FAMILIES and any(
+    if config.model_type not in SHARED_LAYERS and any(
         ".layers." in f".{name}"
         for pair in meta_model.all_tied_weights_keys.items()
         for name in pair

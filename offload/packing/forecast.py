@@ -1,12 +1,15 @@
-"""How much packing would save, estimated from the exponents of a few weights.
+"""How much packing would save, estimated from the exponents of a few weights, and what it codes.
 
-`offload pack` chooses its codes this way, and `offload plan` predicts the packed size. Invariant: a
-tensor's sample is at most 256 KiB. No torch.
+`offload pack` chooses its codes this way, and `offload plan` predicts the packed size. In packed
+files a stack `experts.gate_up_proj` becomes `experts.0.gate_up_proj.rows.0` and so on, each expert
+coded by itself, so that one can be read alone; readers put them together again as they do with
+parts of other files. Invariant: a tensor's sample is at most 256 KiB. No torch.
 """
 
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,11 +17,16 @@ import numpy as np
 
 from offload.checkpoint.files import opened, read_part
 from offload.checkpoint.hub import is_here
+from offload.checkpoint.layout import slice_of
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.checkpoint.tensors import ROWS, Coded, TensorEntry
 from offload.encoding.base import STORED
 from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
-from offload.packing.stacks import by_expert, is_bias_of_experts
+
+_STACK = re.compile(r"^(.*\blayers\.\d+\..*\bexperts)\.(gate_up_proj|down_proj)$")
+_PART = re.compile(rf"^(.*\bexperts)\.\d+\.(gate_up_proj|down_proj){re.escape(ROWS)}0$")
+_MOST_EXPERTS = 65_536
+_BIASES = re.compile(r"\bexperts\.\w+_bias$")
 
 _PIECES = 8
 _PIECE_BYTES = 32 << 10
@@ -27,6 +35,32 @@ _NUM_SAMPLED_TENSORS = 16
 _USUAL_SHARE = 0.751  # packed size of bfloat16 weights over their size now
 _USUAL_WIDTH = 3  # bits of a distance; a larger size is modelled as escapes
 _WORTH_PACKING = 0.95  # largest share of a model's bytes for which packing is worth it
+
+
+def by_expert(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors, with those of each expert in place of stacks of plain numbers."""
+    found = dict[str, TensorEntry]()
+    for name, entry in tensors.items():
+        match = _STACK.match(name)
+        num_experts = entry.shape[0] if match is not None and len(entry.shape) == 3 else 0
+        if match is None or entry.coded is not None or not 0 < num_experts <= _MOST_EXPERTS:
+            found[name] = entry
+            continue
+        for expert in range(num_experts):
+            part = f"{match[1]}.{expert}.{match[2]}{ROWS}0"
+            found[part] = slice_of(entry, expert, num_experts)
+    return found
+
+
+def stack_of(name: str) -> str:
+    """Return the name of the stack that an expert's tensor is of, or a tensor's own name."""
+    match = _PART.match(name)
+    return name if match is None else f"{match[1]}.{match[2]}"
+
+
+def is_bias_of_experts(name: str) -> bool:
+    """Return whether a tensor has a row for each expert, which comes apart only as it is."""
+    return _BIASES.search(name) is not None
 
 
 class PackingForecast(NamedTuple):

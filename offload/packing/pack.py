@@ -39,16 +39,16 @@ from offload.packing.folders import (
     unfinished,
     write_json,
 )
-from offload.packing.forecast import coded_bytes, is_packable, window_of
+from offload.packing.forecast import by_expert, coded_bytes, is_packable, stack_of, window_of
 from offload.packing.format import (
     Origin,
     PackedFile,
+    Portion,
     original_parts,
     read_packed,
     write_original,
+    write_packed,
 )
-from offload.packing.stacks import by_expert, stack_of
-from offload.packing.writing import Portion, write_packed
 
 _WEIGHTS = (
     ".safetensors",
@@ -378,7 +378,7 @@ def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
     shutil.copyfile(path, copy)
     if stamp_of(path) != stamp:
         raise ReadError(
-            f"{path.name} changed while it was to be copied: start again when nobody writes to it"
+            f"{path.name} changed while it was to be copied: start again when no program writes to it"
         )
 
 

@@ -15,14 +15,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from offload.planning.cost_model import Costs, Prediction, StepTime, Traffic, step_time
 from offload.stats import RunningMean
 from offload.trees.topology import chain
 
-Floats = NDArray[np.float64]
 # c where nothing was measured: "always less than 0.05" in the paper's experiments (section 3.3)
 ASSUMED_COST = 0.05
 _PRIOR_GUESSES = 16  # observed guesses that count as much as the prior alpha

@@ -27,8 +27,7 @@ from offload.errors import ensure
 from offload.memory.plan import MemoryPlan
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
-from offload.trees.growth import PACES
-from offload.trees.topology import DynamicShape, Shape
+from offload.trees.topology import PACES, DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
 _PENALTIES = tuple(index / 100 for index in range(101))

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.checkpoint.t5 import has_encoder
 from offload.errors import UserError, require
 from offload.memory.planner import ModelFiles
 from offload.options import ModelOptions

@@ -131,12 +131,6 @@ class Identity:
         ]
 
 
-def unprofiled(sampling: Sampling) -> str:
-    """Return in words which settings profiles do not cover; empty where they cover all."""
-    words = "penalties or biases" if sampling.is_adjusted else ""
-    return words or ("min-p" if sampling.min_p and not sampling.is_greedy else "")
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertUses:
     """How often rows of the target were routed to each expert; dense layers are not counted."""

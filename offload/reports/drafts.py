@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
+from offload.checkpoint.sizes import name_of
 from offload.engine.resolve import ReadHeaders
 from offload.errors import UserError
 from offload.model.headers import describe
 from offload.planning.cost_model import Prediction
 from offload.planning.load_options import LoadOptions
-from offload.planning.model_facts import name_of
 from offload.planning.near_copy import BITS, copy_bits
 from offload.reports.estimate import estimate
 

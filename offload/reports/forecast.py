@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.sizes import ModelFacts
 from offload.distributed.layout import (
     ClusterLayout,
     ClusterRequest,
@@ -38,7 +39,6 @@ from offload.planning.cost_model import (
     draft_widths,
 )
 from offload.planning.load_options import LoadOptions
-from offload.planning.model_facts import ModelFacts
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
@@ -46,9 +46,9 @@ from offload.sampling_options import Sampling
 from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
 
-SOURCE = "counted for a pair of 16 and 1 million weights, greedy, an ideal draft"
 _RUNS = (1, 2, 4, 8)
 # nodes of each tree -> tokens per second over those of one run at a time on the same stages
+# counted for a pair of 16 and 1 million weights, greedy, an ideal draft
 _GAINS = {
     4: (1.0, 1.15, 1.27, 1.39),
     8: (1.0, 1.07, 1.14, 1.23),

@@ -12,8 +12,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from offload.calibration.curves import draft_curve
 from offload.calibration.link import link_bytes_per_s
+from offload.calibration.threads import draft_curve
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.planning.cost_model import (

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.families import has_encoder
 from offload.checkpoint.sizes import config_sizes
-from offload.checkpoint.t5 import has_encoder
 from offload.engine.hooks import Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request
@@ -25,7 +25,6 @@ from offload.planning.profile import (
     profiles_folder,
     require_writable,
     save_profile,
-    unprofiled,
 )
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
@@ -129,7 +128,7 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
         options.lenience,
         "leave it out",
     )
-    what = unprofiled(sampling)
+    what = sampling.unprofiled
     require(
         not what, "a profile is of text without penalties, biases and min-p", what, "leave them out"
     )

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from offload.errors import UserError, refusing, require
 from offload.sampling.adjustments import Send, stay
-from offload.sampling.grammar import Grammar
-from offload.sampling.grammar_source import REMEDY, require_compiler, require_sound, tried_source
+from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_sound, tried_source
 
 # compiled grammars that are kept
 _MOST_KEPT = 16

@@ -11,7 +11,7 @@ import pytest
 from shell import Outcome, process, shell
 
 from offload.bench import suite
-from offload.bench.harness import compare, setting, steps
+from offload.bench.harness import record, setting, steps
 from offload.bench.harness.record import read
 from offload.bench.latency import decode, passes
 from offload.errors import UserError
@@ -88,7 +88,7 @@ def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypa
     assert (result["settings"]["device"], result["settings"]["target"]) == ("pretend", "target")
     assert all(row["link_utilisation"] > 0 for row in result["rows"])
     with pytest.raises(UserError, match="device was cpu and is cuda:0"):
-        compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
+        record.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
 
 
 @pytest.mark.full

@@ -11,10 +11,10 @@ from small_moe import save_small_moe
 
 from offload.bench.harness import setting
 from offload.bench.harness.models import find_setting
-from offload.bench.harness.screen import Screen
+from offload.bench.harness.tables import Screen
 from offload.bench.latency import experts
 from offload.bench.latency.experts import AUTO, checks, room_bytes
-from offload.bench.peers import run
+from offload.bench.peers import peers
 from offload.bench.peers.child import Order, follow
 from offload.checkpoint.packaged import PAIR
 
@@ -24,12 +24,12 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
     folder = save_small_moe(tmp_path / "moe", vocab_size=4096, max_position_embeddings=512)
     shutil.copy(PAIR / "target/tokenizer.json", folder)
 
-    def here(_: str, order: Order) -> run.Outcome:
+    def here(_: str, order: Order) -> peers.Outcome:
         figures: dict[str, Any] = follow(order)
         if order.options["experts"] == spoilt:
             runs = figures["runs"]
             figures["runs"] = [one._replace(bursts=[(at, [7] * len(ids)) for at, ids in one.bursts]) for one in runs]
-        return run.with_runs(figures)
+        return peers.with_runs(figures)
 
     monkeypatch.setattr(setting, "CEILING_BYTES", 1_000_000)
     monkeypatch.setattr(experts, "run_child", here)

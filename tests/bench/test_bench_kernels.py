@@ -12,10 +12,9 @@ from test_kernel_selection import comparison, refuses
 
 from offload.bench.gpu import kernels as bench
 from offload.bench.gpu.kernels import Timer, device_timer, expand_all, time_kernel, verdicts
-from offload.bench.harness.expansions import samples
 from offload.bench.harness.tables import say_table
 from offload.bench.latency import expansion
-from offload.bench.latency.expansion import Effort, check, measure
+from offload.bench.latency.expansion import Effort, check, measure, samples
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS

@@ -14,7 +14,6 @@ from tiny import FAMILIES, build, save
 from torch import Tensor
 
 from offload import UserError
-from offload.bench.harness.compare import change, changes
 from offload.bench.harness.gate import (
     MOST_SIGMAS,
     Proof,
@@ -24,20 +23,21 @@ from offload.bench.harness.gate import (
     surprise_sigmas,
 )
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.quantised import FORMATS, quantised
 from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
 from offload.bench.harness.record import (
     Guard,
     Result,
+    change,
+    changes,
     read,
     store,
 )
 from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import check, medians
 from offload.bench.latency.decode import FULL, QUICK, Effort
+from offload.bench.latency.quantised import FORMATS, quantised
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.inflate import inflated_config
-from offload.checkpoint.packaged import PAIR
+from offload.checkpoint.packaged import PAIR, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.memory.planner import ModelFiles
 from offload.sampling_options import Sampling

@@ -18,7 +18,7 @@ LIMIT = 1000.0  # bytes per second
 
 
 def figures(num_passes: int, *, read_bytes: int | None = None, sent: int | None = None) -> RankFigures:
-    """Of a rank that streams 500 bytes in a pass of 4 rows and sends 10 for each, whatever else it sends."""
+    """A rank streams 500 bytes in a pass of 4 rows and sends 10 for each, whatever else it sends."""
     num_rows = 4 * num_passes
     bytes_sent = {"gather": 10 * num_rows if sent is None else sent, "WORD": 99}
     read = 500 * num_passes if read_bytes is None else read_bytes

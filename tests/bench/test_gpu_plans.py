@@ -14,7 +14,7 @@ import torch
 from shell import shell
 
 from offload.bench.gpu import promised
-from offload.bench.gpu.steps import Step, all_steps
+from offload.bench.gpu.runner import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening
@@ -30,7 +30,7 @@ class _AdmittedError(Exception):
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
-    """Of every decoder that was admitted; none is built."""
+    """Return the plan of every decoder that was admitted; none is built."""
     card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0))
     found = list[MemoryPlan]()
 

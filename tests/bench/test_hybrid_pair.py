@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from small_llama import SIZES, save_small
 from transformers import LlamaForCausalLM
 
-from offload.bench.harness.screen import Screen
+from offload.bench.harness.tables import Screen
 from offload.bench.pairs import hybrid_pair as make
 from offload.bench.pairs import training
 from offload.bench.pairs.hybrid_pair import HYBRID, TWIN, Recipe, begun, hybrid_pair, setting_of

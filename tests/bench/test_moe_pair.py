@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from offload.bench.pairs import moe_pair as make
-from offload.bench.pairs import training, upcycle
-from offload.bench.pairs.moe_pair import target_loss
+from offload.bench.pairs import moe_pair as making
+from offload.bench.pairs import training
+from offload.bench.pairs.moe_pair import ExpertSizes, target_loss, upcycled
 from offload.bench.pairs.training import Course, train, windows
-from offload.bench.pairs.upcycle import ExpertSizes, upcycled
 
 TINY = ExpertSizes(8, 2, 48)
 IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500  # what comes next is easy; which numbers occur is the text's
@@ -32,8 +32,8 @@ def tokens() -> Tensor:
 
 
 def without_noise(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(upcycle, "_WEIGHT_NOISE", 0.0)
-    patch.setattr(upcycle, "_ROUTER_NOISE", 0.0)
+    patch.setattr(making, "_WEIGHT_NOISE", 0.0)
+    patch.setattr(making, "_ROUTER_NOISE", 0.0)
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def test_mixture_begins_as_the_dense_model(dense: LlamaForCausalLM, monkeypatch:
     noisy = layer_errors(dense, upcycled(dense, TINY, tokens(), 0))
     without_noise(monkeypatch)
     assert max(layer_errors(dense, upcycled(dense, TINY, tokens(), 0))) < 1e-5 < min(noisy)
-    monkeypatch.setattr(upcycle, "_ROUTER_NOISE", 1.0)  # the control: slices of several copies are not the whole
+    monkeypatch.setattr(making, "_ROUTER_NOISE", 1.0)  # the control: slices of several copies are not the whole
     assert min(layer_errors(dense, upcycled(dense, TINY, tokens(), 0))) > 0.1
 
 

@@ -21,8 +21,17 @@ from offload.bench.harness.tables import say_table
 from offload.bench.peers import hugging_face, ours, peers
 from offload.bench.peers.child import Measured, follow, rate
 from offload.bench.peers.gguf_writer import reordered, write_gguf
-from offload.bench.peers.peers import COLUMNS, OURS, PROGRAMS, Common, Program, compare
-from offload.bench.peers.run import Outcome, proved, run_child
+from offload.bench.peers.peers import (
+    COLUMNS,
+    OURS,
+    PROGRAMS,
+    Common,
+    Outcome,
+    Program,
+    compare,
+    proved,
+    run_child,
+)
 from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError
 from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, rss_bytes
@@ -161,7 +170,7 @@ def test_wrong_token_gets_no_speed(right_tokens: list[int]) -> None:
 )
 def test_failure_is_told_in_a_line(options: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sleep_s" in options:
-        monkeypatch.setattr("offload.bench.peers.run._START_S", 0.9)
+        monkeypatch.setattr("offload.bench.peers.peers._START_S", 0.9)
     assert run_child(sys.executable, order(options=options, limit_s=0.1)).reason == reason
 
 

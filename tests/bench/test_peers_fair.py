@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from planted_peer import NUM_NEW, PROMPT, order, plant
 
-from offload.bench.peers import child, peers, run
+from offload.bench.peers import child, peers
 from offload.bench.peers.child import Order, follow
-from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Common, Program, measure
-from offload.bench.peers.run import Outcome, gguf_file, run_child
+from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Common, Outcome, Program, gguf_file, measure, run_child
 from offload.checkpoint.packaged import PAIR
 from offload.engine.load import load
 from offload.machine import rss_bytes
@@ -87,7 +86,7 @@ def test_tokens_are_proved_each_behind_its_own_prompt(
     right_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(tmp_path, monkeypatch)
-    monkeypatch.setattr(run, "new_cap", lambda _: None)
+    monkeypatch.setattr(peers, "new_cap", lambda _: None)
     good = measure(planted_program(right_tokens, 1), setting(PROMPT))
     assert good.reason == "" and good.runs[0].token_ids == right_tokens
     for prompts in ([OTHER], [PROMPT, OTHER]):
@@ -108,7 +107,7 @@ class FakeCap(SimpleNamespace):
 def cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCap:
     plant(tmp_path, monkeypatch)
     made = FakeCap(processes=tmp_path / "procs", is_removed=False, limits=[])
-    monkeypatch.setattr(run, "new_cap", lambda cap_bytes: made.limits.append(cap_bytes) or made)
+    monkeypatch.setattr(peers, "new_cap", lambda cap_bytes: made.limits.append(cap_bytes) or made)
     return made
 
 
@@ -117,7 +116,7 @@ def test_the_child_joins_the_group_that_has_the_cap(cap: FakeCap, monkeypatch: p
     outcome = run_child(sys.executable, wish)
     assert outcome.is_capped and outcome.peak_bytes == 7 and cap.limits == [12345678] and cap.is_removed
     assert int(cap.processes.read_text()) != os.getpid()
-    monkeypatch.setattr(run, "new_cap", lambda _: None)
+    monkeypatch.setattr(peers, "new_cap", lambda _: None)
     assert not run_child(sys.executable, wish).is_capped
 
 

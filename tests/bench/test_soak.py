@@ -12,7 +12,7 @@ from offload.bench.harness import setting
 from offload.bench.harness.promises import WrongTokenError
 from offload.bench.soak import soak
 from offload.bench.soak.clients import Answer
-from offload.bench.soak.watch import Sample, drift, speed_kept
+from offload.bench.soak.soak import Sample, drift, speed_kept
 
 MIB = 1 << 20
 

@@ -25,7 +25,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def halves(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same product, summed in another order."""
+    """Return the product, summed in another order."""
     middle = weight.shape[1] // 2
     rest = linear(rows[..., middle:], weight[:, middle:], bias)
     return linear(rows[..., :middle], weight[:, :middle]) + rest
@@ -166,7 +166,7 @@ def test_a_decoder_says_what_it_promises(target: Path, monkeypatch: pytest.Monke
 
 
 def test_a_refused_decoder_writes_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a family whose attention is another one then; and a context shorter than the check's own text is no matter."""
+    """The family's attention is another one then; and a context shorter than the check's own text is no matter."""
     target = save(build(FAMILIES["gemma2"]()), tmp_path)
     with offload.load(target, context=10, threads=1, invariant=False) as decoder:
         wanted = decoder.generate([5, 6, 7], max_new_tokens=4).token_ids

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import offload
+from offload.checkpoint.families import text_part
 from offload.checkpoint.safetensors import open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry
-from offload.checkpoint.text_part import text_part
 from offload.streaming.disk import DiskReader
 
 ENTRY = TensorEntry(0, "F32", (4,), 0, 16)

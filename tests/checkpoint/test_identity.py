@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.checkpoint.block_sum import BlockSum
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
@@ -22,7 +21,7 @@ from offload.engine.identities import Identities
 from offload.errors import ReadError
 from offload.memory.planner import ModelFiles
 from offload.streaming import summing
-from offload.streaming.summing import with_sum
+from offload.streaming.summing import BlockSum, with_sum
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from small_moe import EXPERT_BYTES, MOE_SIZES, NUM_EXPERTS, save_small_moe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from offload.checkpoint import inflate as module
-from offload.checkpoint.inflate import plan_inflation
+from offload.checkpoint import packaged as module
 from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.packaged import plan_inflation
 from offload.checkpoint.safetensors import INFLATED, open_checkpoint, read_header
 from offload.errors import UserError
 
@@ -178,7 +178,7 @@ def test_a_wish_below_the_smallest_keeps_all_real_layers(small: Callable[..., Pa
 
 @torch.no_grad()
 def chosen(folder: Path) -> list[Tensor]:
-    """Of each layer, (tokens, chosen) in rising order."""
+    """Return (tokens, chosen) of each layer, in rising order."""
     tokens = torch.randint(0, MOE_SIZES["vocab_size"], (2, 48), generator=torch.Generator().manual_seed(5))
     routers = opened(folder)(input_ids=tokens, output_router_logits=True).router_logits
     return [one.topk(MOE_SIZES["num_experts_per_tok"]).indices.sort(-1).values for one in routers]

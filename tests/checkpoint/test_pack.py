@@ -24,8 +24,8 @@ from tiny import FAMILIES, build, save
 from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
 from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError
+from offload.packing import format as packed_writing
 from offload.packing import pack as module
-from offload.packing import writing as packed_writing
 from offload.packing.format import read_packed
 from offload.packing.pack import verify
 
@@ -169,7 +169,7 @@ def wrong_coders(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_sync(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("offload.packing.writing.os.fsync", interrupt)
+    patch.setattr("offload.packing.format.os.fsync", interrupt)
 
 
 @pytest.mark.parametrize(("plant", "told"), [

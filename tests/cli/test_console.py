@@ -42,7 +42,7 @@ def planned(num_streamed: int = 3, **others: Any) -> MemoryPlan:
 
 
 def stats(shape: Shape) -> Stats:
-    """Of a short run."""
+    """Return figures of a short run."""
     is_dynamic = isinstance(shape, DynamicShape)
     figures = {"num_new_tokens": 9, "num_first_tokens": 1, "num_sweeps": 2, "decode_s": 1.0, "bytes_streamed": 1}
     size = {"tree_num_nodes": shape.num_nodes, "tree_depth": shape.depth, "is_tree_dynamic": is_dynamic}

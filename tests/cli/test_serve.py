@@ -140,7 +140,7 @@ def test_it_answers_from_its_first_second(looper: Path) -> None:
 
 
 def test_early_answers_are_those_of_the_server_that_loads() -> None:
-    """The same body and code; a client that says nothing, or goes away, holds up no other for long."""
+    """Body and code are those; a client that says nothing, or goes away, holds up no other for long."""
     refusal = loading()
     with EarlyAnswers(bind("127.0.0.1", 0)) as early:
         host, port = early.address.removeprefix("http://").split(":")

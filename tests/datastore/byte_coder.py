@@ -33,7 +33,7 @@ def of_small_chunks(patch: pytest.MonkeyPatch, room: int) -> None:
 
 
 def failing(act: Callable[..., object], number: int, *, error: BaseException) -> Any:
-    """The same function, but its so-many-th call fails."""
+    """Return the function, but its so-many-th call fails."""
     count = iter(range(1, 1 << 30))
 
     def call(*arguments: Any) -> object:

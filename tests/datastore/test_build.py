@@ -76,7 +76,7 @@ def test_batches_and_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_sorting_takes_the_memory_that_is_stated() -> None:
-    """Of a process of its own, where nothing else takes any."""
+    """It is that of a process of its own, where nothing else takes any."""
     program = """
 import sys
 import numpy as np

@@ -114,7 +114,7 @@ def spread() -> SuffixIndex:
 
 
 def p_value(index: SuffixIndex) -> float:
-    """Of all places being drawn equally often, when seven of them are drawn each time."""
+    """Return the p-value of all places being drawn equally often, when seven of them are drawn each time."""
     found, drawn = index.longest([0, 1]), Counter[int]()
     for seed in range(400):
         rows_MC = index.continuations(found, 1, most=7, seed=seed)

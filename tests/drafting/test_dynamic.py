@@ -23,9 +23,8 @@ from offload.model.streamed import StreamedModel
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
-from offload.trees.growth import GrowthSchedule, most_rows
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import DynamicShape, k_ary
+from offload.trees.topology import DynamicShape, GrowthSchedule, k_ary, most_rows
 
 NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
 PROMPT = [7, 11, 3, 42, 5]

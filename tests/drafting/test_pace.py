@@ -16,8 +16,7 @@ from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.reports.trace_acceptance import dynamic_again, write
 from offload.sampling_options import Sampling
-from offload.trees.growth import PACES, GrowthSchedule
-from offload.trees.topology import DynamicShape
+from offload.trees.topology import PACES, DynamicShape, GrowthSchedule
 
 NUM_NODES, DEPTH, NUM_NEW = 64, 32, 128
 SLOW = GrowthSchedule(16, 9, 1.0)  # as it was once

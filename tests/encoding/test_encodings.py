@@ -146,7 +146,7 @@ def test_the_window_is_the_best_one(source: str) -> None:
 @pytest.mark.parametrize("scale", [0.002, 0.01, 0.02, 0.1])
 @pytest.mark.parametrize("freedom", [3, 100], ids=["heavy tails", "a bell"])
 def test_float16_takes_twelve_bits_only_where_it_was_bfloat16(freedom: int, scale: float) -> None:
-    """Of the small ones some are subnormal as float16: these are escapes."""
+    """Some of the small ones are subnormal as float16: these are escapes."""
     drawn_N = torch.from_numpy(np.random.default_rng(0).standard_t(freedom, 1 << 18) * scale)
     assert best_window(counts(drawn_N.bfloat16().half(), "F16")).bits < 12.3
     assert best_window(counts(drawn_N.half(), "F16")).bits > 16

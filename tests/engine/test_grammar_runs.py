@@ -71,7 +71,7 @@ def written(
 
 @pytest.mark.parametrize("name", ["object", "regex"])
 def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(decoder: Decoder, name: str) -> None:
-    """Of prompts given as ids, which may end anywhere."""
+    """Prompts are given as ids, which may end anywhere."""
     ids = decoder.tokenizer(PROMPT)["input_ids"]
     day = decoder.tokenizer("日")["input_ids"]
     assert len(day) > 1, "the vocabulary has no such character"
@@ -180,7 +180,7 @@ WARM = 4.0  # so that every text is drawn now and then
 
 @pytest.fixture(scope="module")
 def law(tiny: tuple[Path, Path]) -> dict[str, float]:
-    """Of the texts that `[abc]{2}` allows: by the target's own chances, token after token."""
+    """Return the chances of the texts that `[abc]{2}` allows: by the target's own chances, token after token."""
     tokenizer, model = AutoTokenizer.from_pretrained(tiny[0]), AutoModelForCausalLM.from_pretrained(tiny[0])
     law: dict[str, float] = {}
 

@@ -48,7 +48,7 @@ def written(
 def test_they_are_those_of_transformers(
     decoder: Decoder, models: tuple[Path, Path], how: Sampling, tree: str, rule: str
 ) -> None:
-    """Of the model's own logits, whatever is done to these before a token is drawn."""
+    """They follow from the model's own logits, whatever is done to these before a token is drawn."""
     result = written(decoder, how, 3, tree=tree, rule=rule)
     model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     with torch.no_grad():

@@ -91,7 +91,7 @@ def test_chains_that_grow_leave_room_for_those_of_others(pair: tuple[Path, Path]
 
 @pytest.mark.parametrize(("tree", "has_draft", "wanted"), [("chain:auto", True, 40), ("auto", False, 32)])
 def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wanted: int) -> None:
-    """Of chains five nodes each, of guesses four: what one text has room for is too much for eight."""
+    """Chains have five nodes each, guesses four: what one text has room for is too much for eight."""
     room = Traffic(1000, 100)
     trees = TreeSelector(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
     assert replace(trees, parallel=8, has_draft=has_draft).most_nodes == wanted

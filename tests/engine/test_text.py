@@ -46,7 +46,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def bursts_of(tokens: Sequence[int], rng: np.random.Generator) -> list[list[int]]:
-    """The same tokens as trees of some size might yield them."""
+    """Yield the tokens as trees of some size might yield them."""
     bursts, rest = [], list(tokens)
     while rest:
         size = int(rng.integers(1, 6))
@@ -67,7 +67,7 @@ def stream_to_end(stream: TextStream, bursts: Sequence[Sequence[int]]) -> tuple[
 
 @matrix("seed", range(20), always=[0], daily=3)
 def test_pieces_make_up_the_whole_text(seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Of any tokens, valid UTF-8 or not."""
+    """This holds for any tokens, valid UTF-8 or not."""
     rng = np.random.default_rng(seed)
     prompt, tokens = ids_of(tokenizer, "Say: "), rng.integers(3, len(tokenizer), 40).tolist()
     stream = TextStream(tokenizer, prompt)

@@ -42,7 +42,7 @@ def opened(pair: tuple[Path, Path], ram_bytes: int) -> Decoder:
 def test_a_larger_tree_that_is_not_chosen_takes_nothing(
     num_nodes: int, pair: tuple[Path, Path], ram_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
+    """Equal bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
     monkeypatch.setattr(TreeSelector, "nodes_to_plan", lambda *_: num_nodes)
     with opened(pair, ram_bytes) as decoder:
         assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)

@@ -111,7 +111,7 @@ class Forge:
         visitor.wait()
 
     def sites(self) -> dict[int, list[list[int]]]:
-        """Of the run that was recorded last: by kind, the numbers of calls that come from the same place."""
+        """Return, for the run that was recorded last, by kind, the numbers of calls that come from the same place."""
         found: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
         for entry in (self._place / "calls").read_text(errors="replace").split("@ ")[1:]:
             head, _, trace = entry.partition("\n")

@@ -80,7 +80,7 @@ class Trial:
 
     @cached_property
     def _whole_s(self) -> float:
-        """Of a process of its own, from its start to its end."""
+        """Return the seconds of a process of its own, from its start to its end."""
         return self.interrupt(())[1].seconds
 
     def _judged(self, ended: Ended, around: Circumstances, others: Sequence[Reference] = ()) -> tuple[Verdict, Ended]:

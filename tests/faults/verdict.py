@@ -113,7 +113,7 @@ def _of_text(scene: Scene, wanted: Ended, ended: Ended, is_whole: bool) -> list[
 
 
 def of_ids(wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
-    """The same for tokens, in JSON beside what tells times."""
+    """Return this for tokens, in JSON beside what tells times."""
     try:
         ids, wanted_ids = (json.loads(one.out)["token_ids"] for one in (ended, wanted))
     except (ValueError, KeyError):
@@ -166,7 +166,7 @@ def _of_files(scene: Scene, wanted: Files, before: Files, after: Files) -> list[
 
 
 def _is_same(scene: Scene, after: Files, wanted: Files, name: str) -> bool:
-    """Of what tells times, all must be there."""
+    """All of what tells times must be there."""
     new, right = after.get(name), wanted.get(name)
     if scene.is_timed and new and right and right.startswith(b"{"):
         with suppress(ValueError):

@@ -27,7 +27,7 @@ from outside import Outside, links_outside, watch_python
 
 
 class Limits(NamedTuple):
-    """Of one case."""
+    """What one case may take."""
 
     wall_s: float = 40.0
     cpu_s: int = 12

@@ -96,7 +96,7 @@ def text(path: Path, rng: random.Random) -> str:
 
 
 def front(size: int, damage: Damage) -> Damage:
-    """The same damage to the first bytes alone, where a header lies."""
+    """Do this damage to the first bytes alone, where a header lies."""
 
     def damage_front(path: Path, rng: random.Random) -> str:
         raw, part = path.read_bytes(), path.with_name("front.tmp")

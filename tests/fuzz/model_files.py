@@ -65,7 +65,7 @@ def keep_wanted(folder: Path, outcome: Outcome) -> None:
 
 
 def as_wanted(folder: Path, outcome: Outcome) -> Outcome:
-    """Of files that may be refused, but decide nothing: a command that ends well has written the same text."""
+    """Files may be refused, but decide nothing: a command that ends well has written the same text."""
     assert outcome.code != 0 or outcome.out == (folder / "wanted").read_text(), f"another text: {outcome.out!r}"
     return outcome
 
@@ -76,7 +76,7 @@ def generate(model: Path) -> Outcome:
 
 
 def generate_alike(model: Path) -> Outcome:
-    """The same, in float32; what is accepted must be what transformers' own model of these files would have written.
+    """Generate in float32; what is accepted must be what transformers' own model of these files would have written.
 
     Nothing is compared where transformers does not load them whole, or where rounding would decide.
     """
@@ -118,7 +118,7 @@ def generate_with_draft(folder: Path) -> Outcome:
 
 
 def sample(model: Path) -> Outcome:
-    """The same as the model wishes it."""
+    """Sample as the model wishes it."""
     return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, *ENOUGH)
 
 

@@ -42,7 +42,7 @@ def weights(num_rows: int, num_columns: int, kind: torch.dtype) -> Tensor:
 
 
 def scales(num_rows: int, num_columns: int, block: tuple[int, int]) -> Tensor:
-    """Of many sizes, so that results overflow and underflow in half precision."""
+    """Return scales of many sizes, so that results overflow and underflow in half precision."""
     shape = (-(-num_rows // block[0]), -(-num_columns // block[1]))
     random = torch.Generator().manual_seed(num_columns)
     return torch.randn(shape, generator=random) * torch.logspace(-6, 3, shape[0] * shape[1]).view(shape)

@@ -62,7 +62,7 @@ def test_layers_that_every_sweep_needs_stay_before_the_encoder(checkpoint: Check
 
 
 def test_both_stacks_have_keys_and_values(checkpoint: Checkpoint) -> None:
-    """Of 4 layers in float32, 5 heads of 8 numbers: of the decoder's own positions and of the prompt's."""
+    """Keys of 4 layers in float32, 5 heads of 8 numbers, are of the decoder's own positions and of the prompt's."""
     one = plan(checkpoint, 1 << 40)
     assert (one.source_tokens, one.context) == (64, 64)
     assert one.kv_bytes == 2 * 4 * 5 * 8 * 4 * (one.cache_slots + 64)

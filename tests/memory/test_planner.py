@@ -25,7 +25,7 @@ from offload.memory.planner import DEFAULT_CONTEXT, least_budget
 from offload.memory.prompt_rows import Rates, row_s, wanted_rows
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
-from offload.trees.growth import most_rows
+from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB

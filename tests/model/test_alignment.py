@@ -89,7 +89,7 @@ EXPERTS: dict[str, Callable[[Path], Path]] = {
 
 
 def addresses(model: Path, **settings: Any) -> list[int]:
-    """Of what a run of plain steps and one of trees multiply with."""
+    """Return the addresses of what a run of plain steps and one of trees multiply with."""
     watched = Addresses()
     settings = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "invariant": False} | settings
     with offload.load(model, model, **settings) as decoder, watched:

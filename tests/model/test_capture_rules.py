@@ -60,7 +60,7 @@ def checkpoint_of(family: str, directory: Path) -> Checkpoint:
 def test_a_draft_that_cannot_be_recorded_runs_on_without(
     family: str, hook: Callable[..., None] | None, line: str, paper: Paper, tmp_path: Path
 ) -> None:
-    """The same logits, one line that says so, and an allocator that gives memory back to the layers that come next."""
+    """Logits are equal, one line that says so, and an allocator that gives memory back to the layers that come next."""
     checkpoint = checkpoint_of(family, tmp_path)
     wanted = first_rows(resident_model(checkpoint, "float32"))
     with Capturing(paper):

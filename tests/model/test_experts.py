@@ -66,7 +66,7 @@ def opened(folder: Path, num_slots: int, *, ahead_rows: int = NEVER) -> Iterator
 
 
 def logits_of(model: StreamedModel, pool: ExpertPool, cuts: tuple[int, ...]) -> torch.Tensor:
-    """Of a chain that is taken in by passes of so many rows."""
+    """Return the logits of a chain that is taken in by passes of so many rows."""
     cache, parts = model.new_cache(_NUM_ROWS), []
     for part_T in _TOKEN_T.split(list(cuts)):
         num_rows = len(part_T)
@@ -90,7 +90,7 @@ def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
 
 
 def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
-    """The same model with all experts bound at once."""
+    """Return the model with all experts bound at once."""
     checkpoint = open_checkpoint(folder)
     model = StreamedModel(checkpoint, "float32")
     store = DiskReader(checkpoint.shards)

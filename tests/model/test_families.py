@@ -303,7 +303,7 @@ def test_a_pass_that_cannot_be_is_refused_without_weights(case: str, tmp_path: P
 
 
 def changed_model_of(family: str, changes: dict[str, Any], directory: Path) -> PreTrainedModel:
-    """Of a config.json that transformers would not have written."""
+    """Return the model of a config.json that transformers would not have written."""
     config = FAMILIES[family]().to_dict() | changes
     (directory / "config.json").write_text(json.dumps(config))
     return build_meta_model(Checkpoint(directory, config, (), {}), torch.float32)

@@ -25,7 +25,7 @@ MADE_OF_THE_CONFIG = {"slope_rate", "query_decay", "key_decay", "diagonal_decay"
 @matrix("family", [*FAMILIES, *WORKING], always=CORE, daily=6)
 @matrix("is_folder", [True, False], daily=1)
 def test_a_config_alone_tells_what_the_headers_tell(family: str, is_folder: bool, tmp_path: Path) -> None:
-    """Of every family that is known to run."""
+    """This holds for every family that is known to run."""
     config = FAMILIES[family]() if family in FAMILIES else config_of(family)
     model = build(config)
     for module in model.modules():

@@ -13,7 +13,17 @@ from plans import plan_memory
 from rounding import choices_beyond_doubt
 from safetensors.torch import load_file, safe_open
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
-from test_recurrent import PARENTS, assert_follows_trees, forward, opened, prompt_of
+from test_recurrent import (
+    PARENTS,
+    assert_experts_come_one_by_one,
+    assert_follows_trees,
+    assert_goes_on,
+    assert_goes_on_after_interrupts,
+    assert_texts_share_passes,
+    forward,
+    opened,
+    prompt_of,
+)
 from test_wrappers import saved
 from tiny import save
 from transformers import AutoModelForCausalLM
@@ -161,52 +171,16 @@ def test_scores_that_depend_on_others_are_found_out(glm: Path, monkeypatch: pyte
 
 
 def test_a_step_that_is_cut_short_leaves_what_is_committed(folder: Path) -> None:
-    num_layers = 0
-
-    def on_layer() -> None:
-        nonlocal num_layers
-        num_layers += 1
-        if num_layers in (2, 6, 11):
-            raise KeyboardInterrupt
-
-    with opened(folder, invariant=True) as decoder:
-        wanted = decoder.generate(prompt_of(30), max_new_tokens=24).token_ids
-    with opened(folder, invariant=True, on_layer=on_layer) as decoder:
-        shape = decoder.tree_choice(offload.Sampling()).shape
-        sequence = decoder.begin(prompt_of(30), offload.Sampling(), shape=shape)
-        num_broken = 0
-        while len(sequence.new_ids) < 24:
-            try:
-                decoder.step(sequence)
-            except KeyboardInterrupt:
-                num_broken += 1
-        assert sequence.new_ids[:24] == wanted and num_broken == 3
+    assert_goes_on_after_interrupts(folder, (2, 6, 11), invariant=True)
 
 
 def test_a_text_goes_on_from_anywhere(glm: Path) -> None:
-    """As turns of a chat do: index keys are kept as far as the text is the same."""
-    prompt, more = prompt_of(30), prompt_of(9, seed=3)
-    with opened(glm, invariant=True) as decoder:
-        first = decoder.generate(prompt, max_new_tokens=12).token_ids
-        cases = {"its end": ([*prompt, *first, *more], len(prompt) + 11), "an edit": ([*prompt[:17], *more], 17)}
-        for text, num_kept in cases.values():
-            run = decoder.run(text, offload.Sampling(), max_new_tokens=10, continues=True)
-            assert run.sequence.stats.num_kept_tokens == num_kept
-            assert "".join(run) == run.result().text
-            assert run.result().token_ids == decoder.generate(text, max_new_tokens=10).token_ids
-            decoder.generate(prompt, max_new_tokens=12)
+    """Index keys are kept as far as the text is the same."""
+    assert_goes_on(glm, 17, 17, invariant=True)
 
 
 def test_texts_share_passes_and_a_prompt(folder: Path) -> None:
-    prompts = [prompt_of(30), prompt_of(41, seed=5)]
-    how: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0.8}
-    with opened(folder, invariant=True) as decoder:
-        wanted = [decoder.generate(prompt, seed=4, **how).token_ids for prompt in prompts]
-        wanted.append(decoder.generate(prompts[1], seed=5, **how).token_ids)
-    with opened(folder, invariant=True, parallel=2) as decoder:
-        assert [one.token_ids for one in decoder.generate(prompts, seed=4, **how)] == wanted[:2]
-        samples = decoder.generate(prompts[1], num_samples=2, seed=4, **how)
-        assert [one.token_ids for one in samples] == wanted[1:]
+    assert_texts_share_passes(folder, invariant=True)
 
 
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
@@ -248,13 +222,7 @@ def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "qwen4_exp_text"])
 def test_experts_come_one_by_one(kind: str, tmp_path: Path) -> None:
-    folder_of(kind, tmp_path)
-    texts = []
-    for experts in ("layers", "demand"):
-        with decoder_of(tmp_path, "dynamic:16x4", context=160, ram="1GiB", experts=experts) as decoder:
-            texts.append(decoder.generate(prompt_of(30), max_new_tokens=16).token_ids)
-            assert decoder.plan.has_experts == (experts == "demand")
-    assert texts[0] == texts[1]
+    assert_experts_come_one_by_one(folder_of(kind, tmp_path))
 
 
 def test_a_copy_of_itself_in_few_bits_drafts(tmp_path: Path) -> None:

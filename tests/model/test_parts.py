@@ -57,7 +57,7 @@ def alone(model: StreamedModel, text: list[int]) -> Tensor:
 
 
 def together(model: StreamedModel, lent: list[KVCache]) -> list[Tensor]:
-    """The same for all texts in one pass; the first and the last bring their prompts along."""
+    """Compute all texts in one pass; the first and the last bring their prompts along."""
     KVCache.side_by_side(lent)
     model.forward(*prompt_of(TEXTS[1], lent[1]))
     lent[1].commit(range(len(TEXTS[1])))

@@ -200,7 +200,7 @@ def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pyt
 
 
 def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 nodes: at most those of two levels where they are small, and large ones log2(N) + 2 at a time."""
+    """For 256 nodes these are those of two levels at most where they are small, else log2(N) + 2 at a time."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
     from offload.model.recurrent_cache import PassRows, Point, _by_branches, _by_levels
@@ -261,19 +261,20 @@ def test_prompts_of_any_length_are_read(num_tokens: int, is_resident: bool, qwen
     assert new_ids == greedy_choices(theirs, new_ids, prompt_of(num_tokens))
 
 
-def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> None:
+def assert_goes_on_after_interrupts(folder: Path, broken: tuple[int, int, int], **how: Any) -> None:
+    """A text whose passes end in these layers, counted from the first pass on, is the text without."""
     num_layers = 0
 
     def on_layer() -> None:
         nonlocal num_layers
         num_layers += 1
-        if num_layers in (3, 14, 23):
+        if num_layers in broken:
             raise KeyboardInterrupt
 
     prompt = prompt_of(30)
-    with opened(model) as decoder:
+    with opened(folder, **how) as decoder:
         wanted = decoder.generate(prompt, max_new_tokens=24).token_ids
-    with opened(model, on_layer=on_layer) as decoder:
+    with opened(folder, on_layer=on_layer, **how) as decoder:
         sequence = decoder.begin(prompt, offload.Sampling(), shape=decoder.tree_choice(offload.Sampling()).shape)
         num_broken = 0
         while len(sequence.new_ids) < 24:
@@ -284,32 +285,44 @@ def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> Non
         assert sequence.new_ids[:24] == wanted and num_broken == 3
 
 
-def test_a_text_goes_on_from_its_end_or_from_its_prompt(model: Path) -> None:
-    """As turns of a chat do; what has no state is read again."""
+def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> None:
+    assert_goes_on_after_interrupts(model, (3, 14, 23))
+
+
+def assert_goes_on(folder: Path, num_alike: int, num_kept_alike: int, **how: Any) -> None:
+    """Texts that begin as the one before, as turns of a chat do, or edited behind so many tokens."""
     prompt, more = prompt_of(30), prompt_of(9, seed=3)
-    with opened(model) as decoder:
+    with opened(folder, **how) as decoder:
         first = decoder.generate(prompt, max_new_tokens=12).token_ids
-        whole = [*prompt, *first, *more]
-        cases = {"its end": (whole, len(prompt) + 11), "an edit": ([*prompt, *more], 29), "another": (more, 0)}
-        for text, num_kept in cases.values():
+        whole, edited = [*prompt, *first, *more], [*prompt[:num_alike], *more]
+        for text, num_kept in ((whole, len(prompt) + 11), (edited, num_kept_alike), (more, 0)):
             run = decoder.run(text, offload.Sampling(), max_new_tokens=10, continues=True)
             assert run.sequence.stats.num_kept_tokens == num_kept
             assert "".join(run) == run.result().text
-            fresh = decoder.generate(text, max_new_tokens=10).token_ids
-            assert run.result().token_ids == fresh
+            assert run.result().token_ids == decoder.generate(text, max_new_tokens=10).token_ids
             decoder.generate(prompt, max_new_tokens=12)
 
 
-def test_texts_share_passes_and_the_state_of_a_prompt(model: Path) -> None:
+def test_a_text_goes_on_from_its_end_or_from_its_prompt(model: Path) -> None:
+    """What has no state is read again."""
+    assert_goes_on(model, 30, 29)
+
+
+def assert_texts_share_passes(folder: Path, **how: Any) -> None:
+    """Two texts, and two samples of one prompt, are what each is by itself."""
     prompts = [prompt_of(30), prompt_of(41, seed=5)]
-    with opened(model) as decoder:
-        wanted = [decoder.generate(prompt, max_new_tokens=16, temperature=0.8, seed=4).token_ids for prompt in prompts]
-        wanted.append(decoder.generate(prompts[1], max_new_tokens=16, temperature=0.8, seed=5).token_ids)
-    with opened(model, parallel=2) as decoder:
-        got = [one.token_ids for one in decoder.generate(prompts, max_new_tokens=16, temperature=0.8, seed=4)]
-        assert got == wanted[:2]
-        samples = decoder.generate(prompts[1], num_samples=2, max_new_tokens=16, temperature=0.8, seed=4)
+    drawn: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0.8}
+    with opened(folder, **how) as decoder:
+        wanted = [decoder.generate(prompt, seed=4, **drawn).token_ids for prompt in prompts]
+        wanted.append(decoder.generate(prompts[1], seed=5, **drawn).token_ids)
+    with opened(folder, parallel=2, **how) as decoder:
+        assert [one.token_ids for one in decoder.generate(prompts, seed=4, **drawn)] == wanted[:2]
+        samples = decoder.generate(prompts[1], num_samples=2, seed=4, **drawn)
         assert [one.token_ids for one in samples] == wanted[1:]
+
+
+def test_texts_share_passes_and_the_state_of_a_prompt(model: Path) -> None:
+    assert_texts_share_passes(model)
 
 
 def test_scores_of_texts_are_transformers(qwen: Path) -> None:
@@ -387,15 +400,18 @@ def test_a_family_without_the_functions_is_refused_by_name(tmp_path: Path, monke
         recurrent._follower_of.cache_clear()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
-def test_experts_come_one_by_one_beside_states(kind: str, tmp_path: Path) -> None:
-    save(tiny_model(config_of(kind)), tmp_path)
+def assert_experts_come_one_by_one(folder: Path) -> None:
     texts = []
     for experts in ("layers", "demand"):
-        with offload.load(tmp_path, tmp_path, ram="1GiB", experts=experts, **_HOW) as decoder:
+        with offload.load(folder, folder, ram="1GiB", experts=experts, **_HOW) as decoder:
             texts.append(decoder.generate(prompt_of(30), max_new_tokens=16).token_ids)
             assert decoder.plan.has_experts == (experts == "demand")
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text"])
+def test_experts_come_one_by_one_beside_states(kind: str, tmp_path: Path) -> None:
+    assert_experts_come_one_by_one(save(tiny_model(config_of(kind)), tmp_path))
 
 
 @pytest.mark.parametrize("draft_dtype", ["int8", "int4"])

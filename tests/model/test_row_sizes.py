@@ -13,7 +13,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 def exact(rows: Tensor, factor: Tensor) -> Tensor:
-    """The same order for any rows on any processor: one sum after the other."""
+    """Sum in one order for any rows on any processor: one sum after the other."""
     total = rows.new_zeros(len(rows), len(factor), dtype=torch.float32)
     for index in range(rows.shape[1]):
         total += rows[:, index, None].float() * factor[:, index].float()
@@ -94,7 +94,7 @@ def test_large_factors_are_tried_themselves() -> None:
 
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_large_factors_in_16_bits_tell_two_orders(is_transposed: bool) -> None:
-    """Of random numbers 4 rows of 192 columns tell nothing; weights may be nothing, or alike."""
+    """Random numbers in 4 rows of 192 columns tell nothing; weights may be nothing, or alike."""
     weight = 0.02 * torch.randn(192, 45_000, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3], weight[6] = 0, weight[9]
 

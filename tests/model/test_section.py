@@ -18,13 +18,13 @@ from torch import Tensor
 
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.distributed.section import SectionModel
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.section import SectionModel
 from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers, open_layers

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from wrappers import wrapper_config, wrapper_model
 
 import offload
+from offload.checkpoint.families import text_part
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
-from offload.checkpoint.text_part import text_part
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk
 from offload.model import meta as temperature
@@ -79,7 +79,7 @@ def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NotedReads(DiskReader):
-    """Of one run."""
+    """The reads of one run."""
 
     pieces: list[SlabRead]
 
@@ -138,7 +138,7 @@ HEADED = ("cosmos3_edge", "glm5_next", "glm_ocr", "granite4_vision", "granite_do
 
 
 def scores(kind: str, directory: Path) -> tuple[Tensor, Tensor]:
-    """Of the text that is built alone, and of the whole model."""
+    """Return the scores of the text model that is built alone, and of the whole model."""
     model = saved(kind, directory)
     ids_T = torch.tensor(PROMPT)
     with torch.no_grad():

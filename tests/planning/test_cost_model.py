@@ -35,8 +35,7 @@ from offload.planning.cost_model import (
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.search import MEASURED, range_for
 from offload.streaming.stage import Stage
-from offload.trees.growth import PACES
-from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_first, chain
+from offload.trees.topology import DEFAULT_ACCEPTANCE, PACES, DynamicShape, Shape, best_first, chain
 
 GB = 10**9
 TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,

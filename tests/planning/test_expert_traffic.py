@@ -139,7 +139,7 @@ def test_a_tree_of_guesses_has_room_while_one_row_reads_no_more() -> None:
 
 
 def test_a_second_pool_spares_the_disk() -> None:
-    """Of what a card does not keep, pinned memory sends some; the rest waits for the disk."""
+    """Pinned memory sends some of what a card does not keep; the rest waits for the disk."""
     machine = Hardware(name="toy", gpu_bytes=24 * GB, memory_bytes_per_s=1e12, flops_per_s=1e14, link_bytes_per_s=20e9,
                        ram_bytes=64 * GB, disk_bytes_per_s=4e9)  # fmt: skip
     shape = model_shape(mixture(num_hidden_layers=40))
@@ -205,7 +205,7 @@ YIELDS = {1: 1.0, 2: 1.8, 4: 2.95, 8: 4.16, 16: 5.0, 32: 5.85, 64: 6.7, 128: 7.6
 
 
 def shares(ranks: np.ndarray, num_chosen: int, num_layers: int = NUM_LAYERS) -> ExpertRouting:
-    """The same in every layer, in proportion to `ranks`; what is above 1 goes to the others."""
+    """Return shares that are the same in every layer, in proportion to `ranks`; what is above 1 goes to the others."""
     low, high = 0.0, 1e6
     for _ in range(100):
         scale = (low + high) / 2

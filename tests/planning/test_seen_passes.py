@@ -107,7 +107,7 @@ def chosen(trees: TreeSelector, num_texts: int) -> Shape:
 
 
 def tokens_of(machine: Machine, shape: Shape, rng: np.random.Generator) -> int:
-    """Of one tree, position by position: the guess at each rank comes true as often as it does there."""
+    """Draw the tokens of one tree, position by position: a guess comes true as often as its rank does there."""
     tree = tree_of(machine.misses, shape.num_nodes, shape.depth)
     first_child = (1 + np.cumsum([0, *tree.num_children_N.tolist()])).tolist()
     chances, node, num_tokens = machine.acceptance, 0, 1
@@ -152,7 +152,7 @@ def test_what_is_known_at_the_start_gives_the_best_tree(name: str, num_texts: in
 
 
 def mean_cost(machine: Machine, how: str, num_texts: int, seed: int, *, first: int = 24, last: int = 64) -> float:
-    """Of passes, seconds per token over those of the best tree."""
+    """Return, for these passes, seconds per token over those of the best tree."""
     trees = trees_with(machine, believed(machine, how, num_texts))
     shapes = list(passes(machine, trees, num_texts, last, seed))[first:]
     costs = [machine.s_per_token(shape, num_texts) for shape in shapes]

@@ -25,7 +25,7 @@ def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
 
 
 def shard_s(ranks: list[RankCapacity], load: Load) -> float:
-    """Of the slowest rank, with the shares that are chosen."""
+    """Return the seconds of the slowest rank, with the shares that are chosen."""
     times = []
     for rank, share in zip(ranks, shard_fractions(ranks, load), strict=True):
         times.append(max(shard_link_s(rank, load, share), rank.compute_s * share))
@@ -33,7 +33,7 @@ def shard_s(ranks: list[RankCapacity], load: Load) -> float:
 
 
 def stage_s(rank: RankCapacity, load: Load, layers: range) -> float:
-    """Of one stage; infinite where there is no room for it."""
+    """Return the seconds of one stage; infinite where there is no room for it."""
     own_bytes = sum(load.layer_bytes[layer] for layer in layers)
     part = own_bytes / load.num_bytes
     if min(own_bytes, load.least_slots_bytes) + part * load.kv_bytes > rank.memory_bytes:

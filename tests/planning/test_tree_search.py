@@ -10,7 +10,7 @@ from expected import expected_tokens
 from ranking import rank_trees
 
 from offload import timer
-from offload.calibration import curves as probe
+from offload.calibration import threads as probe
 from offload.errors import UserError
 from offload.planning.acceptance import (
     PRODUCT_FORM,

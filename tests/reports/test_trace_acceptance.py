@@ -106,7 +106,7 @@ def test_traces_of_every_rule_predict_what_decoding_yields(pair: tuple[Path, Pat
 
 
 def test_a_rank_is_that_of_the_token_that_was_written() -> None:
-    """Of a ratio rule's random outcomes those alone count that emit it, by a child or in place of all of them."""
+    """Those outcomes alone of a ratio rule's count that emit it, by a child or in place of all of them."""
     logits_2V = 2 * torch.randn(2, 40, generator=torch.Generator().manual_seed(4))
     sampler, stars = Sampler(Sampling(temperature=1.0, seed=2), 40, ChildSampling.WITH_REPLACEMENT), list[TokenTree]()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from offload.drafting.static import draw_children
 from offload.errors import UserError
 from offload.rules import ChildSampling
-from offload.sampling import grammar_source as module
+from offload.sampling import grammar as module
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling.grammar_mask import GrammarMask, Grammars
 from offload.sampling.sampler import Sampler

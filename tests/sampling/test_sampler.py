@@ -97,7 +97,7 @@ def test_noise_is_gumbel_and_neighbours_have_nothing_to_do_with_each_other(monke
 
 
 def correlations(table: Tensor) -> list[float]:
-    """Of neighbours along each axis, as ranks of a uniform: in units of what chance would give."""
+    """Return those of neighbours along each axis, as ranks of a uniform: in units of what chance would give."""
     uniform, scores = torch.exp(-torch.exp(-table)) - 0.5, []
     for axis, step in product(range(3), (1, 2, 8)):
         num = uniform.shape[axis] - step

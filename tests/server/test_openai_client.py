@@ -136,7 +136,7 @@ def test_biases_and_penalties(endless: Served) -> None:
 
 
 def test_logprobs(served: Served) -> None:
-    """Of every token but the end's, with bytes that put together are the text; streamed they are the same."""
+    """All tokens but the end's have them, with bytes that put together are the text; streamed they are the same."""
     asked: Any = {"model": MODEL_ID, "messages": HELLO, "logprobs": True, "top_logprobs": 2, **GREEDY}
     told = served.client().chat.completions.create(**asked).choices[0].logprobs
     assert told is not None and told.content is not None

@@ -55,7 +55,7 @@ def test_the_models_own_token_is_told_apart(page: Any) -> None:
 
 
 def test_branches_bend_where_no_label_is(page: Any) -> None:
-    """Of every depth the zone of labels ends before the next depth begins, and a label fits into its zone."""
+    """At every depth the zone of labels ends before the next depth begins, and a label fits into its zone."""
     ask(page, "large " + "word " * 30)
     width = page.evaluate("$('tree').clientWidth")
     for points in page.evaluate("passesNow().map((_, number) => { choose(number); return $('tree').points; })"):
@@ -140,7 +140,7 @@ def test_texts_stand_out_from_their_ground(page: Any, scheme: str) -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Of two colours as #rrggbb."""
+    """Return the contrast of two colours as #rrggbb."""
 
     def light(colour: str) -> float:
         parts = [int(colour.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -44,7 +44,7 @@ SIZES = {"least": (2, 2), "some": (9, 5), "few here, many there": (4, 30), "all"
 
 
 def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slots: int, *tiers: str) -> None:
-    """Plans give pools so many slots, and put the dense parts of layers where `tiers` say, in turn."""
+    """Plans give pools so many slots, and put the dense parts of layers where its tiers say, in turn."""
     plan_memory = planner.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:

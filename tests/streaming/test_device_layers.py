@@ -104,7 +104,7 @@ def test_every_kernel_sees_its_own_layer(kind: str, num_slots: int) -> None:
     [("compute", "host"), ("compute", "disk"), ("copies", "host"), ("copies", "mixed"), ("threads", "disk")],
 )
 def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of threads: a pinned buffer is read into before its copy is done."""
+    """Among threads: a pinned buffer is read into before its copy is done."""
     how = forget_waits(monkeypatch, whose)
 
     def wrong(seed: int) -> list[str]:

@@ -253,7 +253,7 @@ def test_views_of_a_slot_are_made_once(base: Path) -> None:
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])
 def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on the real thing: poisoned slots, page-locked memory, recorded draft steps."""
+    """This is so on the real thing: poisoned slots, page-locked memory, recorded draft steps."""
     target, draft, wanted = pair_of(family, base)
     place_layers(monkeypatch, *TIERS[tiers])
     poison(monkeypatch)

@@ -218,7 +218,7 @@ def cut_to(num_bytes: int) -> Callable[[Path], None]:
 
 
 def write_over(file: Path) -> None:
-    """Of the same size, and the same file: only its time tells that these are other weights."""
+    """It has the same size, and the same file: only its time tells that these are other weights."""
     with file.open("r+b") as other:
         other.write(b"other weights")
 

@@ -90,7 +90,7 @@ def test_experts_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:
-    """The same pages twice: the driver refuses the second time."""
+    """Lock pages twice: the driver refuses the second time."""
     way = RegisteredPinning(torch.cuda.cudart(), forget_cuda_error)
     array = way.allocate(1 << 20)
     runtime = torch.cuda.cudart()

@@ -127,7 +127,7 @@ class Staged:
 
 
 class Seen(NamedTuple):
-    """The same as kernels see it."""
+    """What kernels see of it."""
 
     words: Tensor
     clocks: Clocks
@@ -205,7 +205,7 @@ def test_nothing_races(name: str) -> None:
 
 
 def forgotten(sites: Mapping[str, Sequence[str]], run: Callable[[str, str], ClockDevice]) -> list[str]:
-    """Of places, each with the runs that come by there, those that can be forgotten without a race."""
+    """Return, of places, each with the runs that come by there, those that can be forgotten without a race."""
     tries = {site: [*names] * _NUM_TRIES for site, names in sorted(sites.items())}
     return [site for site, names in tries.items() if not any(run(one, site).clocks.races for one in names)]
 
@@ -220,7 +220,7 @@ def places() -> dict[str, list[str]]:
 
 
 def test_every_wait_that_is_forgotten_shows() -> None:
-    """Of all streams, and of the host for them; threads of the host show where memory goes from one to another."""
+    """All streams wait, and the host for them; threads of the host show where memory goes from one to another."""
     runs_of = places()
     of_threads = {site: runs_of.pop(site) for site in list(runs_of) if site.startswith(("result", "exception"))}
     assert len(runs_of) > 25 and not forgotten(runs_of, found)

@@ -28,7 +28,7 @@ def sweep(stream: Layers, device: FakeDevice) -> None:
 
 
 def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")) -> dict[str, list[Event]]:
-    """Of two sweeps, by kind, in the order of their starts."""
+    """Return the spans of two sweeps, by kind, in the order of their starts."""
     told: list[Event] = []
     with streaming(TIERS[kind], num_slots, limit_bytes=limit_bytes) as (stream, device, _):
         sweep(stream, device)

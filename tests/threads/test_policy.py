@@ -62,7 +62,7 @@ def simulate(cost: Cost, num_cores: int, start: int, *, noise: float = 0.05, see
 
 
 def best_s(cost: Cost, num_cores: int) -> float:
-    """Of all steps but the first, with the best mode that is fixed."""
+    """Return the seconds of all steps but the first, with the best mode that is fixed."""
     modes = [(count, is_asleep) for count in thread_ladder(num_cores) for is_asleep in (True, False)]
     steps = range(NUM_FIRST, NUM_STEPS)
     return min(sum(cost(count, step, is_asleep) for step in steps) for count, is_asleep in modes)

@@ -111,7 +111,7 @@ def test_distribution_is_exact_over_all_trees(name: str, draft: str, setting: tu
 
 @pytest.mark.parametrize("name", KINDS)
 def test_distribution_is_exact_over_all_stars(name: str) -> None:
-    """The same of one level, which takes milliseconds: every rule is looked at in every run."""
+    """This is so of one level, which takes milliseconds: every rule is looked at in every run."""
     for draft, setting in product(("good", "bad", "disjoint"), (COOL, WARM, NUCLEUS)):
         assert deviation(name, draft, setting, [-1, 0, 0, 0]) < 1e-9, (draft, setting)
 

@@ -1,0 +1,94 @@
+"""How control walks through the house while a decoder is loaded and writes: down, and back up by few callbacks.
+
+Layers are those of the import contract in pyproject.toml. A climb is a call from a file of a lower layer to one of a
+higher: what a lower one calls there it was given.
+"""
+
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+
+from tiny import FAMILIES, build, save
+
+import offload
+from offload.engine.request import several_of
+from offload.timer import timed
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES = 100
+# what is listed here is called by files below
+CALLED_FROM_BELOW = {
+    "calibration.threads",  # what is timed
+    "engine.build",  # bytes and layers that have landed
+    "engine.load",  # its signature is made of a record
+    "engine.resolve",  # the profile of other settings
+    "engine.team",  # cuts a model, where several processes share it
+    "memory.planner",  # its plans are remembered
+    "model.streamed",  # sends noise to a device
+    "planning.acceptance",  # ranks a tree's nodes
+}
+
+
+@cache
+def level(module: str) -> int:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    of = {name.strip(): number for number, row in enumerate(contract["layers"]) for name in row.split("|")}
+    parts = f"offload.{module}".split(".")
+    return next((of[name] for end in range(len(parts), 1, -1) if (name := ".".join(parts[:end])) in of), 0)
+
+
+@cache
+def module_of(file: str) -> str:
+    path = Path(file)
+    inner = ROOT / "offload"
+    if path.is_relative_to(ROOT / "kernels"):
+        return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(path.relative_to(inner).with_suffix("").parts) if path.is_relative_to(inner) else ""
+
+
+@contextmanager
+def walked(calls: set[tuple[str, str]]) -> Iterator[None]:
+    """Note (caller, called) of all calls between files of the house meanwhile; what libraries call is theirs."""
+
+    def note(frame: FrameType | None, event: str, _: object) -> None:
+        if event != "call" or frame is None or not (called := module_of(frame.f_code.co_filename)):
+            return
+        caller = frame.f_back
+        while caller is not None and not module_of(caller.f_code.co_filename):
+            caller = caller.f_back
+        calls.add((module_of(caller.f_code.co_filename) if caller else "", called))
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def climbs(calls: set[tuple[str, str]]) -> set[str]:
+    return {called for caller, called in calls if caller and level(caller) > level(called)}
+
+
+def test_a_climb_is_seen() -> None:
+    calls = set[tuple[str, str]]()
+    with walked(calls):
+        timed(partial(several_of, "text"))
+    assert climbs(calls) == {"engine.request"}
+
+
+def test_loading_and_writing_go_down(tmp_path: Path) -> None:
+    target = save(build(FAMILIES["llama"](), 0), tmp_path / "target")
+    draft = save(build(FAMILIES["llama"](), 1), tmp_path / "draft")
+    offload.load(target, draft).close()  # what is imported, or remembered, at first
+    calls = set[tuple[str, str]]()
+    with walked(calls), offload.load(target, draft) as decoder:
+        decoder.generate([1, 2, 3], max_new_tokens=8)
+    assert climbs(calls) <= CALLED_FROM_BELOW
+    assert len({called for _, called in calls}) <= MOST_FILES
