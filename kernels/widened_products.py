@@ -17,10 +17,11 @@ Shape letters, in this file only: T rows, N columns of the result, K numbers of 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.kernels.machine_code import (
     EIGHT,
@@ -32,7 +33,7 @@ from offload.kernels.machine_code import (
     fused_lanes,
 )
 
-# numbers of a weight's row in a register; a width is a multiple
+# numbers of a weight's row that are transposed at once; what is left of a row comes one by one
 _STEP = 16
 _CHAIN = 12 * _STEP
 # Of the result, whose sums stay in registers: so many rows, and registers of columns. Four by two
@@ -49,42 +50,56 @@ _KINDS = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4]
 
 def can_multiply(weight_NK: Tensor) -> bool:
     """Tell whether `product_of` takes this weight on this processor."""
-    return (
-        HAS_LLVM
-        and weight_NK.dtype in _TYPES
-        and weight_NK.device.type == "cpu"
-        and weight_NK.is_contiguous()
-        and weight_NK.shape[1] % _STEP == 0
-        and 0 < fused_lanes() * _REGISTERS <= weight_NK.shape[0]
-    )
+    is_ours = weight_NK.dtype in _TYPES and weight_NK.device.type == "cpu" and weight_NK.numel() > 0
+    return is_ours and HAS_LLVM and fused_lanes() > 0
 
 
-def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> Shared:
-    """Return the product of rows and a weight, to be computed; its parts are of some columns.
+class Product(NamedTuple):
+    """A product to be computed.
 
-    All tensors are contiguous.
+    Attributes:
+        work: points to tensors, and may be done while this lives.
+        out_TN: the result afterwards, in the weight's type.
+        held: the other tensors.
+    """
+
+    work: Shared
+    out_TN: Tensor
+    held: tuple[Tensor | None, ...]
+
+
+def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Product:
+    """Return the product of rows and a weight; its parts are of some columns.
 
     Args:
-        row_TK: in float32, one row at least.
+        row_TK: one row at least.
         weight_NK: that `can_multiply` admits.
-        bias_N: in float32.
-        out_TN: in the weight's type.
+        bias_N: of any type.
     """
-    code = _compiled(weight_NK.dtype, bias_N is not None, fused_lanes())
-    columns = fused_lanes() * _REGISTERS
     num_rows, width = row_TK.shape
     num_columns = weight_NK.shape[0]
-    sizes = (num_rows, width, num_columns)
-    # weights of a chain, and sums of all rows and of those that are made up behind the last
-    num_room = (_CHAIN + num_rows + _ROWS) * columns
+    columns = fused_lanes() * _REGISTERS
+    missing = max(0, columns - num_columns)
+    weight_NK = pad(weight_NK, (0, 0, 0, missing)) if missing else weight_NK.contiguous()
+    # behind a row zeros stand, up to a whole step
+    row_TW = (
+        pad(row_TK.float(), (0, -width % _STEP)) if width % _STEP else row_TK.float().contiguous()
+    )
+    bias_N = None if bias_N is None else pad(bias_N.float(), (0, missing)).contiguous()
+    code = _compiled(weight_NK.dtype, bias_N is not None, fused_lanes())
+    out_TN = weight_NK.new_empty(num_rows, num_columns + missing)
+    sizes = (num_rows, width, num_columns + missing)
 
     def multiply(begun: ctypes.c_int64, at_once: int, room: Tensor) -> None:
         bias = None if bias_N is None else bias_N.data_ptr()
-        places = (row_TK.data_ptr(), weight_NK.data_ptr(), out_TN.data_ptr(), room.data_ptr())
+        places = (row_TW.data_ptr(), weight_NK.data_ptr(), out_TN.data_ptr(), room.data_ptr())
         code.function(*places, bias, ctypes.byref(begun), *sizes, at_once)
 
+    # weights of a chain, and sums of all rows and of those that are made up behind the last
+    num_room = (_CHAIN + num_rows + _ROWS) * columns
     num_products = (num_rows + _ROWS_TO_WIDEN) * width * num_columns
-    return Shared(multiply, -(-num_columns // columns), num_room, num_products)
+    work = Shared(multiply, -(-sizes[2] // columns), num_room, num_products)
+    return Product(work, out_TN[:, :num_columns], (row_TW, weight_NK, bias_N))
 
 
 @cache
@@ -105,7 +120,7 @@ class _Product(Code):
         super().__init__(dtype, lanes)
         self._has_bias = has_bias
         self._columns = lanes * _REGISTERS
-        bits = self._ir.IntType(16).as_pointer()
+        bits = self._narrow
         begun = self._index.as_pointer()
         given = [self._number, bits, bits, self._number, self._number, begun, *[self._index] * 4]
         bytes_ = self._ir.IntType(8).as_pointer()
@@ -114,12 +129,15 @@ class _Product(Code):
         function = self._begin(_NAME, given)
         self._rows, self._weight, self._out, self._panel, self._bias, begun, *sizes = function.args
         self._num_rows, self._width, self._height, at_once = sizes
+        self._whole = self._in_steps(self._width)
         self._ahead = self._times(self._width, self._columns)
         self._sums = self._at(self._panel, _CHAIN * self._columns)
         last = self._builder.sub(self._height, self._index(self._columns))
         up = self._add(self._height, self._columns - 1)
         num_parts = self._builder.udiv(up, self._index(self._columns))
-        is_one = self._builder.icmp_signed("==", self._num_rows, self._index(1))
+        has_steps = self._builder.icmp_signed("==", self._width, self._whole)
+        is_lone = self._builder.icmp_signed("==", self._num_rows, self._index(1))
+        is_one = self._builder.and_(is_lone, has_steps)
 
         def multiply(part: Any) -> None:
             # the last columns may be computed again
@@ -173,6 +191,10 @@ class _Product(Code):
             place = self._at(self._out, self._add(column, group))
             self._store(self._rounded(numbers), place, 2)
 
+    def _in_steps(self, num: Any) -> Any:
+        """Return the next multiple of a step."""
+        return self._builder.and_(self._add(num, _STEP - 1), self._index(-_STEP))
+
     def _multiply_rows(self, column: Any) -> None:
         """Multiply all rows by some columns, chain after chain."""
         self._begin_sums(column)
@@ -180,7 +202,7 @@ class _Product(Code):
         def add_chains(start: Any, _: Sequence[Any]) -> list[Any]:
             num = self._least(self._index(_CHAIN), self._builder.sub(self._width, start))
             self._widen(column, start, num)
-            self._add_chains(start, num)
+            self._add_chains(start, self._in_steps(num))
             return []
 
         self._loop(0, self._width, _CHAIN, [], add_chains)
@@ -206,13 +228,14 @@ class _Product(Code):
         self._loop(0, self._add(self._num_rows, _ROWS), 1, [], begin)
 
     def _widen(self, column: Any, start: Any, num: Any) -> None:
-        """Leave `num` numbers of each column in the panel, column beside column."""
+        """Leave `num` numbers of each column in the panel, column beside column, and zeros behind
+        them up to a whole step.
+        """
+        steps = self._builder.and_(num, self._index(-_STEP))
         for group in range(0, self._columns, EIGHT):
             places = [self._at(place, start) for place in self._weights(self._add(column, group))]
 
-            def widen_some(
-                at: Any, _: Sequence[Any], places: Any = places, group: int = group
-            ) -> list[Any]:
+            def widen_some(at: Any, places: Any = places, group: int = group) -> None:
                 # what comes next in these rows, and in those of the next columns
                 for place in places:
                     self._fetch(self._at(place, self._add(at, self._ahead)))
@@ -220,9 +243,21 @@ class _Product(Code):
                 for step, numbers in enumerate(self._transposed(places, at)):
                     place = self._times(self._add(at, step), self._columns)
                     self._store(numbers, self._at(self._panel, self._add(place, group)))
-                return []
 
-            self._loop(0, num, _STEP, [], widen_some)
+            def widen_one(at: Any, places: Any = places, group: int = group) -> None:
+                here = self._at(self._panel, self._add(self._times(at, self._columns), group))
+                for nth, place in enumerate(places):
+                    number = self._widened(self._at(place, at), 1)
+                    self._builder.store(number, self._at(here, nth))
+
+            self._each(0, steps, _STEP, widen_some)
+            self._each(steps, num, 1, widen_one)
+
+        def clear(at: Any) -> None:
+            for place in self._registers(self._at(self._panel, self._times(at, self._columns))):
+                self._store(self._floats([0.0] * self._lanes), place)
+
+        self._each(num, self._in_steps(num), 1, clear)
 
     def _add_chains(self, start: Any, num: Any) -> None:
         """Multiply `num` numbers of all rows by the panel, and add that to their sums."""
@@ -232,7 +267,7 @@ class _Product(Code):
             # beyond the last row it comes again, and its sums are left
             rows = [self._least(self._add(first, row), last) for row in range(_ROWS)]
             places = [
-                self._at(self._rows, self._add(self._times(row, self._width), start))
+                self._at(self._rows, self._add(self._times(row, self._whole), start))
                 for row in rows
             ]
 

@@ -84,16 +84,14 @@ class InvariantRows(TorchFunctionMode):
         return self._own.get(func, func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if wide_products.is_widened(input, weight):
+            return wide_products.linear(input, weight, bias)
         sizes = self._plain.get(
             (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
         )
-        if sizes is not None and input.ndim == 3 and input.shape[0] == 1:
-            product = product_for(functional.linear, input)
-            num_rows = input.shape[1]
-            if num_rows in sizes:
-                return product(input, weight, bias)
-            if product is wide_products.linear:
-                return wide_products.linear(input, weight, bias, parts_of(num_rows, sizes))
+        is_text = input.ndim == 3 and input.shape[0] == 1
+        if sizes is not None and is_text and input.shape[1] in sizes:
+            return product_for(functional.linear, input)(input, weight, bias)
         num_columns = weight.shape[0]
         left = _widened(input, _LEAST_WIDTH)
         widened = _widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
@@ -108,11 +106,8 @@ class InvariantRows(TorchFunctionMode):
             self._plain[
                 weight.shape, weight.stride(), weight.dtype, bias is None, weight.device
             ] = sizes
-        if multiply is wide_products.linear:
-            whole = wide_products.linear(rows, widened, bias, parts_of(len(rows), sizes))
-        else:
-            work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
-            whole = in_parts(work, rows, sizes, None if is_host else len(widened))
+        work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
+        whole = in_parts(work, rows, sizes, None if is_host else len(widened))
         out = whole[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
@@ -173,10 +168,7 @@ class InvariantRows(TorchFunctionMode):
         )
         key = (*what, bias is None)
         if key not in self._found:
-            # a wide product's blocks are one thread's each, however many there are
-            is_shared = product is wide_products.linear
-            counts = (1,) if is_shared else self.thread_counts
-            factor = wide_products.typical_part(factor) if is_shared else factor
+            counts = self.thread_counts
             more = () if bias is None else (bias.new_zeros(len(factor)),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
             settings = (

@@ -3,15 +3,13 @@
 oneDNN multiplies bfloat16 on processors with AVX-512 and float16 on fewer still. Elsewhere torch
 adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60 to 80: a pass over a
 tree would take ten times as long. So weights are widened as they are multiplied, by machine code
-(`kernels/widened_products.py`). Where that cannot be (shapes, processors), a block of the weight is
-widened, stays in the processor's cache, and is multiplied there by the library. Sums are in float32
-and rounded once, as where the library does it. What is held and read stays 16 bits wide.
+(`kernels/widened_products.py`). Where a processor is too old for that, a block of the weight is
+widened at a time, and multiplied by the library. Sums are in float32 and rounded once, as where the
+library does it. What is held and read stays 16 bits wide.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import accumulate
-from threading import local
 from typing import Any
 
 import torch
@@ -22,10 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from offload.kernels.machine_code import HAS_LLVM, fused_lanes
 from offload.kernels.widened_products import can_multiply, product_of
-from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
-from offload.model.scratch import Scratch
-from offload.model.thread_team import TEAM, THREAD, compute
+from offload.model.thread_team import compute
 
 MULTIPLY = (
     torch.matmul,
@@ -38,14 +34,10 @@ MULTIPLY = (
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
-_NUM_CORES = num_cores()
-# Bytes of a weight that one thread widens to float32 at once; all threads together take no more.
-_BLOCK_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 4 // _NUM_CORES))
-_LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
-_STEP_COLUMNS = 16
 _STEP_ROWS = 16
-# numbers of a weight: making machine code takes .4 s, which a tiny model does not win back
-_LEAST_WIDENED = 1 << 16
+# of a weight that the library multiplies, in float32 at once
+_BLOCK_BYTES = 1 << 20
+_LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
     torch.float16: "_is_mkldnn_fp16_supported",
@@ -68,133 +60,51 @@ def widens_products(dtype: torch.dtype) -> bool:
     return lacks_products(dtype) and HAS_LLVM and fused_lanes() > 0
 
 
+def is_widened(rows: Tensor, weight: Tensor) -> bool:
+    """Tell whether a product is made by machine code, so that bits of a row depend on it alone."""
+    is_wide = rows.device.type == "cpu" and lacks_products(rows.dtype)
+    return is_wide and can_multiply(weight) and weight.shape[1] == rows.shape[-1]
+
+
 @cache
 def _is_supported(dtype: torch.dtype) -> bool | None:
     ask = getattr(torch.ops.mkldnn, _IS_SUPPORTED[dtype], None)
     return None if ask is None else ask()
 
 
-def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, parts: Sequence[int] = ()
-) -> Tensor:
-    """Compute `functional.linear` with sums in float32; a few rows and a block are wide at once.
-
-    `parts` says how many rows each product of the library has, of which the last may be padded with
-    zeros; without it one has all. A product of more rows than may be wide at once is made in pieces
-    of so many. A block is widened once for all pieces that are wide at once.
-    """
-    width = input.shape[-1]
-    rows_TK = input.reshape(-1, width)
-    num_rows = rows_TK.shape[0]
-    num_columns = weight.shape[0]
-    out = input.new_empty(*input.shape[:-1], num_columns)
-    out_TN = out.view(-1, num_columns)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `functional.linear` with sums in float32; a few rows and a block are wide at once."""
+    num_columns, width = weight.shape
+    row_TK = input.reshape(-1, input.shape[-1])
+    # other widths are refused by the library, and there may be no rows for an expert
+    is_ours = can_multiply(weight) and row_TK.shape[0] > 0 and row_TK.shape[1] == width
+    multiply = _multiply_widening if is_ours else _multiply_blocks
     most_rows = max(_STEP_ROWS, _ROWS_BYTES // (4 * width) // _STEP_ROWS * _STEP_ROWS)
     most_rows = min(INNER_ROWS, most_rows)
-    # other widths are refused by the library, and there may be no rows for an expert
-    is_large = num_rows > 0 and weight.numel() >= _LEAST_WIDENED
-    if is_large and width == weight.shape[1] and can_multiply(weight):
-        if num_rows <= most_rows:
-            _multiply_widening(rows_TK, weight, bias, out_TN)
-            return out
-        for some_TK, some_TN in zip(rows_TK.split(most_rows), out_TN.split(most_rows), strict=True):
-            _multiply_widening(some_TK, weight, bias, some_TN)
-        return out
-    pieces = [piece for part in parts or [num_rows] for piece in _pieces_of(part, most_rows)]
-    lo = 0
-    for some in _together(pieces, most_rows):
-        hi = min(lo + sum(some), num_rows)
-        _multiply_blocks(rows_TK[lo:hi], some, weight, bias, out_TN[lo:hi])
-        lo = hi
-    return out
+    if row_TK.shape[0] <= most_rows:
+        out_TN = multiply(row_TK, weight, bias)
+    else:
+        out_TN = torch.cat([multiply(some_TK, weight, bias) for some_TK in row_TK.split(most_rows)])
+    return out_TN.reshape(*input.shape[:-1], num_columns)
 
 
-def _pieces_of(num_rows: int, most_rows: int) -> list[int]:
-    num_whole, rest = divmod(num_rows, most_rows)
-    return [most_rows] * num_whole + [rest] * (rest > 0)
+def _multiply_widening(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    product = product_of(row_TK, weight_NK, bias_N)
+    compute(product.work)
+    return product.out_TN
 
 
-def _together(pieces: Sequence[int], most_rows: int) -> Iterator[list[int]]:
-    """Yield the pieces that are wide at once."""
-    some: list[int] = []
-    for piece in pieces:
-        if some and sum(some) + piece > most_rows:
-            yield some
-            some = []
-        some.append(piece)
-    if some:
-        yield some
-
-
-def _multiply_widening(
-    row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
-) -> None:
-    bias = None if bias_N is None else bias_N.float().contiguous()
-    compute(product_of(row_TK.float().contiguous(), weight_NK, bias, out_TN))
-
-
-class _OfThread(local):
-    """Room of each thread for the rows that it multiplies."""
-
-    def __init__(self) -> None:
-        self.rows = Scratch(_ROWS_BYTES)
-
-
-_THREAD = _OfThread()
-
-
-def _multiply_blocks(
-    row_TK: Tensor, pieces: list[int], weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
-) -> None:
-    num_columns, width = weight_NK.shape
-    at_once = _block_columns(weight_NK)
-    rows = _THREAD.rows
-    rows.begin()
-    wide_TK = rows.take((sum(pieces), width), row_TK.device)
-    wide_TK[: len(row_TK)].copy_(row_TK)
-    wide_TK[len(row_TK) :].zero_()
-    products = list(zip(wide_TK.split(pieces), _split_what_there_is(out_TN, pieces), strict=True))
-    starts = iter(range(0, num_columns, at_once))
-
-    def work() -> None:
-        THREAD.room.begin()
-        block_BK = THREAD.room.take((at_once, width), wide_TK.device)
-        for lo in starts:  # which the threads share
-            num = min(at_once, num_columns - lo)
-            block_KB = block_BK[:num].copy_(weight_NK.narrow(0, lo, num)).t()
-            bias_B = None if bias_N is None else bias_N.narrow(0, lo, num).float()
-            for part_TK, place_TN in products:
-                out_TB = (
-                    torch.mm(part_TK, block_KB)
-                    if bias_B is None
-                    else torch.addmm(bias_B, part_TK, block_KB)
-                )
-                place_TN.narrow(1, lo, num).copy_(out_TB.narrow(0, 0, place_TN.shape[0]))
-
-    TEAM.run(work, most=-(-num_columns // at_once))
-
-
-def _split_what_there_is(out_TN: Tensor, pieces: list[int]) -> list[Tensor]:
-    """Split rows into pieces of these sizes, the last of which may be shorter."""
-    ends = accumulate(pieces)
-    return [out_TN[end - piece : end] for piece, end in zip(pieces, ends, strict=True)]
-
-
-def _block_columns(weight_NK: Tensor) -> int:
-    num_columns, width = weight_NK.shape
-    return min(
-        num_columns,
-        max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * width) // _STEP_COLUMNS * _STEP_COLUMNS),
-    )
-
-
-def typical_part(weight_NK: Tensor) -> Tensor:
-    """Return as much of a weight as has a block of each size that `linear` makes of it.
-
-    One block is multiplied like the next.
-    """
-    at_once = _block_columns(weight_NK)
-    return weight_NK[: at_once + len(weight_NK) % at_once]
+def _multiply_blocks(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Multiply by the library, some columns of the weight at a time."""
+    wide_TK = row_TK.float()
+    at_once = max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * weight_NK.shape[1]))
+    blocks = weight_NK.split(at_once)
+    biases = [None] * len(blocks) if bias_N is None else bias_N.float().split(at_once)
+    parts = [
+        functional.linear(wide_TK, block.float(), bias).to(row_TK.dtype)
+        for block, bias in zip(blocks, biases, strict=True)
+    ]
+    return torch.cat(parts, -1)
 
 
 def product_for(product: Callable[..., Tensor], numbers: Tensor) -> Callable[..., Tensor]:

@@ -29,7 +29,6 @@ from offload.memory.planner import MAX_LOGITS_ROWS
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.streamed import StreamedModel
-from offload.model.wide_products import _block_columns, lacks_products
 from offload.sampling.sampler import Logits, Sampler, chunk_with
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Offer, TokenTree, ancestors
@@ -227,7 +226,4 @@ def test_the_peak_is_the_one_that_was_planned(
         logits = model.score([BatchPart(*what)], num_logits=768, max_rows=MAX_LOGITS_ROWS)
         assert len(verify(tree, logits, sampler, 0).nodes) == 768
     planned_bytes = shape.logits_row_bytes * MAX_LOGITS_ROWS
-    if lacks_products(getattr(torch, dtype)):  # the head's block in float32 is as wide; it has a scratch of its own
-        head_VD = torch.empty(WIDE.vocab_size, WIDE.hidden_size, device="meta")
-        planned_bytes += 4 * WIDE.hidden_size * _block_columns(head_VD)
     assert 0.3 * planned_bytes < peak.num_bytes <= planned_bytes, f"{peak.num_bytes / planned_bytes:.2f} of the plan"
