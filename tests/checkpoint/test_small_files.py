@@ -19,7 +19,7 @@ from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
 from offload.planning.profile import parse_profile
-from offload.reports.windows import read_text
+from offload.reports.tuning_text import read_text
 
 pytestmark = pytest.mark.usefixtures("_no_weights")
 
