@@ -1,8 +1,9 @@
 """What `offload tune` measured for a pair of models on a machine, kept as JSON in the user's cache.
 
-A profile holds for exactly the models, rule, sampling settings and machine that it names.
-Invariant: any other profile, or a malformed one, is never used: it is refused where the user named
-it, and skipped with a reason where it was found.
+The text that it is measured with is looked at here as well, before torch is imported. A profile
+holds for exactly the models, rule, sampling settings and machine that it names. Invariant: any
+other profile, or a malformed one, is never used: it is refused where the user named it, and skipped
+with a reason where it was found.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 from msgspec import Meta, MsgspecError, convert
 
 from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.files import cache_folder, read_object, replacing
+from offload.checkpoint.files import cache_folder, read_given, read_object, replacing
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError, ensure, reason
@@ -50,6 +51,8 @@ _SPOKEN = {
     "num_cores": "core count",
     "dtype": "compute type",
 }
+
+_MOST_TEXT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,3 +374,22 @@ def _short(text: str) -> str:
 
 def _brief(value: object) -> str:
     return value[:12] if isinstance(value, str) and len(value) == 32 else str(value)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file to tune with.
+
+    Raises `UserError` where it is missing, empty or not UTF-8.
+    """
+    try:
+        # models write \n alone
+        text = read_given(path, _MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+    except OSError as error:
+        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first"
+        ) from None
+    if not text.strip():
+        raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
+    return text

@@ -27,7 +27,7 @@ from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.acceptance import bounds_to_count
 from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
-from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder
+from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder, read_text
 from offload.planning.selector import TreeSelector
 from offload.reports import tune as tuning
 from offload.reports import windows
@@ -313,7 +313,7 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
 
 def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"one\r\ntwo\n")
-    assert windows.read_text(tmp_path / "text") == "one\ntwo\n"
+    assert read_text(tmp_path / "text") == "one\ntwo\n"
 
 
 def test_a_tune_is_of_the_device_that_is_named(
