@@ -30,7 +30,7 @@ def tune(
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
     from offload.engine.precheck import check_run
     from offload.planning.load_options import LoadOptions
-    from offload.reports.tuning_text import read_text
+    from offload.planning.profile import read_text
 
     for path in trace.text:
         read_text(path)

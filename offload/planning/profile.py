@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from msgspec import Meta, MsgspecError, convert
 
 from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.files import cache_folder, read_object, replacing
+from offload.checkpoint.files import cache_folder, read_given, read_object, replacing
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError, ensure, reason
@@ -29,6 +29,7 @@ from offload.sampling_options import Sampling
 from offload.trees.topology import check_acceptance
 
 SCHEMA = 3  # raise it when a field changes its meaning
+_MAX_TEXT_BYTES = 1 << 30  # of one file to make a profile with
 _MOST_THREADS = 4096  # of any machine
 _MOST_LAYERS = 4096  # of any model
 _MOST_EXPERTS = 65_536  # of any layer
@@ -371,3 +372,22 @@ def _short(text: str) -> str:
 
 def _brief(value: object) -> str:
     return value[:12] if isinstance(value, str) and len(value) == 32 else str(value)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that a profile is to be made with.
+
+    Raises `UserError` where it is missing, empty or not UTF-8.
+    """
+    try:
+        # models write \n alone
+        text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
+    except OSError as error:
+        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first"
+        ) from None
+    if not text.strip():
+        raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
+    return text

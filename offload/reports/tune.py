@@ -23,12 +23,12 @@ from offload.planning.profile import (
     Identity,
     Profile,
     profiles_folder,
+    read_text,
     require_writable,
     save_profile,
 )
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
-from offload.reports.tuning_text import read_text
 from offload.reports.windows import (
     NUM_PROMPT,
     TuneQuestion,
