@@ -4,7 +4,7 @@
 #   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
 #   make test-costs measures what every test takes, which decides what a quick run can afford
 #   make test-rest  what `make test` leaves to the full run, likewise: both together are all tests, each once
-#   make test-slice the share of that which is this day's: after 37 days all of it has run
+#   make test-slice the share of that which is this day's: after 33 days all of it has run
 #   make test-isa   all that computes, as every kind of processor computes it
 #   make test-eval  what speaks to lm-eval, in an environment that has it
 #   make planted  mistakes in the program, one against each promise: which test notices; ONLY="--only session" for some

@@ -30,7 +30,7 @@ _QUICK_S = 0.1
 # of one case at most
 _SINGLE_S = 2.0
 # of the share of one day
-_SLICE_S = 90.0
+_SLICE_S = 150.0
 
 
 class Cost(NamedTuple):

@@ -45,7 +45,7 @@ def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_each_test_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(360.0, 30)})
+    monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(600.0, 30)})
     items = [_Item(f"a::dear[{case}]") for case in range(30)] + [_Item("a::cheap")]
     seen = Counter[str]()
     for day in range(20261127, 20261131):

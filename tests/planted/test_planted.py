@@ -10,6 +10,7 @@ def test_there_are_forty_promises() -> None:
     assert len({one.promise for one in MISTAKES}) == len(MISTAKES) >= 40
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: one.promise)
 def test_a_mistake_has_one_place_and_tests_that_ought_to_see_it(mistake: Mistake) -> None:
     source = (ROOT / mistake.file).read_text(encoding="utf-8")

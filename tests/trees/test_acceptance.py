@@ -170,6 +170,11 @@ def counted(rule: Rule) -> Floats:
     return count_pairs(grow_trees, rule.verify, target_VV, TableSampler(HOT, rule), NUM_RUNS)
 
 
+@pytest.mark.parametrize("name", [*KINDS, "match", "topk"])
+def test_a_lenient_rule_says_that_it_is_not_exact(name: str) -> None:
+    assert find_rule(name, 1).is_exact and not find_rule(name, 0.4).is_exact
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_rules_emit_as_the_trials_say(name: str) -> None:
     """The walk of a lenient rule, against the bound and against what is exact, from which it must differ."""
