@@ -29,7 +29,6 @@ _KEYS = 4
 _LEAST_POWER = -126.0
 # of the series of 2^f for f within one half of 0: what is left out is below half a rounding
 _NUM_POWERS = 8
-_LOG2_E = math.log2(math.e)
 _NAME = "attend"
 
 
