@@ -18,8 +18,7 @@ from offload.checkpoint.hub import check_tokenizer_files
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
-from offload.planning.profile import parse_profile
-from offload.reports.tuning_text import read_text
+from offload.planning.profile import parse_profile, read_text
 
 pytestmark = pytest.mark.usefixtures("_no_weights")
 
