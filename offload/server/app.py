@@ -282,10 +282,10 @@ async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
     """Return the body, checked. Raises `Refusal`."""
     _engine(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # a page of a stranger's can send any other kind without asking first
+    # a stranger's page can send any other kind without asking first
     if media_type != "application/json":
         rule = "the body must be JSON, sent with `Content-Type: application/json`"
-        why = "a page of a stranger's can send any other kind from your browser"
+        why = "a stranger's page can send any other kind from your browser"
         raise Refusal(415, f"{rule}: {why} (curl: -H 'Content-Type: application/json')")
     body = parse(kind, await request.body())
     if isinstance(body, Body):

@@ -490,7 +490,7 @@ class ServerSettings:
     def allowed_hosts(self) -> tuple[str, ...] | None:
         """Names, without a port, that a request may ask for; None allows any.
 
-        Only on loopback: a page of a stranger's that gives its own name the address 127.0.0.1 (DNS
+        Only on loopback: a stranger's page that gives its own name the address 127.0.0.1 (DNS
         rebinding) would otherwise be as good as a page of ours. Elsewhere it is a key that the
         stranger has not.
         """
