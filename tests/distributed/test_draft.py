@@ -203,12 +203,12 @@ def test_a_tree_that_errs_would_show(
 def test_what_is_accepted_teaches_how_sure_to_be() -> None:
     tree = tree_over(BigramModel(), [4, 0])
     tell(tree, 6)
-    sharpness, likeliest = tree._sharpness, tree.root.children[0]  # type: ignore[index]
-    assert isinstance(sharpness, Fixed) and likeliest.score_V is not None
+    calibration, likeliest = tree._calibration, tree.root.children[0]  # type: ignore[index]
+    assert isinstance(calibration, Fixed) and likeliest.score_V is not None
     tree.accept([likeliest.token, 2, 1])
-    assert [tokens for _, tokens in sharpness.lessons][:2] == [[likeliest.token], [2]]
-    assert torch.equal(sharpness.lessons[1][0][0], likeliest.score_V)
-    assert len(sharpness.lessons) == 2 + (len(sharpness.lessons) > 2), "what was not run teaches nothing"
+    assert [tokens for _, tokens in calibration.lessons][:2] == [[likeliest.token], [2]]
+    assert torch.equal(calibration.lessons[1][0][0], likeliest.score_V)
+    assert len(calibration.lessons) == 2 + (len(calibration.lessons) > 2), "what was not run teaches nothing"
 
 
 def test_a_new_text_keeps_what_it_shares(model: StreamedModel) -> None:
