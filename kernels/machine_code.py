@@ -7,14 +7,14 @@ own. numba has no words for some of it, takes more memory and a longer start.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-HAS_LLVM = find_spec("llvmlite") is not None
+# raised where code adds up in another order than before: what was kept has other bits then
+ORDER = 1
 # numbers that are loaded, widened and rounded at once
 EIGHT = 8
 _QUIET_NAN = 0x7FC0
@@ -43,11 +43,17 @@ class Shared(NamedTuple):
 
 @cache
 def fused_lanes() -> int:
-    """Return how many float32 a register has whose products are fused; 0 if none has any."""
-    from llvmlite import binding
+    """Return how many float32 a register has whose products are fused; 0 if none has any, or where
+    no code can be made.
+    """
+    try:
+        from llvmlite import binding
 
-    features = binding.get_host_cpu_features()
-    is_arm = binding.get_process_triple().startswith(("aarch64", "arm64"))
+        features = binding.get_host_cpu_features()
+        is_arm = binding.get_process_triple().startswith(("aarch64", "arm64"))
+        _made("define void @nothing() {\n  ret void\n}", "nothing", [])
+    except (ImportError, OSError, RuntimeError):
+        return 0
     if features.get("avx512f"):
         return 16
     return EIGHT if is_arm or (features.get("fma") and features.get("f16c")) else 0
@@ -62,6 +68,12 @@ class CompiledCode(NamedTuple):
 
 def compiled(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
     """Return a function of a module, which takes arguments of these kinds of `ctypes`."""
+    code = _made(module, name, kinds)
+    give_back("libllvmlite")
+    return code
+
+
+def _made(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -75,7 +87,6 @@ def compiled(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
     code.verify()
     engine = binding.create_mcjit_compiler(code, machine)
     engine.finalize_object()
-    give_back("libllvmlite")
     return CompiledCode(ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(name)), engine)
 
 
@@ -83,27 +94,34 @@ def give_back(library: str) -> None:
     """Take what is read of a library's file out of this process's memory.
 
     Of LLVM's 74 MiB 63 are such pages. They come again if they are needed again, as for the next
-    function; what was written to stays.
+    function. What was ever written to has no file behind it and stays, also where it may only be
+    read by now, and where a child that was forked shares it.
     """
-    if not _PAGES.exists():
+    try:
+        lines = _PAGES.read_text().splitlines()
+    except OSError:
         return
     system = ctypes.CDLL(None)
     place: list[str] = []
-    for line in _PAGES.read_text().splitlines():
+    own_kib = 0
+    for line in lines:
         name, *values = line.split()
         if not name.endswith(":"):
             place = line.split()
-        elif name == "Private_Dirty:" and values[0] == "0" and library in place[-1]:
+            own_kib = 0
+        elif name in ("Anonymous:", "Swap:", "Private_Dirty:", "Shared_Dirty:"):
+            own_kib += int(values[0])
+        # the last line of a mapping
+        elif name == "VmFlags:" and not own_kib and library in place[-1] and "w" not in place[1]:
             start, end = (int(bound, 16) for bound in place[0].split("-"))
-            if "w" not in place[1]:
-                system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+            system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 
 
 class Code:
     """Functions of one module, as llvmlite writes them; the one that is begun last is written to.
 
     Args:
-        dtype: of numbers in memory that are not float32.
+        dtype: of weights, keys or values in memory.
         lanes: numbers of a register.
     """
 

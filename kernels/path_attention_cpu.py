@@ -16,14 +16,13 @@ widths of keys and values in whole steps.
 
 import ctypes
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.machine_code import HAS_LLVM, Shared, fused_lanes
+from offload.kernels.machine_code import Shared, fused_lanes
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
 from offload.kernels.path_attention_code import FIELDS, KEY_STEP, VALUE_STEP, code_for
 
@@ -36,17 +35,10 @@ _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Attention(NamedTuple):
-    """Attention to be computed.
-
-    Attributes:
-        work: points to tensors, and may be done while this lives.
-        out_THV: the result afterwards, in float32.
-        held: these tensors.
-    """
+    """Attention to be computed: the work, and its result afterwards, in float32."""
 
     work: Shared
     out_THV: Tensor
-    held: Mapping[str, Tensor | int | None]
 
 
 class _Tiles(NamedTuple):
@@ -72,11 +64,10 @@ class _Tiles(NamedTuple):
 def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
     """Tell whether `attention_of` takes these keys and values on this machine."""
     return (
-        HAS_LLVM
-        and fused_lanes() > 0
-        and key_GSK.device.type == "cpu"
+        key_GSK.device.type == "cpu"
         and key_GSK.dtype == value_GSK.dtype
         and key_GSK.dtype in _TYPES
+        and fused_lanes() > 0
     )
 
 
@@ -85,18 +76,21 @@ def attention_of(
 ) -> Attention:
     """Return the attention of the last T rows of the pass, as `path_attention_kernel` computes it.
 
-    `can_attend` must admit the keys and values, whose last dimension has no gaps.
+    `can_attend` must admit the keys and values, whose last dimension has no gaps. A row's bits are
+    those of its path alone as long as values are finite.
     """
     num_heads, num_rows, width = query_HTK.shape
     num_groups, _, value_width = value_GSK.shape
     tiles = _tiles_of(rows, num_rows, num_heads // num_groups, num_groups)
     num_sets = num_heads // tiles.set_heads
     # behind narrow queries zeros stand, which change no sum
-    wide_JTIW = torch.zeros(num_sets, num_rows, tiles.set_heads, _in_steps(width, KEY_STEP))
+    sizes = (num_sets, num_rows, tiles.set_heads, _in_steps(width, KEY_STEP))
+    wide_JTIW = torch.zeros(sizes, dtype=torch.float32)
     query_JTIK = query_HTK.unflatten(0, (num_sets, tiles.set_heads)).transpose(1, 2)
     factor = terms.scaling * (1.0 if terms.cap else _LOG2_E)
     wide_JTIW[..., :width].copy_(query_JTIK).mul_(factor)
-    out_THX = torch.empty(num_rows, num_heads, _in_steps(value_width, VALUE_STEP))
+    out_sizes = (num_rows, num_heads, _in_steps(value_width, VALUE_STEP))
+    out_THX = torch.empty(out_sizes, dtype=torch.float32)
     chosen_TP = None if rows.chosen_TS is None else _by_position(rows.chosen_TS, tiles)
     given = {
         "query": wide_JTIW,
@@ -127,10 +121,11 @@ def attention_of(
         "sink_step": 0 if terms.sink_H is None else 1,
         "score_row": tiles.num_positions,
     }
-    call = np.array([_as_integer(given[name]) for name in FIELDS], np.int64)
     code = code_for(key_GSK.dtype)
 
     def attend(begun: ctypes.c_int64, at_once: int, room: Tensor) -> None:
+        # the tensors live as long as this function
+        call = np.array([_as_integer(given[name]) for name in FIELDS], np.int64)
         code.function(call.ctypes.data, room.data_ptr(), ctypes.byref(begun), at_once)
 
     num_all = min(num_rows, tiles.tile_rows) * tiles.set_heads
@@ -139,12 +134,14 @@ def attention_of(
     num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
     num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
     work = Shared(attend, num_sets * len(tiles.span_N2), num_room, num_products)
-    return Attention(work, out_THX[..., :value_width], given)
+    return Attention(work, out_THX[..., :value_width])
 
 
 def _cap_factors(cap: float | None) -> Tensor | None:
     """Return what a score is multiplied by for e^(2 score / cap), and what the tangent is for 2^x."""
-    return None if cap is None else torch.tensor([2 * _LOG2_E / cap, cap * _LOG2_E])
+    if cap is None:
+        return None
+    return torch.tensor([2 * _LOG2_E / cap, cap * _LOG2_E], dtype=torch.float32)
 
 
 def _as_integer(given: Tensor | int | None) -> int:
@@ -171,7 +168,7 @@ def _cut(rows: PathRows, num_rows: int, group: int, num_groups: int) -> _Tiles:
     least_T = np.zeros_like(seen_T)
     if rows.window is not None:
         least_T = np.array([max(0, first_seen(rows.window, int(seen) - 1)) for seen in seen_T])
-    most_positions = _in_steps(int(seen_T.max()), BLOCK)
+    most_positions = _in_steps(int((seen_T - least_T).max()) + BLOCK, BLOCK)
     set_heads = group if group * most_positions <= _MOST_SCORES else min(group, 2)
     while group % set_heads:
         set_heads -= 1

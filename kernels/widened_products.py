@@ -25,7 +25,6 @@ from torch.nn.functional import pad
 
 from offload.kernels.machine_code import (
     EIGHT,
-    HAS_LLVM,
     Code,
     CompiledCode,
     Shared,
@@ -51,21 +50,14 @@ _KINDS = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4]
 def can_multiply(weight_NK: Tensor) -> bool:
     """Tell whether `product_of` takes this weight on this processor."""
     is_ours = weight_NK.dtype in _TYPES and weight_NK.device.type == "cpu" and weight_NK.numel() > 0
-    return is_ours and HAS_LLVM and fused_lanes() > 0
+    return is_ours and fused_lanes() > 0
 
 
 class Product(NamedTuple):
-    """A product to be computed.
-
-    Attributes:
-        work: points to tensors, and may be done while this lives.
-        out_TN: the result afterwards, in the weight's type.
-        held: the other tensors.
-    """
+    """A product to be computed: the work, and its result afterwards, in the weight's type."""
 
     work: Shared
     out_TN: Tensor
-    held: tuple[Tensor | None, ...]
 
 
 def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Product:
@@ -85,7 +77,8 @@ def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Prod
     row_TW = (
         pad(row_TK.float(), (0, -width % _STEP)) if width % _STEP else row_TK.float().contiguous()
     )
-    bias_N = None if bias_N is None else pad(bias_N.float(), (0, missing)).contiguous()
+    if bias_N is not None:
+        bias_N = pad(bias_N.float().expand(num_columns), (0, missing)).contiguous()
     code = _compiled(weight_NK.dtype, bias_N is not None, fused_lanes())
     out_TN = weight_NK.new_empty(num_rows, num_columns + missing)
     sizes = (num_rows, width, num_columns + missing)
@@ -99,7 +92,7 @@ def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Prod
     num_room = (_CHAIN + num_rows + _ROWS) * columns
     num_products = (num_rows + _ROWS_TO_WIDEN) * width * num_columns
     work = Shared(multiply, -(-sizes[2] // columns), num_room, num_products)
-    return Product(work, out_TN[:, :num_columns], (row_TW, weight_NK, bias_N))
+    return Product(work, out_TN[:, :num_columns])
 
 
 @cache

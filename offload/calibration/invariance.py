@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
+from offload.kernels.machine_code import ORDER, fused_lanes
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
 from offload.model.indexed import choosing_few
@@ -62,7 +63,8 @@ class Invariance(NamedTuple):
             return ""
         # row sizes are those that hold with all of them
         counts = ", ".join(map(str, self.thread_counts))
-        return f"{cpu_name()}, torch {torch.__version__}, {device}, {counts} threads"
+        code = f"registers of {fused_lanes()}, order {ORDER}"
+        return f"{cpu_name()}, {code}, torch {torch.__version__}, {device}, {counts} threads"
 
     @property
     def notes(self) -> list[str]:

@@ -6,6 +6,7 @@ thread's share of an activation function differently, and on a GPU it gives a ro
 threads the more rows there are, up to 16. So within `InvariantRows` a product is made in parts
 whose sizes are found by trial (`row_sizes.py`), the last one padded, sums on a GPU are of at least
 16 rows, and threads share elementwise work in whole vectors.
+What machine code of our own multiplies (`wide_products.py`) needs none of that.
 """
 
 import math
@@ -54,7 +55,7 @@ _TRIED: dict[Any, RowSizes] = {}
 
 
 class InvariantRows(TorchFunctionMode):
-    """A mode in which every product has rows of sizes that give the same bits.
+    """A mode in which every product of a library has rows of sizes that give the same bits.
 
     It holds whatever model code asks for the product.
 

@@ -20,7 +20,7 @@ class Scratch:
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes // 4
-        self._numbers = torch.empty(0)
+        self._numbers = torch.empty(0, dtype=torch.float32)
         self._num_taken = 0
 
     def begin(self) -> None:
@@ -29,7 +29,7 @@ class Scratch:
         if wanted > len(self._numbers):
             # within and outside of it numbers may be written there
             with torch.inference_mode(False):
-                self._numbers = torch.empty(wanted)
+                self._numbers = torch.empty(wanted, dtype=torch.float32)
         self._num_taken = 0
 
     def whole(self, num: int) -> Tensor:
@@ -37,7 +37,8 @@ class Scratch:
         if num > len(self._numbers):
             self._num_taken = num
             self.begin()
-        return self._numbers if num <= len(self._numbers) else torch.empty(num)
+        is_enough = num <= len(self._numbers)
+        return self._numbers if is_enough else torch.empty(num, dtype=torch.float32)
 
     def take(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return uninitialised numbers in float32."""
@@ -45,5 +46,5 @@ class Scratch:
         num = math.prod(shape)
         self._num_taken += num + -num % _ALIGNED
         if device.type != "cpu" or lo + num > len(self._numbers):
-            return torch.empty(shape, device=device)
+            return torch.empty(shape, dtype=torch.float32, device=device)
         return self._numbers[lo : lo + num].view(shape)

@@ -59,6 +59,7 @@ class ThreadTeam:
 
     def __init__(self) -> None:
         self._num_threads = 0  # taken from torch, while they are
+        self._taking = Lock()  # two threads may begin a pass at once
         # One inbox for each helper. A future of a pool takes .1 ms more to hand over and to wait
         # for, which is a tenth of a product of 768 columns.
         self._inboxes: list[SimpleQueue[_Task]] = []
@@ -71,14 +72,20 @@ class ThreadTeam:
 
         Within another such context nothing changes.
         """
-        if self._num_threads:
-            yield self._num_threads
-            return
-        self._num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        with self._taking:
+            is_first = not self._num_threads
+            num_threads = self._num_threads or torch.get_num_threads()
+            if is_first:
+                self._num_threads = num_threads
+                torch.set_num_threads(1)
         try:
-            yield self._num_threads
+            yield num_threads
         finally:
+            if is_first:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        with self._taking:
             torch.set_num_threads(self._num_threads)
             self._num_threads = 0
 
@@ -113,6 +120,9 @@ class ThreadTeam:
 
     def _forget(self) -> None:
         self._inboxes = []
+        self._taking = Lock()
+        if self._num_threads:
+            self._give_back()
 
 
 def _help(inbox: SimpleQueue[_Task]) -> None:

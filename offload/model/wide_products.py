@@ -3,8 +3,8 @@
 oneDNN multiplies bfloat16 on processors with AVX-512 and float16 on fewer still. Elsewhere torch
 adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60 to 80: a pass over a
 tree would take ten times as long. So weights are widened as they are multiplied, by machine code
-(`kernels/widened_products.py`). Where a processor is too old for that, a block of the weight is
-widened at a time, and multiplied by the library. Sums are in float32 and rounded once, as where the
+(`kernels/widened_products.py`). Where that cannot be made (old processors), a block of the
+weight is widened at a time, and multiplied by the library. Sums are in float32 and rounded once, as where the
 library does it. What is held and read stays 16 bits wide.
 """
 
@@ -18,7 +18,7 @@ from torch.backends import mkldnn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from offload.kernels.machine_code import HAS_LLVM, fused_lanes
+from offload.kernels.machine_code import fused_lanes
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
 from offload.model.thread_team import compute
@@ -57,7 +57,7 @@ def widens_products(dtype: torch.dtype) -> bool:
 
     A row's bits then depend on nothing beside it, and that takes no time.
     """
-    return lacks_products(dtype) and HAS_LLVM and fused_lanes() > 0
+    return lacks_products(dtype) and fused_lanes() > 0
 
 
 def is_widened(rows: Tensor, weight: Tensor) -> bool:
@@ -91,7 +91,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _multiply_widening(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     product = product_of(row_TK, weight_NK, bias_N)
     compute(product.work)
-    return product.out_TN
+    # a slice where columns were made up
+    return product.out_TN.contiguous()
 
 
 def _multiply_blocks(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -10,13 +10,17 @@ from test_path_attention import CASES, Case, Inputs, by_definition, inputs
 from torch import Tensor
 
 from offload.kernels import path_attention_cpu
+from offload.kernels.machine_code import fused_lanes
 from offload.kernels.path_attention import BLOCK, HEADER
 from offload.kernels.path_attention_cpu import attention_of, can_attend
 from offload.model.path_attention import path_rows
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 TREE = Case(8, 2, 70, 70, 150, 48, 80)
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="inputs lie on the GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="inputs lie on the GPU"),
+    pytest.mark.skipif(not fused_lanes(), reason="this processor: no fused products, or no llvmlite"),
+]
 
 
 def attended(given: Inputs, at_once: int = 1) -> Tensor:

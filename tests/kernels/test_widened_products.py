@@ -11,7 +11,7 @@ import torch
 from rounding import Promise, assert_same_bits
 from torch import Tensor
 
-from offload.kernels import widened_products
+from offload.kernels import machine_code, widened_products
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.model import wide_products
 
@@ -111,7 +111,7 @@ def test_it_is_what_blocks_are_within_rounding(num_rows: int, has_bias: bool, mo
 def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_multiply(numbers(64, 32))
     assert not can_multiply(numbers(64, 0).bfloat16())
-    monkeypatch.setattr(widened_products, "HAS_LLVM", False)
+    monkeypatch.setattr(widened_products, "fused_lanes", lambda: 0)
     assert not can_multiply(numbers(64, 32).bfloat16())
 
 
@@ -137,3 +137,48 @@ def test_the_compiler_takes_no_memory_once_the_code_is_made() -> None:
     done = subprocess.run([sys.executable, "-c", _GROWTH], cwd=ROOT, capture_output=True, text=True, check=True)
     first, kept, again, kept_again = map(int, done.stdout.split())
     assert kept < first / 2 and kept_again < again / 2
+
+
+_FORK = """
+import ctypes, os
+import torch
+from offload.kernels.widened_products import product_of
+def multiply(bias):
+    product = product_of(torch.ones(1, 64), torch.ones(64, 64).bfloat16(), bias)
+    product.work.compute(ctypes.c_int64(0), 8, torch.empty(product.work.num_room, dtype=torch.float32))
+    assert product.out_TN.eq(64 + (bias is not None)).all()
+multiply(None)
+child = os.fork()
+multiply(torch.ones(64))
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_process_compiles_beside_its_parent() -> None:
+    """Pages of the library that were written to, and may only be read by now, are shared then."""
+    subprocess.run([sys.executable, "-c", _FORK], cwd=ROOT, check=True)
+
+
+def test_another_usual_type_of_torch_changes_nothing() -> None:
+    row_TK, weight_NK = numbers(3, 64), numbers(40, 64).bfloat16()
+    wanted_TN = wide_products.linear(row_TK.bfloat16(), weight_NK)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found_TN = wide_products.linear(row_TK.bfloat16(), weight_NK)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_bits(found_TN, wanted_TN, Promise.SAME_PRODUCTS)
+
+
+def test_where_no_code_can_be_made_the_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory may be executed")
+
+    machine_code.fused_lanes.cache_clear()
+    monkeypatch.setattr(machine_code, "_made", refuse)
+    try:
+        assert machine_code.fused_lanes() == 0
+        assert wide_products.linear(numbers(2, 64).bfloat16(), numbers(8, 64).bfloat16()).shape == (2, 8)
+    finally:
+        machine_code.fused_lanes.cache_clear()
