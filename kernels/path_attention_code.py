@@ -67,7 +67,7 @@ class _PathAttention(Code):
         super().__init__(dtype, EIGHT)
         self._columns = self._int.as_pointer()
         self._single = self._ir.FloatType()
-        self._whole = self._ir.Function(
+        self._floor = self._ir.Function(
             self._module, self._ir.FunctionType(self._eight, [self._eight]), "llvm.floor.v8f32"
         )
         self._to_integers = self._ir.Function(
@@ -266,7 +266,7 @@ class _PathAttention(Code):
         least = self._eight([_LEAST_POWER] * EIGHT)
         is_small = builder.fcmp_ordered("<", exponent, least)
         bounded = builder.select(is_small, least, exponent)
-        whole = builder.call(self._whole, [builder.fadd(bounded, self._eight([0.5] * EIGHT))])
+        whole = builder.call(self._floor, [builder.fadd(bounded, self._eight([0.5] * EIGHT))])
         rest = builder.fsub(bounded, whole)
         terms = [math.log(2) ** nth / math.factorial(nth) for nth in range(_NUM_POWERS)]
         power = self._eight([_single(terms[-1])] * EIGHT)
