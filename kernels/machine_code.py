@@ -33,12 +33,14 @@ class Shared(NamedTuple):
         num_parts: of the whole.
         num_room: float32 that the room has at least.
         num_products: that all parts make, about.
+        held: tensors whose addresses the code has.
     """
 
     compute: Callable[[ctypes.c_int64, int, Tensor], None]
     num_parts: int
     num_room: int
     num_products: int
+    held: object
 
 
 @cache

@@ -83,12 +83,8 @@ def attention_of(
     num_groups, _, value_width = value_GSK.shape
     tiles = _tiles_of(rows, num_rows, num_heads // num_groups, num_groups)
     num_sets = num_heads // tiles.set_heads
-    # behind narrow queries zeros stand, which change no sum
-    sizes = (num_sets, num_rows, tiles.set_heads, _in_steps(width, KEY_STEP))
-    wide_JTIW = torch.zeros(sizes, dtype=torch.float32)
     query_JTIK = query_HTK.unflatten(0, (num_sets, tiles.set_heads)).transpose(1, 2)
-    factor = terms.scaling * (1.0 if terms.cap else _LOG2_E)
-    wide_JTIW[..., :width].copy_(query_JTIK).mul_(factor)
+    wide_JTIW = _scaled(query_JTIK, terms.scaling * (1.0 if terms.cap else _LOG2_E))
     out_sizes = (num_rows, num_heads, _in_steps(value_width, VALUE_STEP))
     out_THX = torch.empty(out_sizes, dtype=torch.float32)
     chosen_TP = None if rows.chosen_TS is None else _by_position(rows.chosen_TS, tiles)
@@ -122,10 +118,9 @@ def attention_of(
         "score_row": tiles.num_positions,
     }
     code = code_for(key_GSK.dtype)
+    call = np.array([_as_integer(given[name]) for name in FIELDS], np.int64)
 
     def attend(begun: ctypes.c_int64, at_once: int, room: Tensor) -> None:
-        # the tensors live as long as this function
-        call = np.array([_as_integer(given[name]) for name in FIELDS], np.int64)
         code.function(call.ctypes.data, room.data_ptr(), ctypes.byref(begun), at_once)
 
     num_all = min(num_rows, tiles.tile_rows) * tiles.set_heads
@@ -133,8 +128,16 @@ def attention_of(
     # a block, and of each row and head scores, sums of values and that of weights
     num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
     num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
-    work = Shared(attend, num_sets * len(tiles.span_N2), num_room, num_products)
+    work = Shared(attend, num_sets * len(tiles.span_N2), num_room, num_products, given)
     return Attention(work, out_THX[..., :value_width])
+
+
+def _scaled(query_JTIK: Tensor, factor: float) -> Tensor:
+    """Return queries in float32 without gaps; behind narrow ones zeros stand, which change no sum."""
+    *sizes, width = query_JTIK.shape
+    wide_JTIW = torch.zeros(*sizes, _in_steps(width, KEY_STEP), dtype=torch.float32)
+    wide_JTIW[..., :width].copy_(query_JTIK).mul_(factor)
+    return wide_JTIW
 
 
 def _cap_factors(cap: float | None) -> Tensor | None:

@@ -91,7 +91,8 @@ def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Prod
     # weights of a chain, and sums of all rows and of those that are made up behind the last
     num_room = (_CHAIN + num_rows + _ROWS) * columns
     num_products = (num_rows + _ROWS_TO_WIDEN) * width * num_columns
-    work = Shared(multiply, -(-sizes[2] // columns), num_room, num_products)
+    held = (row_TW, weight_NK, bias_N, out_TN)
+    work = Shared(multiply, -(-sizes[2] // columns), num_room, num_products, held)
     return Product(work, out_TN[:, :num_columns])
 
 

@@ -63,8 +63,9 @@ class Invariance(NamedTuple):
             return ""
         # row sizes are those that hold with all of them
         counts = ", ".join(map(str, self.thread_counts))
-        code = f"registers of {fused_lanes()}, order {ORDER}"
-        return f"{cpu_name()}, {code}, torch {torch.__version__}, {device}, {counts} threads"
+        # a GPU runs none of it, and asking takes a moment
+        code = f", registers of {fused_lanes()}, order {ORDER}" if device == "cpu" else ""
+        return f"{cpu_name()}{code}, torch {torch.__version__}, {device}, {counts} threads"
 
     @property
     def notes(self) -> list[str]:

@@ -169,19 +169,18 @@ class InvariantRows(TorchFunctionMode):
         )
         key = (*what, bias is None)
         if key not in self._found:
-            counts = self.thread_counts
             more = () if bias is None else (bias.new_zeros(len(factor)),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
             settings = (
                 find_sizes,
-                counts,
+                self.thread_counts,
                 torch.get_float32_matmul_precision(),
                 mkldnn.enabled,
             )
             tried = _TRIED if is_tried_by_likeness(factor) else {}
             if (key, settings) not in tried:
                 tried[key, settings] = find_sizes(
-                    trial, factor, counts, is_transposed=is_transposed
+                    trial, factor, self.thread_counts, is_transposed=is_transposed
                 )
             self._found[key] = tried[key, settings]
         self.num_refused += not self._found[key]

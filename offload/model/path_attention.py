@@ -142,12 +142,20 @@ def path_attention(
 
 
 def attend_along_paths(
-    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
+    query_HTK: Tensor,
+    key_GSK: Tensor,
+    value_GSK: Tensor,
+    rows: PathRows,
+    terms: ScoreTerms,
+    *,
+    multiply: MultiplyBy = _plainly,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Compute `path_attention` as quickly as can be without a kernel of this device."""
+    what = (query_HTK, key_GSK, value_GSK, rows, terms)
     if not can_attend(key_GSK, value_GSK):
-        return path_attention(query_HTK, key_GSK, value_GSK, rows, terms)
-    attention = attention_of(query_HTK, key_GSK, value_GSK, rows, terms)
+        return path_attention(*what, multiply=multiply, scratch=scratch)
+    attention = attention_of(*what)
     compute(attention.work)
     return attention.out_THV.to(query_HTK.dtype)
 
@@ -171,9 +179,8 @@ class InvariantAttention:
         terms: ScoreTerms,
     ) -> Tensor:
         what = (query_HTK, key_GSK, value_GSK, rows, terms)
-        if can_attend(key_GSK, value_GSK):
-            return attend_along_paths(*what)
-        return path_attention(*what, multiply=self._invariant.multiply, scratch=self._scratch)
+        multiply = self._invariant.multiply
+        return attend_along_paths(*what, multiply=multiply, scratch=self._scratch)
 
     def try_out(self, key_GSK: Tensor, value_GSK: Tensor) -> None:
         """Try all products that scores of longer texts are, for heads as wide as these."""

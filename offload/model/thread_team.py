@@ -82,12 +82,9 @@ class ThreadTeam:
             yield num_threads
         finally:
             if is_first:
-                self._give_back()
-
-    def _give_back(self) -> None:
-        with self._taking:
-            torch.set_num_threads(self._num_threads)
-            self._num_threads = 0
+                with self._taking:
+                    torch.set_num_threads(num_threads)
+                    self._num_threads = 0
 
     def run(self, work: Callable[[], None], most: int) -> None:
         """Call `work` in every thread at once, at most in `most` of them, and wait for all.
@@ -121,8 +118,7 @@ class ThreadTeam:
     def _forget(self) -> None:
         self._inboxes = []
         self._taking = Lock()
-        if self._num_threads:
-            self._give_back()
+        self._num_threads = 0
 
 
 def _help(inbox: SimpleQueue[_Task]) -> None:

@@ -8,7 +8,7 @@ weight is widened at a time, and multiplied by the library. Sums are in float32 
 library does it. What is held and read stays 16 bits wide.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -100,7 +100,9 @@ def _multiply_blocks(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -
     wide_TK = row_TK.float()
     at_once = max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * weight_NK.shape[1]))
     blocks = weight_NK.split(at_once)
-    biases = [None] * len(blocks) if bias_N is None else bias_N.float().split(at_once)
+    biases: Sequence[Tensor | None] = [None] * len(blocks)
+    if bias_N is not None:
+        biases = bias_N.float().expand(weight_NK.shape[0]).split(at_once)
     parts = [
         functional.linear(wide_TK, block.float(), bias).to(row_TK.dtype)
         for block, bias in zip(blocks, biases, strict=True)

@@ -17,7 +17,7 @@ from offload.checkpoint.sizes import ModelFacts, model_shape
 from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
 from offload.planning.budget import prompt_costs
@@ -54,29 +54,23 @@ class Packing(NamedTuple):
         return {**self.forecast._asdict(), "share": self.forecast.share, **own}
 
 
-def packing_of(
-    files: ModelFiles,
-    budget: MemoryBudget,
-    num_nodes: int,
-    hardware: Hardware | None,
-    link_bytes_per_s: float | None,
-) -> Packing | None:
+def _packing(run: ResolvedRun, num_nodes: int, link_bytes_per_s: float | None) -> Packing | None:
     """Return what packing the target would win, None where there is nothing to pack."""
-    found = forecast(files.target)
+    found = forecast(run.files.target)
     if found is None:
         return None
     if not found.is_worth_it:
         return Packing(found, None, None)
-    packed = as_packed(files.target, found)
+    packed = as_packed(run.files.target, found)
     # stacks that `by_expert` does not take apart come whole
-    if budget.experts == "demand" and model_shape(packed).experts is None:
+    if run.budget.experts == "demand" and model_shape(packed).experts is None:
         return None
     try:
-        plan = budget.plan(files._replace(target=packed), num_nodes)
+        plan = run.budget.plan(run.files._replace(target=packed), num_nodes)
     # what weights are expanded into takes room as well
     except UserError:
         return Packing(found, None, None)
-    streamed_bytes = Traffic.of(plan, hardware).bytes_at(1)
+    streamed_bytes = Traffic.of(plan, run.hardware).bytes_at(1)
     return Packing(
         found,
         round(Traffic.of(plan).bytes_at(1)),
@@ -201,7 +195,6 @@ def estimate(
         known = costs or trees.costs or link_alone(link)
         predictions, basis = _predictions(run, trees, settings, known, plan, tokens_per_sweep)
     traffic = _traffic(run, trees, plan)
-    told = (run.files, run.budget, plan.num_nodes, run.hardware, link)
     return Estimate(
         models=tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, run.files))),
         plan=plan,
@@ -213,7 +206,7 @@ def estimate(
         basis=basis,
         notes=(*([_NO_COSTS] if is_unknown else []), *run.notes, *_notes(run, link, plan)),
         is_measured=link is not None and not has_rates,
-        packing=packing_of(*told) if has_packing else None,
+        packing=_packing(run, plan.num_nodes, link) if has_packing else None,
         traffic=traffic,
         prompt=_prompt(run, costs, traffic, plan),
     )
