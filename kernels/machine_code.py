@@ -5,7 +5,7 @@ own. numba has no words for some of it, takes more memory and a longer start.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # raised where code adds up in another order than before: what was kept has other bits then
-ORDER = 1
+ORDER = 2
 # numbers that are loaded, widened and rounded at once
 EIGHT = 8
 _QUIET_NAN = 0x7FC0
@@ -27,20 +27,36 @@ class Shared(NamedTuple):
     """Work that threads share by its parts, each of which has the same bits in any thread.
 
     Attributes:
-        compute: takes parts until none is left. Its arguments: a number in memory, of the first
-            part that no thread has begun, which it raises; how many parts it takes at once; and
-            room of this thread alone. It does not hold Python's lock.
+        function: takes parts until none is left, without Python's lock. Its arguments: where `call`
+            lies, and where room of its thread alone does.
+        call: integers. First that of the first part that no thread has begun, which it raises; then
+            how many parts it takes at once; then its own.
         num_parts: of the whole.
         num_room: float32 that the room has at least.
         num_products: that all parts make, about.
         held: tensors whose addresses the code has.
     """
 
-    compute: Callable[[ctypes.c_int64, int, Tensor], None]
+    function: Callable[[int, int], None]
+    call: "ctypes.Array[ctypes.c_int64]"
     num_parts: int
     num_room: int
     num_products: int
     held: object
+
+    def begin(self, at_once: int) -> None:
+        """Let all parts be taken, so many at once."""
+        self.call[:2] = [0, at_once]
+
+    def take_parts(self, room: Tensor) -> None:
+        """Compute parts in this thread, in this room, until none is left."""
+        self.function(ctypes.addressof(self.call), room.data_ptr())
+
+
+def call_of(given: Iterable[Tensor | int | None]) -> "ctypes.Array[ctypes.c_int64]":
+    """Return what machine code is called with, numbers and addresses; 0 for what there is not."""
+    numbers = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in given]
+    return (ctypes.c_int64 * (2 + len(numbers)))(0, 0, *numbers)
 
 
 @cache
@@ -53,7 +69,7 @@ def fused_lanes() -> int:
 
         features = binding.get_host_cpu_features()
         is_arm = binding.get_process_triple().startswith(("aarch64", "arm64"))
-        _made("define void @nothing() {\n  ret void\n}", "nothing", [])
+        _made("define void @nothing() {\n  ret void\n}", {"nothing": []})
     except (ImportError, OSError, RuntimeError):
         return 0
     if features.get("avx512f"):
@@ -62,20 +78,20 @@ def fused_lanes() -> int:
 
 
 class CompiledCode(NamedTuple):
-    """A function of machine code, and what keeps it in memory."""
+    """Functions of machine code by their names, and what keeps them in memory."""
 
-    function: Callable[..., None]
+    functions: Mapping[str, Callable[..., None]]
     engine: Any
 
 
-def compiled(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
-    """Return a function of a module, which takes arguments of these kinds of `ctypes`."""
-    code = _made(module, name, kinds)
+def compiled(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
+    """Return functions of a module, each of which takes arguments of these kinds of `ctypes`."""
+    code = _made(module, kinds)
     give_back("libllvmlite")
     return code
 
 
-def _made(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
+def _made(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -89,7 +105,11 @@ def _made(module: str, name: str, kinds: Sequence[Any]) -> CompiledCode:
     code.verify()
     engine = binding.create_mcjit_compiler(code, machine)
     engine.finalize_object()
-    return CompiledCode(ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(name)), engine)
+    functions = {
+        name: ctypes.CFUNCTYPE(None, *own)(engine.get_function_address(name))
+        for name, own in kinds.items()
+    }
+    return CompiledCode(functions, engine)
 
 
 def give_back(library: str) -> None:
@@ -210,9 +230,19 @@ class Code:
         with self._builder.if_then(self._builder.icmp_signed("<", first, end)):
             self._loop(start, end, step, [], once)
 
-    def _share(self, begun: Any, at_once: Any, num_parts: Any, work: Callable[[Any], None]) -> None:
+    def _given(self, call: Any, kinds: Sequence[Any]) -> list[Any]:
+        """Return a call's own numbers, those of pointers' kinds as pointers; see `Shared`."""
+        values = []
+        for place, kind in enumerate(kinds):
+            value = self._builder.load(self._at(call, 2 + place))
+            values.append(value if kind == self._index else self._builder.inttoptr(value, kind))
+        return values
+
+    def _share(self, call: Any, num_parts: Any, work: Callable[[Any], None]) -> None:
         """Write a loop over parts that no other thread has taken; see `Shared`."""
         builder = self._builder
+        begun = call
+        at_once = builder.load(self._at(call, 1))
         take = builder.append_basic_block()
         some = builder.append_basic_block()
         behind = builder.append_basic_block()

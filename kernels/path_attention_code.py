@@ -29,18 +29,16 @@ _KEYS = 4
 _LEAST_POWER = -126.0
 # of the series of 2^f for f within one half of 0: what is left out is below half a rounding
 _NUM_POWERS = 8
-_NAME = "attend"
+NAME = "attend"
 
 
 @cache
 def code_for(dtype: torch.dtype) -> CompiledCode:
-    """Return a function for keys and values of this type.
+    """Return a function for keys and values of this type; see `Shared`.
 
-    It takes the addresses of numbers in the order of `FIELDS` and of room, and then what `Shared`
-    says.
+    The call's own numbers are in the order of `FIELDS`.
     """
-    kinds = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
-    return compiled(_PathAttention(dtype).text(), _NAME, kinds)
+    return compiled(_PathAttention(dtype).text(), {NAME: [ctypes.c_void_p] * 2})
 
 
 class _Tile(NamedTuple):
@@ -318,11 +316,11 @@ class _PathAttention(Code):
         return function
 
     def _write_attend(self) -> None:
-        """attend(call, room, begun, at once): compute tiles, those of one set after the other."""
+        """attend(call, room): compute tiles, those of one set after the other."""
         index = self._index
         numbers = index.as_pointer()
-        function = self._begin(_NAME, [numbers, self._number, numbers, index])
-        call, room, begun, at_once = function.args
+        function = self._begin(NAME, [numbers, self._number])
+        call, room = function.args
         kinds = {
             "query": self._number,
             "key": self._narrow,
@@ -335,10 +333,8 @@ class _PathAttention(Code):
             "out": self._number,
             "cap": self._number,
         }
-        given = {
-            name: self._builder.load(self._at(call, place)) for place, name in enumerate(FIELDS)
-        }
-        given |= {name: self._builder.inttoptr(given[name], kind) for name, kind in kinds.items()}
+        values = self._given(call, [kinds.get(name, index) for name in FIELDS])
+        given = dict(zip(FIELDS, values, strict=True))
         up = self._builder.add(given["num_rows"], self._add(given["tile_rows"], -1))
         num_tiles = self._builder.udiv(up, given["tile_rows"])
         num_sets = self._builder.udiv(given["num_heads"], given["set_heads"])
@@ -348,7 +344,7 @@ class _PathAttention(Code):
             nth = self._builder.urem(which, num_tiles)
             self._compute(given, self._tile(given, room, nth_set, nth))
 
-        self._share(begun, at_once, self._times(num_tiles, num_sets), attend)
+        self._share(call, self._times(num_tiles, num_sets), attend)
         self._builder.ret_void()
 
     def _tile(self, given: Mapping[str, Any], room: Any, nth_set: Any, nth: Any) -> _Tile:

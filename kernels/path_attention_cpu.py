@@ -14,7 +14,6 @@ of a group; A = T * I rows of a tile, a row of the pass and a head of the set be
 widths of keys and values in whole steps.
 """
 
-import ctypes
 import math
 from typing import NamedTuple
 
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.machine_code import Shared, fused_lanes
+from offload.kernels.machine_code import Shared, call_of, fused_lanes
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
-from offload.kernels.path_attention_code import FIELDS, KEY_STEP, VALUE_STEP, code_for
+from offload.kernels.path_attention_code import FIELDS, KEY_STEP, NAME, VALUE_STEP, code_for
 
 # scores of a tile: they stay in the second cache
 _MOST_SCORES = 1 << 16
@@ -117,24 +116,23 @@ def attention_of(
         "sink_step": 0 if terms.sink_H is None else 1,
         "score_row": tiles.num_positions,
     }
-    code = code_for(key_GSK.dtype)
-    call = np.array([_as_integer(given[name]) for name in FIELDS], np.int64)
-
-    def attend(begun: ctypes.c_int64, at_once: int, room: Tensor) -> None:
-        code.function(call.ctypes.data, room.data_ptr(), ctypes.byref(begun), at_once)
-
+    call = call_of(given[name] for name in FIELDS)
     num_all = min(num_rows, tiles.tile_rows) * tiles.set_heads
     block_width = max(wide_JTIW.shape[3], out_THX.shape[2])
     # a block, and of each row and head scores, sums of values and that of weights
     num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
     num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
-    work = Shared(attend, num_sets * len(tiles.span_N2), num_room, num_products, given)
+    function = code_for(key_GSK.dtype).functions[NAME]
+    num_tiles = num_sets * len(tiles.span_N2)
+    work = Shared(function, call, num_tiles, num_room, num_products, given)
     return Attention(work, out_THX[..., :value_width])
 
 
 def _scaled(query_JTIK: Tensor, factor: float) -> Tensor:
     """Return queries in float32 without gaps; behind narrow ones zeros stand, which change no sum."""
     *sizes, width = query_JTIK.shape
+    if width % KEY_STEP == 0:
+        return torch.empty(query_JTIK.shape, dtype=torch.float32).copy_(query_JTIK).mul_(factor)
     wide_JTIW = torch.zeros(*sizes, _in_steps(width, KEY_STEP), dtype=torch.float32)
     wide_JTIW[..., :width].copy_(query_JTIK).mul_(factor)
     return wide_JTIW
@@ -145,11 +143,6 @@ def _cap_factors(cap: float | None) -> Tensor | None:
     if cap is None:
         return None
     return torch.tensor([2 * _LOG2_E / cap, cap * _LOG2_E], dtype=torch.float32)
-
-
-def _as_integer(given: Tensor | int | None) -> int:
-    """Return a number, or where a tensor lies; 0 for none."""
-    return given.data_ptr() if isinstance(given, Tensor) else given or 0
 
 
 def _in_steps(number: int, step: int) -> int:

@@ -1,20 +1,22 @@
-"""Products of float32 rows with weights of 16 bits, which are widened as they are multiplied.
+"""Products of 16-bit rows and weights in float32: weights are widened as they are multiplied.
 
 For processors without such products. A library has float32 products alone, so it needs a copy of
 the weight in float32: with a few rows making it takes most of the time, with many a third. Here
-some columns' weights are widened into the nearest cache, `_CHAIN` numbers of each, and every row is
-multiplied by them there. A number of the result is a sum of chains: so many products, each added to
-those before by one fused operation; then the chains are added up. So a row's bits depend on nothing
-but the row and the weight.
+some columns' weights are widened into a near cache, `_DEPTH` numbers of each, and every row is
+multiplied by them there.
 
-Weights of a column lie in rows, and a register should have one number of each of eight columns. So
-sixteen numbers of eight rows are loaded as eight words of two numbers each, and the 8 x 8 words are
-transposed.
+A number of the result is a sum of chains, each of products that are added to those before by one
+fused operation. A depth has eight chains: numbers are loaded as eight words of two each, and a
+chain has the words of one lane. A few rows are multiplied as the words lie, eight chains of one
+column in a register; many rows with eight columns in a register, for which the 8 x 8 words of eight
+columns are transposed. So both add up in one order, and a row's bits depend on nothing but the row
+and the weight.
 
 Shape letters, in this file only: T rows, N columns of the result, K numbers of a row.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,13 +30,14 @@ from offload.kernels.machine_code import (
     Code,
     CompiledCode,
     Shared,
+    call_of,
     compiled,
     fused_lanes,
 )
 
-# numbers of a weight's row that are transposed at once; what is left of a row comes one by one
-_STEP = 16
-_CHAIN = 12 * _STEP
+# numbers that are loaded at once; what is left of a row comes one by one
+_STEP = 2 * EIGHT
+_DEPTH = 48 * _STEP
 # Of the result, whose sums stay in registers: so many rows, and registers of columns. Four by two
 # were as quick with many rows as six by two, and quicker with a few.
 _ROWS = 4
@@ -42,9 +45,17 @@ _REGISTERS = 2
 # of which machine code is repeated, for fewer jumps
 _UNROLLED = 2
 _TYPES = (torch.bfloat16, torch.float16)
-_ROWS_TO_WIDEN = 8  # that take as long as widening the weight does
-_NAME = "multiply_columns"
-_KINDS = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4]
+# up to so many are multiplied one by one, which takes less than widening weights for all of them
+_LONE_ROWS = 2
+# rows that take as long as a weight does to be widened and stored, or to be loaded alone
+_ROWS_TO_WIDEN = 8
+_ROWS_TO_LOAD = 2
+_SPREAD = "spread"
+_MULTIPLY = "multiply"
+_KINDS = {
+    _SPREAD: [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2],
+    _MULTIPLY: [ctypes.c_void_p] * 2,
+}
 
 
 def can_multiply(weight_NK: Tensor) -> bool:
@@ -57,55 +68,59 @@ class Product(NamedTuple):
     """A product to be computed: the work, and its result afterwards, in the weight's type."""
 
     work: Shared
-    out_TN: Tensor
+    out: Tensor
 
 
-def product_of(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Product:
+def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Product:
     """Return the product of rows and a weight; its parts are of some columns.
 
+    Every operation of torch takes some 10 us where a pass has just filled the caches, so there are
+    few.
+
     Args:
-        row_TK: one row at least.
+        rows: (..., K), one row at least, of the weight's type.
         weight_NK: that `can_multiply` admits.
         bias_N: of any type.
     """
-    num_rows, width = row_TK.shape
+    *sizes, width = rows.shape
+    num_rows = math.prod(sizes)
     num_columns = weight_NK.shape[0]
     columns = fused_lanes() * _REGISTERS
     missing = max(0, columns - num_columns)
     weight_NK = pad(weight_NK, (0, 0, 0, missing)) if missing else weight_NK.contiguous()
     # behind a row zeros stand, up to a whole step
-    row_TW = (
-        pad(row_TK.float(), (0, -width % _STEP)) if width % _STEP else row_TK.float().contiguous()
-    )
+    rows = pad(rows, (0, -width % _STEP)) if width % _STEP else rows.contiguous()
     if bias_N is not None:
         bias_N = pad(bias_N.float().expand(num_columns), (0, missing)).contiguous()
     code = _compiled(weight_NK.dtype, bias_N is not None, fused_lanes())
-    out_TN = weight_NK.new_empty(num_rows, num_columns + missing)
-    sizes = (num_rows, width, num_columns + missing)
-
-    def multiply(begun: ctypes.c_int64, at_once: int, room: Tensor) -> None:
-        bias = None if bias_N is None else bias_N.data_ptr()
-        places = (row_TW.data_ptr(), weight_NK.data_ptr(), out_TN.data_ptr(), room.data_ptr())
-        code.function(*places, bias, ctypes.byref(begun), *sizes, at_once)
-
-    # weights of a chain, and sums of all rows and of those that are made up behind the last
-    num_room = (_CHAIN + num_rows + _ROWS) * columns
-    num_products = (num_rows + _ROWS_TO_WIDEN) * width * num_columns
-    held = (row_TW, weight_NK, bias_N, out_TN)
-    work = Shared(multiply, -(-sizes[2] // columns), num_room, num_products, held)
-    return Product(work, out_TN[:, :num_columns])
+    wide = None
+    if num_rows > _LONE_ROWS or width % _STEP:
+        wide = torch.empty_like(rows, dtype=torch.float32)
+        code.functions[_SPREAD](rows.data_ptr(), wide.data_ptr(), num_rows, rows.shape[-1])
+    out = weight_NK.new_empty(*sizes, num_columns + missing)
+    given = (rows, wide, weight_NK, out, bias_N)
+    call = call_of((*given, num_rows, width, num_columns + missing))
+    # weights, a column's words of each chain apart, and sums of all rows and of those that are made
+    # up behind the last
+    num_room = (_DEPTH + EIGHT + num_rows + _ROWS) * columns
+    beside = _ROWS_TO_LOAD if wide is None else _ROWS_TO_WIDEN
+    num_products = (num_rows + beside) * width * num_columns
+    num_parts = -(-(num_columns + missing) // columns)
+    function = code.functions[_MULTIPLY]
+    work = Shared(function, call, num_parts, num_room, num_products, given)
+    return Product(work, out[..., :num_columns] if missing else out)
 
 
 @cache
 def _compiled(dtype: torch.dtype, has_bias: bool, lanes: int) -> CompiledCode:
-    return compiled(_Product(dtype, has_bias, lanes).text(), _NAME, _KINDS)
+    return compiled(_Product(dtype, has_bias, lanes).text(), _KINDS)
 
 
 class _Product(Code):
     """The instructions of the product.
 
     Args:
-        dtype: of the weight and the result.
+        dtype: of rows, the weight and the result.
         has_bias: whether there is one to begin with.
         lanes: numbers of a register.
     """
@@ -114,76 +129,121 @@ class _Product(Code):
         super().__init__(dtype, lanes)
         self._has_bias = has_bias
         self._columns = lanes * _REGISTERS
-        bits = self._narrow
-        begun = self._index.as_pointer()
-        given = [self._number, bits, bits, self._number, self._number, begun, *[self._index] * 4]
         bytes_ = self._ir.IntType(8).as_pointer()
         fetched = self._ir.FunctionType(self._ir.VoidType(), [bytes_, *[self._int] * 3])
         self._prefetch = self._ir.Function(self._module, fetched, "llvm.prefetch.p0")
-        function = self._begin(_NAME, given)
-        self._rows, self._weight, self._out, self._panel, self._bias, begun, *sizes = function.args
-        self._num_rows, self._width, self._height, at_once = sizes
+        self._write_spread()
+        self._write_multiply()
+
+    def _write_spread(self) -> None:
+        """spread(rows, wide, count, width): rows of whole steps to float32, chain after chain."""
+        function = self._begin(_SPREAD, [self._narrow, self._number, *[self._index] * 2])
+        rows, wide, count, width = function.args
+        # whose words fill a register
+        at_once = _STEP * EIGHT // 2
+
+        def spread(row: Any) -> None:
+            source = self._at(rows, self._times(row, width))
+            target = self._at(wide, self._times(row, width))
+
+            def spread_depth(start: Any) -> None:
+                num = self._least(self._index(_DEPTH), self._builder.sub(width, start))
+                begin = self._at(target, start)
+                chains = [self._at(begin, self._of_chain(num, nth)) for nth in range(EIGHT)]
+                here = self._at(source, start)
+
+                def spread_some(at: Any) -> None:
+                    numbers = []
+                    for step in range(0, at_once, _STEP):
+                        numbers += self._both_of(self._word_8(self._at(here, self._add(at, step))))
+                    for chain, some in zip(chains, self._turned(numbers), strict=True):
+                        self._store(some, self._at(chain, self._of_chain(at, 1)))
+
+                def spread_step(at: Any) -> None:
+                    for nth, numbers in enumerate(self._both_of(self._word_8(self._at(here, at)))):
+                        place = self._add(self._of_chain(at, 1), nth)
+                        for lane, chain in enumerate(chains):
+                            number = self._builder.extract_element(numbers, self._int(lane))
+                            self._builder.store(number, self._at(chain, place))
+
+                whole = self._builder.and_(num, self._index(-at_once))
+                self._each(0, whole, at_once, spread_some)
+                self._each(whole, num, _STEP, spread_step)
+
+            self._each(0, width, _DEPTH, spread_depth)
+
+        self._each(0, count, 1, spread)
+        self._builder.ret_void()
+
+    def _of_chain(self, num: Any, nth: int) -> Any:
+        """Return how many of `num` numbers `nth` chains have."""
+        return self._times(self._builder.udiv(num, self._index(EIGHT)), nth)
+
+    def _write_multiply(self) -> None:
+        """multiply(call, room): compute parts; see `Shared`. The call's own numbers are where rows
+        lie, where they were spread (a few need not be), the weight, the result and the bias, and
+        then how many rows, numbers of a row and columns there are.
+        """
+        function = self._begin(_MULTIPLY, [self._index.as_pointer(), self._number])
+        call, self._panel = function.args
+        kinds = [self._narrow, self._number, self._narrow, self._narrow, self._number]
+        given = self._given(call, [*kinds, *[self._index] * 3])
+        self._row, self._wide, self._weight, self._out, self._bias, *sizes = given
+        self._num_rows, self._width, self._height = sizes
         self._whole = self._in_steps(self._width)
         self._ahead = self._times(self._width, self._columns)
-        self._sums = self._at(self._panel, _CHAIN * self._columns)
+        self._sums = self._at(self._panel, (_DEPTH + EIGHT) * self._columns)
         last = self._builder.sub(self._height, self._index(self._columns))
         up = self._add(self._height, self._columns - 1)
         num_parts = self._builder.udiv(up, self._index(self._columns))
-        has_steps = self._builder.icmp_signed("==", self._width, self._whole)
-        is_lone = self._builder.icmp_signed("==", self._num_rows, self._index(1))
-        is_one = self._builder.and_(is_lone, has_steps)
+        is_spread = self._builder.icmp_unsigned("!=", self._wide, self._wide.type(None))
 
         def multiply(part: Any) -> None:
             # the last columns may be computed again
             first = self._least(self._times(part, self._columns), last)
-            with self._builder.if_else(is_one) as (alone, together):
-                with alone:
-                    self._multiply_row(first)
+            with self._builder.if_else(is_spread) as (together, alone):
                 with together:
                     self._multiply_rows(first)
+                with alone:
+                    self._each(0, self._num_rows, 1, lambda row: self._multiply_row(row, first))
 
-        self._share(begun, at_once, num_parts, multiply)
+        self._share(call, num_parts, multiply)
         self._builder.ret_void()
 
-    def _multiply_row(self, column: Any) -> None:
-        """Multiply a lone row by some columns: their weights are needed once and never stored."""
-        groups = range(0, self._columns, EIGHT)
-        begun = [self._eight([-0.0] * EIGHT)] * len(groups)
-        if self._has_bias:
-            place = self._at(self._bias, column)
-            begun = [self._loaded(self._at(place, group), self._eight) for group in groups]
+    def _multiply_row(self, row: Any, first: Any) -> None:
+        """Multiply a row by some columns, whose weights are needed once and never stored."""
+        source = self._at(self._row, self._times(row, self._width))
+        for group in range(0, self._columns, EIGHT):
+            column = self._add(first, group)
+            weights = self._weights(column)
+            begun = self._eight([-0.0] * EIGHT)
+            if self._has_bias:
+                begun = self._loaded(self._at(self._bias, column), self._eight)
 
-        def add_chain(start: Any, sums: Sequence[Any]) -> list[Any]:
-            num = self._least(self._index(_CHAIN), self._builder.sub(self._width, start))
-            rows = [
-                [self._at(place, start) for place in self._weights(self._add(column, group))]
-                for group in groups
-            ]
+            def add_depth(start: Any, sums: Sequence[Any], weights: Any = weights) -> list[Any]:
+                num = self._least(self._index(_DEPTH), self._builder.sub(self._width, start))
 
-            def add_products(at: Any, chains: Sequence[Any]) -> list[Any]:
-                here = self._at(self._rows, self._add(start, at))
-                numbers = [self._builder.load(self._at(here, step)) for step in range(_STEP)]
-                numbers = [self._repeated(number, self._eight) for number in numbers]
-                added = []
-                for places, chain in zip(rows, chains, strict=True):
-                    for place in places:
-                        self._fetch(self._at(place, self._add(at, self._ahead)))
-                    for number, weights in zip(numbers, self._transposed(places, at), strict=True):
-                        chain = self._added(number, weights, chain)
-                    added.append(chain)
-                return added
+                def add_products(at: Any, chains: Sequence[Any]) -> list[Any]:
+                    here = self._add(start, at)
+                    numbers = self._both_of(self._word_8(self._at(source, here)))
+                    added = []
+                    for weight, chain in zip(weights, chains, strict=True):
+                        place = self._at(weight, here)
+                        self._fetch(self._at(place, self._ahead))
+                        for pair in zip(numbers, self._both_of(self._word_8(place)), strict=True):
+                            chain = self._added(*pair, chain)
+                        added.append(chain)
+                    return added
 
-            nothing = [self._eight([0.0] * EIGHT)] * len(groups)
-            chains = self._loop(0, num, _STEP, nothing, add_products)
-            return [
-                self._builder.fadd(before, chain)
-                for before, chain in zip(sums, chains, strict=True)
-            ]
+                nothing = [self._eight([0.0] * EIGHT)] * EIGHT
+                (sum_8,) = sums
+                for chain in self._turned(self._loop(0, num, _STEP, nothing, add_products)):
+                    sum_8 = self._builder.fadd(sum_8, chain)
+                return [sum_8]
 
-        sums = self._loop(0, self._width, _CHAIN, begun, add_chain)
-        for group, numbers in zip(groups, sums, strict=True):
-            place = self._at(self._out, self._add(column, group))
-            self._store(self._rounded(numbers), place, 2)
+            (sum_8,) = self._loop(0, self._width, _DEPTH, [begun], add_depth)
+            place = self._at(self._out, self._add(self._times(row, self._height), column))
+            self._store(self._rounded(sum_8), place, 2)
 
     def _in_steps(self, num: Any) -> Any:
         """Return the next multiple of a step."""
@@ -193,14 +253,27 @@ class _Product(Code):
         """Multiply all rows by some columns, chain after chain."""
         self._begin_sums(column)
 
-        def add_chains(start: Any, _: Sequence[Any]) -> list[Any]:
-            num = self._least(self._index(_CHAIN), self._builder.sub(self._width, start))
+        def add_depth(start: Any) -> None:
+            num = self._least(self._index(_DEPTH), self._builder.sub(self._width, start))
             self._widen(column, start, num)
-            self._add_chains(start, self._in_steps(num))
-            return []
+            length = self._of_chain(self._in_steps(num), 1)
 
-        self._loop(0, self._width, _CHAIN, [], add_chains)
+            def add_chain(nth: Any) -> None:
+                panel = self._chain(nth)
+                self._add_chain(self._add(start, self._times(length, nth)), panel, length)
+
+            self._each(0, self._index(EIGHT), 1, add_chain)
+
+        self._each(0, self._width, _DEPTH, add_depth)
         self._write(column)
+
+    def _chain(self, nth: Any) -> Any:
+        """Return where the weights of a chain begin: a line apart, so that no two of the same
+        number take the same place in a cache.
+        """
+        return self._at(
+            self._panel, self._times(nth, self._index((_DEPTH // EIGHT + 1) * self._columns))
+        )
 
     def _weights(self, column: Any) -> list[Any]:
         """Return where the weights of eight columns begin."""
@@ -222,10 +295,24 @@ class _Product(Code):
         self._loop(0, self._add(self._num_rows, _ROWS), 1, [], begin)
 
     def _widen(self, column: Any, start: Any, num: Any) -> None:
-        """Leave `num` numbers of each column in the panel, column beside column, and zeros behind
-        them up to a whole step.
+        """Leave `num` numbers of each column in the panel, chain after chain and column beside
+        column, and zeros behind them up to a whole step.
         """
         steps = self._builder.and_(num, self._index(-_STEP))
+        chains = [self._chain(self._index(nth)) for nth in range(EIGHT)]
+        nothing = self._floats([0.0] * self._lanes)
+
+        def in_chain(at: Any) -> Any:
+            return self._times(self._of_chain(at, 1), self._columns)
+
+        def clear(at: Any) -> None:
+            for chain in chains:
+                for nth in range(2):
+                    begin = self._at(self._at(chain, in_chain(at)), nth * self._columns)
+                    for place in self._registers(begin):
+                        self._store(nothing, place)
+
+        self._each(steps, num, _STEP, clear)
         for group in range(0, self._columns, EIGHT):
             places = [self._at(place, start) for place in self._weights(self._add(column, group))]
 
@@ -233,45 +320,44 @@ class _Product(Code):
                 # what comes next in these rows, and in those of the next columns
                 for place in places:
                     self._fetch(self._at(place, self._add(at, self._ahead)))
-                    self._fetch(self._at(place, self._add(at, _CHAIN)))
-                for step, numbers in enumerate(self._transposed(places, at)):
-                    place = self._times(self._add(at, step), self._columns)
-                    self._store(numbers, self._at(self._panel, self._add(place, group)))
+                    self._fetch(self._at(place, self._add(at, _DEPTH)))
+                words = [self._word_8(self._at(place, at)) for place in places]
+                for chain, word_8 in zip(chains, self._turned(words), strict=True):
+                    begin = self._at(self._at(chain, in_chain(at)), group)
+                    for nth, numbers in enumerate(self._both_of(word_8)):
+                        self._store(numbers, self._at(begin, nth * self._columns))
 
             def widen_one(at: Any, places: Any = places, group: int = group) -> None:
-                here = self._at(self._panel, self._add(self._times(at, self._columns), group))
-                for nth, place in enumerate(places):
+                behind = self._builder.sub(at, steps)
+                chain = self._chain(self._builder.lshr(behind, self._index(1)))
+                nth = self._builder.and_(behind, self._index(1))
+                begin = self._at(self._at(chain, in_chain(steps)), self._times(nth, self._columns))
+                for row, place in enumerate(places):
                     number = self._widened(self._at(place, at), 1)
-                    self._builder.store(number, self._at(here, nth))
+                    self._builder.store(number, self._at(begin, group + row))
 
             self._each(0, steps, _STEP, widen_some)
             self._each(steps, num, 1, widen_one)
 
-        def clear(at: Any) -> None:
-            for place in self._registers(self._at(self._panel, self._times(at, self._columns))):
-                self._store(self._floats([0.0] * self._lanes), place)
-
-        self._each(num, self._in_steps(num), 1, clear)
-
-    def _add_chains(self, start: Any, num: Any) -> None:
-        """Multiply `num` numbers of all rows by the panel, and add that to their sums."""
+    def _add_chain(self, start: Any, panel: Any, length: Any) -> None:
+        """Multiply so many numbers of all rows by those of the panel, and add that to their sums."""
         last = self._builder.sub(self._num_rows, self._index(1))
 
         def add_some(first: Any, _: Sequence[Any]) -> list[Any]:
             # beyond the last row it comes again, and its sums are left
             rows = [self._least(self._add(first, row), last) for row in range(_ROWS)]
             places = [
-                self._at(self._rows, self._add(self._times(row, self._whole), start))
+                self._at(self._wide, self._add(self._times(row, self._whole), start))
                 for row in rows
             ]
 
             def add_products(at: Any, sums: Sequence[Any]) -> list[Any]:
                 for step in range(_UNROLLED):
-                    sums = self._products_added(places, self._add(at, step), sums)
+                    sums = self._products_added(places, panel, self._add(at, step), sums)
                 return list(sums)
 
             nothing = [self._floats([0.0] * self._lanes)] * (_ROWS * _REGISTERS)
-            chains = self._loop(0, num, _UNROLLED, nothing, add_products)
+            chains = self._loop(0, length, _UNROLLED, nothing, add_products)
             sums = [
                 place
                 for row in range(_ROWS)
@@ -284,9 +370,11 @@ class _Product(Code):
 
         self._loop(0, self._num_rows, _ROWS, [], add_some)
 
-    def _products_added(self, rows: Sequence[Any], at: Any, sums: Sequence[Any]) -> list[Any]:
+    def _products_added(
+        self, rows: Sequence[Any], panel: Any, at: Any, sums: Sequence[Any]
+    ) -> list[Any]:
         """Add the products of one number of each row and those of all columns."""
-        place = self._at(self._panel, self._times(at, self._columns))
+        place = self._at(panel, self._times(at, self._columns))
         weights = [self._loaded(one, self._floats) for one in self._registers(place)]
         numbers = [
             self._repeated(self._builder.load(self._at(row, at)), self._floats) for row in rows
@@ -305,12 +393,15 @@ class _Product(Code):
 
         self._loop(0, self._num_rows, 1, [], write_row)
 
-    def _transposed(self, rows: Sequence[Any], at: Any) -> list[Any]:
-        """Load sixteen numbers of eight rows, and return them by column, in float32."""
-        loaded = [self._loaded(self._at(row, at), self._words, 2) for row in rows]
+    def _word_8(self, place: Any) -> Any:
+        """Return sixteen numbers that lie there as eight words."""
+        return self._loaded(place, self._words, 2)
+
+    def _turned(self, rows: Sequence[Any]) -> list[Any]:
+        """Return eight registers of eight as their columns."""
         # within each half of a register, which takes one instruction where other orders take two
         pairs = [
-            self._shuffled(loaded[row], loaded[row + 1], order)
+            self._shuffled(rows[row], rows[row + 1], order)
             for order in ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15])
             for row in range(0, EIGHT, 2)
         ]
@@ -320,8 +411,7 @@ class _Product(Code):
             for order in ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
         ]
         halves = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
-        whole = [self._shuffled(*four, half) for half in halves for four in fours]
-        return [number for words in whole for number in self._both_of(words)]
+        return [self._shuffled(*four, half) for half in halves for four in fours]
 
     def _fetch(self, place: Any) -> None:
         """Let the memory there come nearer, for those who read it later; it need not exist."""

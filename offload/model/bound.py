@@ -318,7 +318,9 @@ class BoundModel:
             views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
         for name, view in views.items():
             place = self._layer_places[layer][name]
-            place.table[place.key] = view.to(place.empty.dtype)
+            # `to` would return the same, after a while
+            is_same = view.dtype == place.empty.dtype
+            place.table[place.key] = view if is_same else view.to(place.empty.dtype)
         self._expanded.bind(layer, sent)
 
     def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:

@@ -407,7 +407,7 @@ class StreamedModel(BoundModel):
         name = "causal_mask" if "causal_mask" in kwargs else "attention_mask"
         assert name in kwargs, "this family passes no masks"
         mask = self._masks[window]
-        if has_index(layer):
+        if self._chooses[index]:
             return args, {**kwargs, **self._choosing(layer, mask, kwargs)}
         hidden = args[0] if args else kwargs["hidden_states"]
         if isinstance(mask, Tensor):

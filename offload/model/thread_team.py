@@ -7,7 +7,6 @@ left, so a slow one takes fewer. A part is computed by one thread: its bits cann
 many there are.
 """
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -150,9 +149,9 @@ def compute(work: Shared) -> None:
     """Compute all parts, by as many threads as there is work for."""
     num_shares = max(1, min(work.num_products // _SHARE, _MOST_SHARES))
     at_once = -(-work.num_parts // num_shares)
-    begun = ctypes.c_int64(0)
+    work.begin(at_once)
 
     def take_parts() -> None:
-        work.compute(begun, at_once, THREAD.room.whole(work.num_room))
+        work.take_parts(THREAD.room.whole(work.num_room))
 
     TEAM.run(take_parts, most=-(-work.num_parts // at_once))

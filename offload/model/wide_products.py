@@ -8,6 +8,7 @@ weight is widened at a time, and multiplied by the library. Sums are in float32 
 library does it. What is held and read stays 16 bits wide.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -46,10 +47,10 @@ _IS_SUPPORTED = {
 
 def lacks_products(dtype: torch.dtype) -> bool:
     """Tell whether the library of this processor has no product for numbers of this type."""
-    if dtype not in _IS_SUPPORTED or not mkldnn.is_available():
+    if dtype not in _IS_SUPPORTED:
         return False
     is_supported = _is_supported(dtype)
-    return is_supported is not None and not (mkldnn.enabled and is_supported)
+    return is_supported is not None and not (is_supported and mkldnn.enabled)
 
 
 def widens_products(dtype: torch.dtype) -> bool:
@@ -68,43 +69,44 @@ def is_widened(rows: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _is_supported(dtype: torch.dtype) -> bool | None:
+    """Tell whether the library has such products; None where there is no library to ask."""
     ask = getattr(torch.ops.mkldnn, _IS_SUPPORTED[dtype], None)
-    return None if ask is None else ask()
+    return None if ask is None or not mkldnn.is_available() else ask()
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `functional.linear` with sums in float32; a few rows and a block are wide at once."""
     num_columns, width = weight.shape
-    row_TK = input.reshape(-1, input.shape[-1])
+    num_rows = math.prod(input.shape[:-1])
     # other widths are refused by the library, and there may be no rows for an expert
-    is_ours = can_multiply(weight) and row_TK.shape[0] > 0 and row_TK.shape[1] == width
+    is_ours = can_multiply(weight) and num_rows > 0 and input.shape[-1] == width
     multiply = _multiply_widening if is_ours else _multiply_blocks
     most_rows = max(_STEP_ROWS, _ROWS_BYTES // (4 * width) // _STEP_ROWS * _STEP_ROWS)
     most_rows = min(INNER_ROWS, most_rows)
-    if row_TK.shape[0] <= most_rows:
-        out_TN = multiply(row_TK, weight, bias)
-    else:
-        out_TN = torch.cat([multiply(some_TK, weight, bias) for some_TK in row_TK.split(most_rows)])
+    if num_rows <= most_rows:
+        return multiply(input, weight, bias)
+    parts_TK = input.reshape(-1, input.shape[-1]).split(most_rows)
+    out_TN = torch.cat([multiply(some_TK, weight, bias) for some_TK in parts_TK])
     return out_TN.reshape(*input.shape[:-1], num_columns)
 
 
-def _multiply_widening(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    product = product_of(row_TK, weight_NK, bias_N)
+def _multiply_widening(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    product = product_of(rows, weight_NK, bias_N)
     compute(product.work)
     # a slice where columns were made up
-    return product.out_TN.contiguous()
+    return product.out.contiguous()
 
 
-def _multiply_blocks(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+def _multiply_blocks(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Multiply by the library, some columns of the weight at a time."""
-    wide_TK = row_TK.float()
+    wide = rows.float()
     at_once = max(_LEAST_COLUMNS, _BLOCK_BYTES // (4 * weight_NK.shape[1]))
     blocks = weight_NK.split(at_once)
     biases: Sequence[Tensor | None] = [None] * len(blocks)
     if bias_N is not None:
         biases = bias_N.float().expand(weight_NK.shape[0]).split(at_once)
     parts = [
-        functional.linear(wide_TK, block.float(), bias).to(row_TK.dtype)
+        functional.linear(wide, block.float(), bias).to(rows.dtype)
         for block, bias in zip(blocks, biases, strict=True)
     ]
     return torch.cat(parts, -1)

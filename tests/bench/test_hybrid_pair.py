@@ -1,6 +1,7 @@
 """The hybrid and its twin: they begin as the dense model but for their mixers, and learn from the same windows.
 
-Why: the comparison of acceptance rests on two models that differ in nothing else. Models are tiny, texts patterns.
+Why: the comparison of acceptance rests on two models that differ in nothing else, and on a draft for each that learnt
+from it alone. Models are tiny, texts patterns.
 """
 
 import json
@@ -54,27 +55,42 @@ def test_all_but_mixers_is_taken_over(dense: LlamaForCausalLM) -> None:
 def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged, cache = tmp_path / "packaged", tmp_path / "cache"
     save_small(packaged / "target", num_hidden_layers=4)
+    save_small(packaged / "draft", num_hidden_layers=1)
     for companion in training.COMPANIONS:
         (packaged / "target" / companion).write_text("{}")
     monkeypatch.setattr(training, "PAIR", packaged)
     monkeypatch.setattr(training, "cache_folder", lambda: cache)
     monkeypatch.setattr(training, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
-    monkeypatch.setattr(make, "Recipe", lambda: Recipe(Course(9, 1e-3), hybrid_steps=2, twin_steps=3))
+    recipe = Recipe(Course(9, 1e-3), hybrid_steps=2, twin_steps=3, draft=Course(2, 1e-3))
+    monkeypatch.setattr(make, "Recipe", lambda: recipe)
     seen: dict[str, list[list[int]]] = {}
-    own = make.next_token_loss
+    taught: list[tuple[str, list[int]]] = []
+    own, own_draft = make.next_token_loss, make.draft_loss
 
     def loss(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
         seen.setdefault(model.config.model_type, []).append(tokens_BS.flatten().tolist())
         return own(model, tokens_BS)
 
+    def of_a_draft(draft: Any, target: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
+        assert draft.config.num_hidden_layers == 1
+        weight = target.lm_head.weight
+        assert torch.equal(weight, weight.bfloat16().float()), "it learns from what is stored"
+        taught.append((target.config.model_type, tokens_BS.flatten().tolist()))
+        return own_draft(draft, target, tokens_BS)
+
     monkeypatch.setattr(make, "next_token_loss", loss)
+    monkeypatch.setattr(make, "draft_loss", of_a_draft)
     pair = hybrid_pair(Screen(is_quiet=True))
     # behind the steps come held-out texts
     hybrid, twin = seen["qwen3_5_text"], seen["qwen3"]
     assert hybrid[:2] == twin[:2] and hybrid[0] != hybrid[1] and (len(hybrid), len(twin)) == (3, 4)
-    assert sorted(path.name for path in pair.iterdir()) == ["figures.json", "hybrid", "twin"]
+    assert [name for name, _ in taught] == ["qwen3_5_text"] * 2 + ["qwen3"] * 2
+    assert [windows for _, windows in taught] == hybrid[:2] * 2
+    made = ["figures.json", "hybrid", "hybrid-draft", "twin", "twin-draft"]
+    assert sorted(path.name for path in pair.iterdir()) == made
     assert {*json.loads((pair / "figures.json").read_text())} == {HYBRID, TWIN}
     assert load_file(pair / HYBRID / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     monkeypatch.setattr(make, "train", lambda *_: pytest.fail("it trained again"))
     assert hybrid_pair(Screen(is_quiet=True)) == pair
-    assert setting_of(pair / HYBRID).target == setting_of(pair / HYBRID).origin
+    setting = setting_of(pair, HYBRID)
+    assert setting.target == setting.origin and setting.draft == pair / "hybrid-draft"

@@ -36,12 +36,12 @@ import importlib, torch
 for name in {names}:
     importlib.import_module(f"offload.kernels.{{name}}")
 from offload.kernels.registry import REFERENCES
-from offload.kernels.path_attention import PathRows, ScoreTerms
-from offload.model.path_attention import path_attention
+from offload.kernels.path_attention import ScoreTerms
+from offload.model.path_attention import path_attention, path_rows
 assert REFERENCES.keyed_gumbel(1, 2, 30).shape == (30,)
 states = torch.randn(2, 3, 16)
-walk_TL = torch.tensor([[1, 0, 0, 0, 0], [2, 0, 0, 1, 0], [3, 0, 0, 1, 2]])
-path_attention(states, states, states, PathRows(walk_TL, None, path_attention), ScoreTerms(1.0))
+rows = path_rows(0, torch.ones(3, 3).tril().bool(), path_attention)
+assert path_attention(states, states, states, rows, ScoreTerms(1.0)).shape == (3, 2, 16)
 """,
     )
 

@@ -1,6 +1,5 @@
 """Attention along paths by machine code: the formula in float64, and bits that depend on a path alone."""
 
-import ctypes
 from dataclasses import replace
 
 import pytest
@@ -27,9 +26,11 @@ def attended(given: Inputs, at_once: int = 1) -> Tensor:
     attention = attention_of(*given.call)
     room = torch.full((attention.work.num_room + 1,), torch.nan)
     room[-1] = 1e30
-    begun = ctypes.c_int64(0)
-    attention.work.compute(begun, at_once, room)
-    assert begun.value >= attention.work.num_parts and room[-1] == 1e30, "all parts, and no more room than asked for"
+    attention.work.begin(at_once)
+    attention.work.take_parts(room)
+    assert attention.work.call[0] >= attention.work.num_parts and room[-1] == 1e30, (
+        "all parts, and no more room than asked for"
+    )
     return attention.out_THV
 
 
@@ -86,8 +87,9 @@ def test_threads_share_the_parts() -> None:
     given = inputs(TREE)
     attention = attention_of(*given.call)
     attention.out_THV.fill_(7.0)
-    begun = ctypes.c_int64(attention.work.num_parts)
-    attention.work.compute(begun, 1, torch.empty(attention.work.num_room))
+    attention.work.begin(1)
+    attention.work.call[0] = attention.work.num_parts
+    attention.work.take_parts(torch.empty(attention.work.num_room))
     assert attention.out_THV.eq(7.0).all()
 
 

@@ -1,6 +1,5 @@
 """Products that widen weights as they go: chains of fused operations, whatever rows and columns lie beside."""
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from offload.model import wide_products
 ROOT = Path(__file__).parents[2]
 CHANCE = torch.Generator().manual_seed(7)
 TYPES = (torch.bfloat16, torch.float16)
-CHAIN = 192
+DEPTH = 768
 
 
 def numbers(*shape: int) -> Tensor:
@@ -31,40 +30,47 @@ def _where_it_can() -> None:
         pytest.skip("this processor: no registers of eight float32 with fused products, or no llvmlite")
 
 
-def chained(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, length: int = CHAIN) -> Tensor:
+def chained(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, depth: int = DEPTH) -> Tensor:
     """Add up as the kernel promises: a product is exact in float64, so each step rounds once."""
     sums = None if bias_N is None else np.broadcast_to(bias_N.numpy(), (len(row_TK), len(weight_NK)))
-    for start in range(0, row_TK.shape[1], length):
-        chain = np.zeros((len(row_TK), len(weight_NK)), np.float32)
-        for at in range(start, min(start + length, row_TK.shape[1])):
-            products = row_TK[:, at, None].double() * weight_NK[:, at].double()
-            chain = (products.numpy() + chain).astype(np.float32)
-        sums = chain if sums is None else sums + chain
+    for start in range(0, row_TK.shape[1], depth):
+        places = torch.arange(start, min(start + depth, row_TK.shape[1]))
+        for lane in range(8):
+            chain = np.zeros((len(row_TK), len(weight_NK)), np.float32)
+            for at in places[(places - start) % 16 // 2 == lane]:
+                products = row_TK[:, at, None].double() * weight_NK[:, at].double()
+                chain = (products.numpy() + chain).astype(np.float32)
+            sums = chain if sums is None else sums + chain
     return torch.from_numpy(sums).to(weight_NK.dtype)
 
 
 def multiplied(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    product = product_of(row_TK, weight_NK, bias_N)
+    product = product_of(row_TK.to(weight_NK.dtype), weight_NK, bias_N)
     room = torch.full((product.work.num_room + 1,), torch.nan)
     room[-1] = 1e30
-    begun = ctypes.c_int64(0)
-    product.work.compute(begun, 1, room)
-    assert begun.value == product.work.num_parts + 1, "each part is taken once"
+    product.work.begin(1)
+    product.work.take_parts(room)
+    assert product.work.call[0] == product.work.num_parts + 1, "each part is taken once"
     assert room[-1] == 1e30, "no more room is taken than was asked for"
-    return product.out_TN
+    return product.out
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "width"),
-    [(1, 40, 64), (4, 32, 208), (7, 51, 400), (5, 96, 192), (1, 33, 200), (3, 7, 13), (1, 1, 1), (6, 40, 393)],
+    [
+        *[(1, 40, 64), (4, 32, 208), (7, 51, 400), (5, 96, 192), (1, 33, 200), (3, 7, 13), (1, 1, 1), (6, 40, 393)],
+        # more than a depth: whole steps behind it, and not
+        *[(1, 24, 816), (2, 17, 1552), (3, 18, 832), (4, 20, 781)],
+    ],
 )
 def test_chains_are_added_as_promised(
     num_rows: int, num_columns: int, width: int, lanes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(widened_products, "fused_lanes", lambda: lanes)
-    row_TK, weight_NK, bias_N = numbers(num_rows, width), numbers(num_columns, width).to(dtype), numbers(num_columns)
+    row_TK = numbers(num_rows, width).to(dtype)
+    weight_NK, bias_N = numbers(num_columns, width).to(dtype), numbers(num_columns)
     least = torch.tensor([6e-8, -6e-8, 0.0, -0.0]).to(dtype)  # the least float16 there are
     weight_NK.view(-1)[:4] = least[: weight_NK.numel()]
     for bias in (None, bias_N):
@@ -72,19 +78,22 @@ def test_chains_are_added_as_promised(
         assert_same_bits(multiplied(row_TK, weight_NK, bias), wanted_TN, Promise.SAME_PRODUCTS)
 
 
-def test_chains_of_other_lengths_have_other_bits() -> None:
+def test_chains_of_other_depths_have_other_bits() -> None:
     """Planted: what would be told apart above."""
-    row_TK, weight_NK = numbers(4, 400), numbers(64, 400).float()
-    like_NK = torch.cat([weight_NK[:, :200], -weight_NK[:, :200].flip(1)], 1).bfloat16()
-    row_TK[:, 200:] = row_TK[:, :200].flip(1)  # so that nothing but the rounding is left
-    assert not torch.equal(chained(row_TK, like_NK, None), chained(row_TK, like_NK, None, CHAIN + 16))
-    assert_same_bits(multiplied(row_TK, like_NK), chained(row_TK, like_NK, None), Promise.SAME_PRODUCTS)
+    row_TK, weight_NK = numbers(4, 1600).bfloat16(), numbers(64, 1600)
+    like_NK = torch.cat([weight_NK[:, :800], -weight_NK[:, :800].flip(1)], 1).bfloat16()
+    row_TK[:, 800:] = row_TK[:, :800].flip(1)  # so that nothing but the rounding is left
+    wanted_TN = chained(row_TK, like_NK, None)
+    assert not torch.equal(wanted_TN, chained(row_TK, like_NK, None, DEPTH + 16))
+    for num_rows in (4, 1):
+        found_TN = multiplied(row_TK[:num_rows], like_NK)
+        assert_same_bits(found_TN, wanted_TN[:num_rows], Promise.SAME_PRODUCTS)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
-    row_TK, weight_NK = numbers(70, 320), numbers(300, 320).bfloat16()
+    row_TK, weight_NK = numbers(70, 1000).bfloat16(), numbers(300, 1000).bfloat16()
     whole_TN = multiplied(row_TK, weight_NK)
-    for lo, hi in ((0, 1), (0, 69), (33, 38), (69, 70)):
+    for lo, hi in ((0, 1), (0, 2), (3, 6), (0, 69), (33, 38), (69, 70)):
         assert_same_bits(multiplied(row_TK[lo:hi], weight_NK), whole_TN[lo:hi], Promise.INVARIANT)
 
 
@@ -116,7 +125,6 @@ def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatc
 
 
 _GROWTH = """
-import ctypes
 from pathlib import Path
 import torch
 from offload.kernels import machine_code, widened_products
@@ -127,9 +135,10 @@ give_back = machine_code.give_back
 machine_code.give_back = lambda library: (print(mapped()), give_back(library), print(mapped()))
 weight = torch.ones(64, 64).bfloat16()
 for bias in (None, torch.ones(64)):
-    product = widened_products.product_of(torch.ones(1, 64), weight, bias)
-    product.work.compute(ctypes.c_int64(0), 8, torch.empty(product.work.num_room))
-    assert product.out_TN.eq(64 + (bias is not None)).all()
+    product = widened_products.product_of(torch.ones(1, 64).bfloat16(), weight, bias)
+    product.work.begin(8)
+    product.work.take_parts(torch.empty(product.work.num_room))
+    assert product.out.eq(64 + (bias is not None)).all()
 """
 
 
@@ -140,13 +149,14 @@ def test_the_compiler_takes_no_memory_once_the_code_is_made() -> None:
 
 
 _FORK = """
-import ctypes, os
+import os
 import torch
 from offload.kernels.widened_products import product_of
 def multiply(bias):
-    product = product_of(torch.ones(1, 64), torch.ones(64, 64).bfloat16(), bias)
-    product.work.compute(ctypes.c_int64(0), 8, torch.empty(product.work.num_room, dtype=torch.float32))
-    assert product.out_TN.eq(64 + (bias is not None)).all()
+    product = product_of(torch.ones(1, 64).bfloat16(), torch.ones(64, 64).bfloat16(), bias)
+    product.work.begin(8)
+    product.work.take_parts(torch.empty(product.work.num_room, dtype=torch.float32))
+    assert product.out.eq(64 + (bias is not None)).all()
 multiply(None)
 child = os.fork()
 multiply(torch.ones(64))
