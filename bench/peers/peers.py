@@ -202,7 +202,7 @@ def _llama_cpp(draft_tokens: int, size: tuple[int, int], wanted: float) -> Progr
 _LLAMA_ALONE = "llama.cpp on the mmap"
 _ON_MAP = {"weights": "mmap"}
 PROGRAMS: dict[str, Program] = {
-    OURS: _ours("grown:128x20", _DRAFTED),
+    OURS: _ours("auto", _DRAFTED),
     "none": _ours("none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
     "disk-assistant": _transformers(
