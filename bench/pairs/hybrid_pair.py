@@ -47,6 +47,7 @@ from offload.bench.pairs.training import (
     windows,
     write_rounded,
 )
+from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
 HYBRID = "hybrid"
@@ -227,4 +228,5 @@ def main(bench: Bench) -> Findings:
         columns=COLUMNS,
         notes=[f"{TREE}; held-out loss in nats: {told}; the ratio should be within {LIMIT:.0%}"],
         settings={"tree": TREE, "losses": losses, "num_new": num_new},
+        ceiling={"tokens_per_sweep": 1 + parse_tree(TREE).depth},
     )
