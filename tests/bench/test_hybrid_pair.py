@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from small_llama import SIZES, save_small
 from transformers import LlamaForCausalLM
 
+from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import Screen
 from offload.bench.pairs import hybrid_pair as make
 from offload.bench.pairs import training
@@ -94,3 +95,16 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
     assert hybrid_pair(Screen(is_quiet=True)) == pair
     setting = setting_of(pair, HYBRID)
     assert setting.target == setting.origin and setting.draft == pair / "hybrid-draft"
+
+
+def test_the_command_ends_with_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not, for want of a ceiling, after forty minutes."""
+    (tmp_path / make.FIGURES).write_text(json.dumps({HYBRID: 4.4, TWIN: 4.5}))
+    yields = {HYBRID: [3.0, 5.0], TWIN: [4.0, 6.0]}
+    monkeypatch.setattr(make, "hybrid_pair", lambda screen: tmp_path)
+    monkeypatch.setattr(make, "texts_of", lambda setting, *_: (yields[setting.target.name], []))
+    monkeypatch.setattr(Setting, "prove", lambda self, written: None)
+    make.main(quick=True, rows_file=None, json_file=tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["ratio"] for row in found["rows"]] == [0.8, 0.8]
+    assert found["ceiling"] == {"tokens_per_sweep": 17} and found["settings"]["losses"][TWIN] == 4.5
