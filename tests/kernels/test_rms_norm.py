@@ -75,7 +75,8 @@ def test_all_norms_of_a_family_are_known(family: str) -> None:
     """Those that divide by the root mean square, and no others: one takes a gate, another returns the inverse alone."""
     model = tiny_model(config_of(family))
     found = {type(module) for module, _ in find_norms(model)}
-    named = {type(one) for one in model.modules() if re.search("(?<!Weightless|Unweighted)(?<!Gated)(RMS|L2)Norm$", type(one).__name__)}
+    usual = re.compile("(?<!Weightless|Unweighted)(?<!Gated)(RMS|L2)Norm$")
+    named = {type(one) for one in model.modules() if usual.search(type(one).__name__)}
     assert found - {nn.RMSNorm} == named - {nn.RMSNorm} and bool(found) is (family not in LAYER_NORMS)
 
 
