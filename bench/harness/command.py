@@ -65,7 +65,7 @@ _ROLES: dict[str, Any] = {"metavar": "ROLES", "envvar": "OFFLOAD_RANKS"}
 _SOURCES = "code, copy, or a text or .jsonl file; several"
 _JSON = "store the result; '-': print it, as is done where no terminal is"
 _COMPARE = "flag what is slower than there beyond noise; exits with 1"
-_QUICK = "up to four minutes on two cores, larger errors"
+_QUICK = "some minutes on two cores, larger errors"
 _LAYERS = "instead: so many layers of a synthetic Llama-2-70B, made in memory"
 # the flags that several benches have; name: how it is given, and its default
 FLAGS: dict[str, tuple[Any, Any]] = {

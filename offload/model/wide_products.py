@@ -64,8 +64,12 @@ def widens_products(dtype: torch.dtype) -> bool:
 def is_widened(rows: Tensor, weight: Tensor) -> bool:
     """Tell whether a product is made by machine code, so that bits of a row depend on it alone."""
     is_wide = rows.device.type == "cpu" and lacks_products(rows.dtype)
-    is_alike = weight.dtype == rows.dtype and weight.shape[1] == rows.shape[-1]
-    return is_wide and is_alike and can_multiply(weight)
+    return is_wide and _are_alike(rows, weight) and can_multiply(weight)
+
+
+def _are_alike(rows: Tensor, weight: Tensor) -> bool:
+    """Tell whether numbers and their count agree; where not, the library has its say."""
+    return rows.dtype == weight.dtype and rows.shape[-1] == weight.shape[1]
 
 
 @cache
@@ -79,9 +83,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `functional.linear` with sums in float32; a few rows and a block are wide at once."""
     num_columns, width = weight.shape
     num_rows = math.prod(input.shape[:-1])
-    # what is not alike the library refuses, and there may be no rows for an expert
-    is_alike = input.dtype == weight.dtype and input.shape[-1] == width
-    is_ours = can_multiply(weight) and num_rows > 0 and is_alike
+    # there may be no rows for an expert
+    is_ours = num_rows > 0 and _are_alike(input, weight) and can_multiply(weight)
     multiply = _multiply_widening if is_ours else _multiply_blocks
     most_rows = max(_STEP_ROWS, _ROWS_BYTES // (4 * width) // _STEP_ROWS * _STEP_ROWS)
     most_rows = min(INNER_ROWS, most_rows)

@@ -132,3 +132,12 @@ def test_a_scratch_gives_room_anew_and_no_more_than_it_may() -> None:
     assert scratch.take((5000,), host).shape == (5000,)
     scratch.begin()
     assert scratch.take((10, 20), host).untyped_storage().nbytes() == 4000
+
+
+def test_rows_of_another_type_are_not_read_as_the_weights() -> None:
+    """Bits of one type mean other numbers in the other."""
+    rows, weight = numbers(3, 64, dtype=torch.float16), numbers(40, 64)
+    found = linear(rows, weight)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.double(), exact(rows, weight), atol=2e-2, rtol=1e-2)
+    assert not wide_products.is_widened(rows, weight)
