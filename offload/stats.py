@@ -6,6 +6,7 @@ Nothing that follows from other figures is stored.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import NamedTuple
 
 from offload.threads import StepModes
@@ -81,22 +82,15 @@ class Transfers(NamedTuple):
     stall_s: float = 0.0  # compute waited for the link
     expert_hits: int = 0  # routed experts that were there when a pass asked for them
     expert_misses: int = 0
+    reading_s: float = 0.0  # the disk was read, where the disk is the link; else 0
 
     def since(self, before: "Transfers") -> "Transfers":
         """Return the difference from an earlier moment."""
-        hits = self.expert_hits - before.expert_hits
-        misses = self.expert_misses - before.expert_misses
-        return Transfers(
-            self.num_bytes - before.num_bytes, self.stall_s - before.stall_s, hits, misses
-        )
+        return Transfers(*map(sub, self, before))
 
     def and_more(self, other: "Transfers") -> "Transfers":
         """Return the sum of both."""
-        hits = self.expert_hits + other.expert_hits
-        misses = self.expert_misses + other.expert_misses
-        return Transfers(
-            self.num_bytes + other.num_bytes, self.stall_s + other.stall_s, hits, misses
-        )
+        return Transfers(*map(add, self, other))
 
 
 @dataclass(slots=True, repr=False)

@@ -134,11 +134,8 @@ class Sequence:
 
     def set_shape(self, shape: Shape) -> Stats:
         """Give later trees this shape; return the figures of their steps, which begin anew."""
-        self.shape = shape
         self.stats = Stats(num_prompt_tokens=self.num_prompt_tokens)
-        self.stats.tree_num_nodes = shape.num_nodes
-        self.stats.tree_depth = shape.depth
-        self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
+        self._take_shape(shape)
         is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
         self.stats.is_draft_known = is_known and self._has_draft
         return self.stats
@@ -148,16 +145,23 @@ class Sequence:
     ) -> None:
         """Let trees be chains of lengths that change as this says, from the next step on.
 
-        None changes nothing. `among` returns the shape of its tree beside others, by how many texts
-        share the pass.
+        None changes nothing. `among` returns the shape of its tree by how many texts share the
+        pass; asked again, it may have learnt.
         """
         self._chains = chains
         self._among = among
 
-    def shape_among(self, num_texts: int) -> Shape:
+    def next_shape(self, num_texts: int) -> Shape:
         """Return the shape of the next tree, where so many texts share the pass."""
-        is_fixed = num_texts == 1 or self._chains is not None or self._among is None
-        return self.shape if is_fixed else self._among(num_texts)  # type: ignore[misc]
+        if self._chains is None and self._among is not None:
+            self._take_shape(self._among(num_texts))
+        return self.shape
+
+    def _take_shape(self, shape: Shape) -> None:
+        self.shape = shape
+        self.stats.tree_num_nodes = shape.num_nodes
+        self.stats.tree_depth = shape.depth
+        self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
 
     @property
     def is_taken_in(self) -> bool:

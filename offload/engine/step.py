@@ -47,7 +47,7 @@ class SpeculationStep:
     Args:
         compute_in: from then on computes in this mode.
         max_prompt_rows: committed tokens that one pass takes in, of all texts together.
-        learn: hears of every pass in which several texts had trees, and none a prompt.
+        learn: hears of every pass in which all texts had trees, and none a prompt.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SpeculationStep:
         batch = share_out(texts, self._max_prompt_rows)
         num_pending = sum(entry.num_pending for _, entry in batch)
         growing = [text for text, entry in batch if entry.is_whole]
-        shapes = [text.shape_among(len(growing)) for text in growing]
+        shapes = [text.next_shape(len(growing)) for text in growing]
         moved = self._target.moved
         started = time.perf_counter()
 
@@ -187,12 +187,10 @@ class SpeculationStep:
         draft_s = times.draft_s
         sweep_s = times.sweep_s
         self._threads.took(_rows_alike(num_rows), draft_s=draft_s, sweep_s=sweep_s)
-        if len(gained) > 1:
-            tokens = list(map(len, gained))
-            stall_s = times.moved.stall_s
-            self._learn(
-                ObservedPass(shapes, tokens, draft_s, sweep_s, stall_s, times.moved.num_bytes)
-            )
+        tokens = list(map(len, gained))
+        moved = times.moved
+        link = (moved.stall_s, moved.num_bytes, moved.reading_s)
+        self._learn(ObservedPass(shapes, num_rows, tokens, draft_s, sweep_s, *link))
 
 
 class _Times(NamedTuple):

@@ -95,12 +95,13 @@ class Target:
         """Return what passes so far have moved and waited for, of layers and experts that do not
         stay.
         """
-        moved = Transfers(self.stream.bytes_read, self.stream.stall_s)
+        stream = self.stream
+        moved = Transfers(stream.bytes_read, stream.stall_s, reading_s=stream.reading_s)
         if self.experts is None:
             return moved
-        num_bytes = moved.num_bytes + self.experts.bytes_read
-        stall_s = moved.stall_s + self.experts.stall_s
-        return Transfers(num_bytes, stall_s, self.experts.num_hits, self.experts.num_misses)
+        experts = self.experts
+        counts = (experts.num_hits, experts.num_misses)
+        return moved.and_more(Transfers(experts.bytes_read, experts.stall_s, *counts))
 
     @property
     def vocab_size(self) -> int:

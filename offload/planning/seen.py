@@ -1,4 +1,4 @@
-"""Costs and acceptance as observed in passes of several texts, correcting those of the calibration.
+"""Costs and acceptance as observed in passes of trees, correcting those of the calibration.
 
 A trial at start runs one layer again and again, whose weights then lie in the processor's cache,
 for one text and with no reader beside it. Real passes tell the rest: what computing takes by rows
@@ -30,15 +30,17 @@ _ASSUMED_TREES = 32  # how many observed trees the assumed acceptance is worth
 class ObservedPass(NamedTuple):
     """One pass over the weights in which each text had a tree and none took in a prompt."""
 
-    shapes: Sequence[Shape]  # of each text's tree
+    shapes: Sequence[Shape]  # of each text's tree, or their bounds
+    num_rows: int  # that the pass had: of dynamic trees, those that were worth it
     tokens: Sequence[int]  # gained by each text
     draft_s: float
     sweep_s: float
     stall_s: float  # part of `sweep_s`: computing waited for the link
     num_bytes: int  # moved over the link
+    reading_s: float = 0.0  # the link was in use; 0 where that is not known
 
     @property
-    def num_rows(self) -> int:
+    def most_rows(self) -> int:
         """Return the most rows that the trees may have."""
         return sum(shape.num_nodes for shape in self.shapes)
 
@@ -52,13 +54,13 @@ class ObservedPass(NamedTuple):
 class ObservedPasses:
     """The last passes, by how many texts shared them."""
 
-    num_passes: int = 0  # in all
+    num_texts: int = 1  # of the last pass
     _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
 
     def add(self, one: ObservedPass) -> None:
         """Add a finished pass."""
-        self.num_passes += 1
-        self._passes.setdefault(len(one.shapes), deque(maxlen=_MOST_SEEN)).append(one)
+        self.num_texts = len(one.shapes)
+        self._passes.setdefault(self.num_texts, deque(maxlen=_MOST_SEEN)).append(one)
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
         """Return the passes of so many texts, or of the nearest number."""
@@ -67,7 +69,7 @@ class ObservedPasses:
         return self._passes[min(self._passes, key=lambda num: abs(math.log(num / num_texts)))]
 
     def costs(self, known: Costs, num_texts: int, slots_bytes: int) -> Costs:
-        """Return the known costs, corrected by these passes.
+        """Return the known costs by the bounds of trees, corrected by these passes.
 
         Args:
             slots_bytes: what can be there before a sweep begins.
@@ -75,18 +77,23 @@ class ObservedPasses:
         passes = self.among(num_texts)
         if not passes:
             return known
-        computed_s = _by_rows(passes, lambda one: one.sweep_s - one.stall_s)
-        ratios = {rows: seconds / known.compute_s.at(rows) for rows, seconds in computed_s.items()}
         expected_s = sum(_draft_s(known, one) for one in passes)
         drafted = sum(one.draft_s for one in passes) / expected_s if expected_s else 1.0
+        steps_s = tuple(drafted * one for one in known.draft_step_s.seconds)
         return replace(
-            known,
-            compute_s=_scaled(known.compute_s, ratios),
-            draft_step_s=Curve(
-                known.draft_step_s.sizes, tuple(drafted * one for one in known.draft_step_s.seconds)
-            ),
-            link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
+            _corrected(known, passes, slots_bytes, lambda one: one.most_rows),
+            draft_step_s=Curve(known.draft_step_s.sizes, steps_s),
         )
+
+    def costs_of_rows(self, known: Costs, slots_bytes: int) -> Costs:
+        """Return the known costs by the rows that passes have, corrected by the latest passes.
+
+        What draft steps cost stays: of dynamic trees it is not known how wide theirs were.
+        """
+        passes = self.among(self.num_texts)
+        if not passes:
+            return known
+        return _corrected(known, passes, slots_bytes, lambda one: one.num_rows)
 
     def pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
         """Return the best tree, or a neighbour that might be better and is not known yet.
@@ -97,13 +104,15 @@ class ObservedPasses:
         """
         passes = self._passes.get(num_texts, ())
         best = ranked[0]
-        times = Counter(one.num_rows for one in passes)
+        times = Counter(one.most_rows for one in passes)
         if not times or times[num_texts * best.shape.num_nodes] < _TRIED:
             return best
         of_size = {one.shape.num_nodes: one for one in reversed(ranked)}
         sizes = sorted(of_size)
         place = sizes.index(best.shape.num_nodes)
-        for size in sizes[max(0, place - 1) : place + 2]:
+        # The last has half as many nodes: where passes compute in parts, the next smaller size may
+        # take as long as the best, and that one half of it.
+        for size in (*sizes[max(0, place - 1) : place + 2], sizes[max(0, place - 2)]):
             is_known = times[num_texts * size] >= _TRIED
             least_s = _at_best_s(
                 of_size[size], best, is_link_known=any(one.has_waited for one in passes)
@@ -159,8 +168,24 @@ def _at_best_s(one: Prediction, best: Prediction, *, is_link_known: bool) -> flo
     return step.total_s / one.tokens_per_sweep
 
 
-def _by_rows(
-    passes: Sequence[ObservedPass], seconds: Callable[[ObservedPass], float]
+def _corrected(
+    known: Costs,
+    passes: Sequence[ObservedPass],
+    slots_bytes: int,
+    rows_of: Callable[[ObservedPass], int],
+) -> Costs:
+    """Return the costs with what these passes tell of computing and of the link."""
+    computed_s = _computed_s(passes, rows_of)
+    ratios = {rows: seconds / known.compute_s.at(rows) for rows, seconds in computed_s.items()}
+    return replace(
+        known,
+        compute_s=_scaled(known.compute_s, ratios),
+        link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
+    )
+
+
+def _computed_s(
+    passes: Sequence[ObservedPass], rows_of: Callable[[ObservedPass], int]
 ) -> dict[int, float]:
     """Return for each number of rows the least of the last few times, and of those of more rows.
 
@@ -169,7 +194,7 @@ def _by_rows(
     """
     found = dict[int, list[float]]()
     for one in passes:
-        found.setdefault(one.num_rows, []).append(seconds(one))
+        found.setdefault(rows_of(one), []).append(one.sweep_s - one.stall_s)
     most = min(_TRIED, max(map(len, found.values())))
     least = {
         rows: min(times[-_MOST_OF_SIZE:]) for rows, times in found.items() if len(times) >= most
@@ -204,11 +229,14 @@ def _link_bytes_per_s(passes: Sequence[ObservedPass], known: float, slots_bytes:
     It is the one observed where passes have waited for it more than once; otherwise it is at least
     what any pass has shown.
     """
-    rates = [
-        max(
-            one.num_bytes / (one.draft_s + one.sweep_s), (one.num_bytes - slots_bytes) / one.sweep_s
-        )
-        for one in passes
-    ]
-    waited = [rate for rate, one in zip(rates, passes, strict=True) if one.has_waited]
-    return max(waited[-_MOST_OF_SIZE:]) if len(waited) >= _TRIED else max(known, *rates)
+    waited = [_rate(one, slots_bytes) for one in passes if one.has_waited]
+    if len(waited) >= _TRIED:
+        return max(waited[-_MOST_OF_SIZE:])
+    shown = (one.num_bytes / one.reading_s for one in passes if one.reading_s)
+    return max(known, *(_rate(one, slots_bytes) for one in passes), *shown)
+
+
+def _rate(one: ObservedPass, slots_bytes: int) -> float:
+    """Return the least rate with which the bytes of a pass can have come."""
+    ahead_bytes = one.num_bytes - slots_bytes
+    return max(one.num_bytes / (one.draft_s + one.sweep_s), ahead_bytes / one.sweep_s)

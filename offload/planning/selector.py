@@ -2,9 +2,9 @@
 
 One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same
 tree. It uses a profile of `offload tune` that holds for exactly this run, else the default
-acceptance and a quick calibration at start; where texts share passes, also what their passes have
-shown. Every caller chooses from the same sizes: how large a tree may be follows from what its rows
-and its memory cost.
+acceptance and a quick calibration at start; and in any case what passes have shown since. Every
+caller chooses from the same sizes: how large a tree may be follows from what its rows and its
+memory cost.
 
 No torch, no clock. Invariant: no tree is larger than memory was planned for, an explicit choice is
 never changed, and the basis of a choice is reported.
@@ -60,9 +60,12 @@ LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252
 LOOKUP_DEPTH = 32  # of such trees; copied passages may be long
 NUM_SHOWN = 5
 _SPARE_TRAFFIC = 1.01  # bytes of a sweep with room for guesses over one without, at most
+_GROWTH = 4  # times the nodes of a tree that may yet change
+_FEW_NODES = 64  # of trees whose nodes are ordered at once
 _MOST_KNOWN = 256  # choices that are kept
-_OFTEN = 8  # after each of the first passes a choice is made anew ...
-_SELDOM = 4  # ... and then after every so many
+# A choice is made anew when passes have taken so many times as long as choosing takes.
+_SELDOM = 25
+_CHOICE_S = 0.02  # measured on one core at 2.4 GHz
 _AS_STATIC = "; a dynamic tree counted as the static one of its size, which yields less"
 
 
@@ -207,7 +210,7 @@ class _Selection:
 
     def _best(self, costs: Costs) -> TreeChoice:
         trees_of = partial(self._trees, max_depth=DEPTHS[-1])
-        if self._learns and (traffic := self._traffic(1)):
+        if self._is_dynamic and (traffic := self._traffic(1)):
             costs = self._known.seen.costs(costs, self._num_texts, traffic.slots_bytes)
         trees, ranked = search(
             trees_of,
@@ -221,7 +224,7 @@ class _Selection:
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        best = self._known.seen.pick(ranked, self._num_texts) if self._learns else ranked[0]
+        best = self._known.seen.pick(ranked, self._num_texts) if self._is_dynamic else ranked[0]
         why = self._basis
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)
@@ -275,7 +278,7 @@ class _Selection:
         if self._profile is None:
             p_K = check_acceptance(self._known.usual.acceptance)
             counted = self._known.usual.dynamic_yields
-            if self._learns and not counted:
+            if self._is_dynamic and not counted:
                 p_K = self._known.seen.corrected_acceptance(p_K, self._expected)
             return known_trees(
                 tuple(p_K.tolist()), max_nodes=max_nodes, max_depth=max_depth, counted=counted
@@ -293,16 +296,8 @@ class _Selection:
 
     def _expected(self, p_K: Floats, shape: Shape) -> float:
         """Return the tokens of a tree by the product form."""
-        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(self._max_nodes, shape.num_nodes))
+        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(_FEW_NODES, shape.num_nodes))
         return trees.expected(shape.num_nodes, shape.depth)
-
-    @property
-    def _learns(self) -> bool:
-        """Return whether observed passes may change the choice.
-
-        They may not where the text for a seed depends on its trees, or a text is alone.
-        """
-        return self._is_dynamic and self._num_texts > 1
 
     @property
     def _most(self) -> int:
@@ -311,13 +306,21 @@ class _Selection:
 
     @property
     def _is_dynamic(self) -> bool:
-        return not drafting_of(self._rule).keeps_distributions
+        return is_free_of_trees(self._rule)
 
     @property
     def _basis(self) -> str:
         if self._profile is None:
             return f"{self._known.usual.source}, {self._note}"
         return f"{self._profile.num_tokens} traced tokens, profile of {self._profile.created}"
+
+
+def is_free_of_trees(rule: str) -> bool:
+    """Return whether the text for a seed is the same with every tree.
+
+    Only then may trees be dynamic, and what passes have shown may change the choice.
+    """
+    return not drafting_of(rule).keeps_distributions
 
 
 def routing_in(profile: Profile | None) -> ExpertRouting | None:
@@ -348,8 +351,10 @@ class TreeSelector:
     routing: ExpertRouting | None = None  # where experts were counted
     parallel: int = 1  # texts that may share a pass
     _known: dict[tuple[TreeSpec, str, str, int], TreeChoice] = field(default_factory=dict)
-    # passes of this decoder, where texts share them
+    # passes of this decoder
     seen: ObservedPasses = field(default_factory=ObservedPasses)
+    _since_s: float = 0.0  # of passes that no choice has used
+    _costs_of_rows: Costs | None = None  # as passes have corrected them
 
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
@@ -365,12 +370,15 @@ class TreeSelector:
         )
 
     def took(self, one: ObservedPass) -> None:
-        """Record a pass of several texts; the next choice for several uses it."""
+        """Record a pass; a later choice uses it."""
         self.seen.add(one)
-        if self.seen.num_passes <= _OFTEN or self.seen.num_passes % _SELDOM == 0:
+        self._costs_of_rows = None
+        self._since_s += one.draft_s + one.sweep_s
+        if self._since_s > _SELDOM * _CHOICE_S:
+            self._since_s = 0.0
             # a copy, since another thread may be adding to it
             for key in [*self._known]:
-                if key[-1] > 1:
+                if key[0].kind == "auto":
                     self._known.pop(key, None)
 
     def check(self, sampling: Sampling, rule: str) -> None:
@@ -415,14 +423,23 @@ class TreeSelector:
     def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
         """Return the nodes of the largest trees that runs with these settings will take.
 
-        With `chain:auto` it is the longest chain.
+        With `chain:auto` it is the longest chain. Trees that passes may yet change have room to
+        grow, as far as it moves no more bytes.
         """
         if self.spec.kind == "auto_chain":
             return self.most_nodes
-        return max(
+        chosen = max(
             num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes
             for num in {1, self.parallel}
         )
+        may_change = self.spec.kind == "auto" and self.has_draft and is_free_of_trees(rule)
+        return self._most_alike(chosen) if may_change and chosen > 1 else chosen
+
+    def _most_alike(self, num_nodes: int) -> int:
+        """Return the most nodes, up to `_GROWTH` times as many, whose plan moves the same bytes."""
+        own = self.traffic_at(num_nodes)
+        sizes = (size for size in reversed(SIZES) if num_nodes < size <= _GROWTH * num_nodes)
+        return next((size for size in sizes if self.traffic_at(size) == own), num_nodes)
 
     def settle_link(
         self,
@@ -459,6 +476,7 @@ class TreeSelector:
         """Limit trees to those that memory is now planned for."""
         traffic = Traffic.of(plan)
         self.traffic_of = lambda _: traffic
+        self._costs_of_rows = None
         self.max_nodes = plan.num_nodes
         self.context = plan.context
 
@@ -513,9 +531,12 @@ class TreeSelector:
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Return the seconds of a step from its rows; constant where nothing was measured."""
         traffic = self.traffic_at(num_rows)
-        costs = self.costs_of(None)
+        costs = self._costs_of_rows or self.costs_of(None)
         if costs is None or traffic is None:
             return 1.0
+        if self._costs_of_rows is None:
+            costs = self.seen.costs_of_rows(costs, traffic.slots_bytes)
+            self._costs_of_rows = costs
         return step_of(costs, traffic, num_rows, draft_widths).total_s
 
     def costs_of(self, profile: Profile | None) -> Costs | None:

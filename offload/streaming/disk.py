@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,8 @@ class ByteSource(Protocol):
     paths: Sequence[Path]
     # reads are slowed down to this rate, for studies
     rate_limit_bytes_per_s: float | None
+    # seconds in which any read was under way
+    reading_s: float
 
     @property
     def note(self) -> str | None:
@@ -152,6 +155,9 @@ class DiskReader(ByteSource):
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
         self._count = threading.Lock()
         self.bytes_read = 0
+        self.reading_s = 0.0
+        self._num_reading = 0
+        self._reading_since = 0.0
         self._has_bounced = False
 
     @property
@@ -225,6 +231,21 @@ class DiskReader(ByteSource):
             self._bounce.buffer = allocate(REQUEST_BYTES)
         return self._bounce.buffer
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count the time of one request, unless another's counts already."""
+        with self._count:
+            if not self._num_reading:
+                self._reading_since = time.perf_counter()
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._count:
+                self._num_reading -= 1
+                if not self._num_reading:
+                    self.reading_s += time.perf_counter() - self._reading_since
+
     def _fill(self, request: SlabRead, view: memoryview) -> None:
         """Read [lo, hi) of a shard, or up to its end.
 
@@ -233,21 +254,10 @@ class DiskReader(ByteSource):
         fd = self._files[request.shard]
         stamp = self._stamps[request.shard]
         wanted = min(request.hi, stamp.num_bytes) - request.lo
-        if self._throttle is not None:
-            self._throttle.wait_for(wanted)
-        done = 0
-        while done < wanted:
-            try:
-                count = self._read_some(fd, view[done:], request.lo + done)
-            except OSError as error:
-                raise ReadError(
-                    f"reading {self.paths[request.shard].name} failed: {error.strerror}"
-                ) from error
-            if count == 0:
-                name = self.paths[request.shard].name
-                at = request.lo + done
-                raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
-            done += count
+        with self._reading():
+            if self._throttle is not None:
+                self._throttle.wait_for(wanted)
+            self._read_whole(request, view, wanted)
         if Stamp.of(fd) != stamp:
             raise ReadError(
                 f"{self.paths[request.shard].name} was written to while in use: load the model "
@@ -258,7 +268,21 @@ class DiskReader(ByteSource):
         if self._watcher is not None:
             self._watcher.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
         with self._count:
-            self.bytes_read += done
+            self.bytes_read += wanted
+
+    def _read_whole(self, request: SlabRead, view: memoryview, wanted: int) -> None:
+        """Read at least `wanted` bytes, of a view of whole blocks. Raises `ReadError`."""
+        name = self.paths[request.shard].name
+        done = 0
+        while done < wanted:
+            at = request.lo + done
+            try:
+                count = self._read_some(self._files[request.shard], view[done:], at)
+            except OSError as error:
+                raise ReadError(f"reading {name} failed: {error.strerror}") from error
+            if count == 0:
+                raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
+            done += count
 
     def _read_some(self, fd: int, view: memoryview, at: int) -> int:
         """Read with `preadv`, through a buffer where a disk cannot write into a driver's memory."""

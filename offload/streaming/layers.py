@@ -75,6 +75,11 @@ class Layers:
         """Return the seconds that compute has waited for layers."""
         return self._stall.known_s
 
+    @property
+    def reading_s(self) -> float:
+        """Return the seconds in which the disk was read, where the disk is the link; else 0."""
+        return self.source.reading_s if self._device.place.type == "cpu" else 0.0
+
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read what stays, then start the stage. Raises `ReadError`."""
         self.carrier.load(on_bytes)

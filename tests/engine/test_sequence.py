@@ -57,6 +57,24 @@ def test_two_sequences_in_turn_know_nothing_of_each_other(decoder: Decoder) -> N
         assert sequence.stats.num_sweeps == NUM_STEPS
 
 
+def test_a_text_follows_what_passes_have_taught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees may change under way; the text may not, and figures name the last one."""
+    wanted = decoder.generate(PROMPT, max_new_tokens=24).token_ids
+    taught = list[int]()
+    selector = decoder._trees
+    usual = type(selector).for_run
+
+    def for_run(self: Any, *args: Any, num_texts: int = 1, **how: Any) -> Any:
+        return usual(self, *args, **how)._replace(shape=DynamicShape(16 if len(taught) < 2 else 6, 4))
+
+    monkeypatch.setattr(type(selector), "for_run", for_run)
+    monkeypatch.setattr(decoder._speculation, "_learn", lambda one: taught.append(one.most_rows))
+    result = decoder.generate(PROMPT, max_new_tokens=24)
+    assert result.token_ids == wanted
+    assert taught[:2] == [16, 16] and set(taught[2:]) == {6}
+    assert result.stats.tree_num_nodes == 6
+
+
 def test_models_hold_no_text(decoder: Decoder) -> None:
     before = [dict(vars(model)) for model in (decoder.target, decoder.drafter)]
     written(decoder, PROMPT, Sampling(), SHAPES[0])
