@@ -76,7 +76,8 @@ def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
     assert quick.predictions[1].shape.num_nodes < 1024, "what fits into the card is not hidden behind a link"
     for found in (slow, quick):
         assert found.predictions[1].s_per_token < found.predictions[0].s_per_token
-        assert found.plan.num_nodes == found.predictions[1].shape.num_nodes
+        num_nodes = found.predictions[1].shape.num_nodes
+        assert num_nodes <= found.plan.num_nodes <= 4 * num_nodes, "passes may yet show that more pay"
 
 
 def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None:

@@ -239,7 +239,7 @@ def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
         assert time.process_time() - started < 5
         result = decoder.generate(window(3), max_new_tokens=40)
     assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
-    assert result.stats.tree_num_nodes == result.tree_choice.shape.num_nodes
+    assert result.stats.tree_num_nodes <= result.plan.num_nodes
 
 
 def test_interrupted_tune_goes_on_behind_its_last_window(
