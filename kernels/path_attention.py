@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from offload.kernels.jit import jit, tl, triton
@@ -21,7 +22,7 @@ HEADER = 2  # numbers of a walk before its columns
 _HEADS = 16  # of a program: the fewest that tensor cores multiply, padded if need be
 # of keys, and as many of values: many GPUs grant 99 KiB, and the next block is being loaded
 _TILE_BYTES = 16 << 10
-PositionT = TypeVar("PositionT", int, Tensor)
+PositionT = TypeVar("PositionT", int, np.ndarray, Tensor)
 
 
 class AttentionChunk(NamedTuple):

@@ -158,16 +158,16 @@ class _PathAttention(Code):
         """Return the sums of the numbers of four registers each."""
         add = self._builder.fadd
         # within each half, of which a register is added to its neighbour in turns
-        halves = [
+        low, high = (
             add(
                 self._shuffled(one, other, [0, 8, 2, 10, 4, 12, 6, 14]),
                 self._shuffled(one, other, [1, 9, 3, 11, 5, 13, 7, 15]),
             )
             for one, other in (registers[:2], registers[2:])
-        ]
+        )
         four = add(
-            self._shuffled(*halves, [0, 1, 8, 9, 4, 5, 12, 13]),
-            self._shuffled(*halves, [2, 3, 10, 11, 6, 7, 14, 15]),
+            self._shuffled(low, high, [0, 1, 8, 9, 4, 5, 12, 13]),
+            self._shuffled(low, high, [2, 3, 10, 11, 6, 7, 14, 15]),
         )
         return add(
             self._shuffled(four, four, [0, 1, 2, 3]), self._shuffled(four, four, [4, 5, 6, 7])

@@ -52,7 +52,7 @@ _ROWS_TO_WIDEN = 8
 _ROWS_TO_LOAD = 2
 _SPREAD = "spread"
 _MULTIPLY = "multiply"
-_KINDS = {
+_KINDS: dict[str, Sequence[Any]] = {
     _SPREAD: [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2],
     _MULTIPLY: [ctypes.c_void_p] * 2,
 }
@@ -406,7 +406,10 @@ class _Product(Code):
             for row in range(0, EIGHT, 2)
         ]
         fours = [
-            [self._shuffled(pairs[pair], pairs[pair + 1], order) for pair in (first, first + 2)]
+            (
+                self._shuffled(pairs[first], pairs[first + 1], order),
+                self._shuffled(pairs[first + 2], pairs[first + 3], order),
+            )
             for first in (0, 4)
             for order in ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
         ]

@@ -5,6 +5,7 @@ Why: a rule that nobody runs is a wish. Invariant: for each rule there is a plan
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -181,6 +182,23 @@ def test_every_file_of_tests_has_a_name_of_its_own() -> None:
 
 def test_every_folder_is_read() -> None:
     assert {path.parts[0] for path, _ in sources()} == set(FOLDERS)
+
+
+@pytest.mark.always
+def test_mypy_sees_from_file_to_file() -> None:
+    """Nothing lets a module of the house be unknown to mypy, and what shows it is among the files that it checks."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    assert settings["files"] == ["offload", "planted_calls.py"]
+    assert settings["warn_unused_ignores"]
+    assert "tests/planted_calls.py $(CONTRACT)" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    strangers = [name for one in settings["overrides"] for name in one["module"]]
+    assert not [name for name in strangers if name.startswith("offload")]
+    lines = (ROOT / "tests" / "planted_calls.py").read_text(encoding="utf-8").splitlines()
+    assert {line.split(".")[1] for line in lines if line.startswith("from offload.")} == {"bench", "kernels"}
+    assert sum("# type: ignore[" in line for line in lines) >= 4
+    for folder in ("bench", "kernels"):
+        shim = (ROOT / "offload" / folder / "__init__.py").read_text(encoding="utf-8")
+        assert "__getattr__" not in shim, "whatever is asked for would be there, of any type"
 
 
 def test_no_exception_outlives_its_reason() -> None:

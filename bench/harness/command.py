@@ -169,12 +169,13 @@ class Bench:
         size = size or ask("size") or "2GB"
         ram = ram or ask("ram")
         place = place_of(ask("device", "cpu"), ask("gpu_mem"))
-        if ask("layers") is not None and (ask("model") or ask("draft")):
+        layers: int | None = ask("layers")
+        if layers is not None and (ask("model") or ask("draft")):
             rule = "--layers makes the models"
             raise UserError(f"{rule}: leave out --model and --draft, or leave it out")
         with self.screen:
-            if ask("layers") is not None:
-                synthetic = synthetic_setting(ask("layers"), ram, place["opened"])
+            if layers is not None:
+                synthetic = synthetic_setting(layers, ram, place["opened"])
                 setting = self._resources.enter_context(synthetic)
             else:
                 setting = find_setting(ask("model"), ask("draft"), size, ram, self.screen, need)

@@ -83,7 +83,7 @@ def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
     Return what it took, its peak beyond the libraries, its growth, and both verdicts. Raises
     `UserError`.
     """
-    shared = {"context": CONTEXT, "parallel": case.parallel}
+    shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
     if ram is None:
         files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
         num_nodes = parse_tree(case.tree).num_nodes * case.parallel

@@ -5,12 +5,7 @@ in a checkout.
 """
 
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING, Any
 
 _checkout = _Path(__file__).resolve().parents[2]
 if (_checkout / "pyproject.toml").is_file() and (_checkout / "bench").is_dir():
     __path__.append(str(_checkout / "bench"))
-
-if TYPE_CHECKING:  # type checkers do not follow __path__
-
-    def __getattr__(name: str) -> Any: ...

@@ -7,12 +7,7 @@ Invariant: a file beside this one is found first.
 """
 
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING, Any
 
 _checkout = _Path(__file__).resolve().parents[2]
 if (_checkout / "pyproject.toml").is_file() and (_checkout / "kernels").is_dir():
     __path__.append(str(_checkout / "kernels"))
-
-if TYPE_CHECKING:  # type checkers do not follow __path__
-
-    def __getattr__(name: str) -> Any: ...
