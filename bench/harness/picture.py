@@ -61,7 +61,7 @@ def draw_decoding(
     bars = []
     for row in rows:
         value = row["tokens_per_sweep"]
-        ceiling = 1.0 + parse_tree(row["tree"]).depth
+        ceiling = 1.0 + len(row["accepted_per_pos"])
         if least_pass_s is not None:
             ceiling = value / least_pass_s
             value = row["decode_tokens_per_s"]
@@ -75,6 +75,7 @@ def case_words(tree: str, rule: str, temperature: float) -> str:
     if spec.kind == "none":
         return "no guesses"
     size = {
+        "auto": "the tree that is chosen",
         "best": f"tree of {spec.count} guesses, {spec.depth} deep",
         "dynamic": f"dynamic tree of {spec.count} guesses, {spec.depth} deep",
         "chain": f"chain of {spec.depth} guesses",

@@ -1,15 +1,18 @@
 """Tokens per second and latencies of whole generations: prompts x temperatures x rules x trees.
 
-For every prompt the trees take turns, the one-token sweep among them, and between any two runs a
-plain reader looks at the link (on a device: copies to it): what a run used of it is a share of what
-the ceiling was just before and after, or of what the run itself got where that was more: no share
-is above 1. `sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128
-tokens at T = 0 and 0.6; 2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what
-Sequoia's figures 2 and 5 ask, on the packaged pair, resident: what a sweep yields does not depend
-on streaming. `predicted_tokens_per_sweep` is the product form of its section 3.
+Without `--tree` it is the tree that a run gets where none is named (`auto`), chosen without a
+profile by what loading measures, beside one token per pass; the last lines say which it was. For
+every prompt the trees take turns, and between any two runs a plain reader looks at the link (on a
+device: copies to it): what a run used of it is a share of what the ceiling was just before and
+after, or of what the run itself got where that was more: no share is above 1. `sequoia` and
+`pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6;
+2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's figures 2 and 5 ask,
+on the packaged pair, resident: what a sweep yields does not depend on streaming.
+`predicted_tokens_per_sweep` is the product form of its section 3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +34,7 @@ from offload.engine.generation import Generation
 from offload.errors import UserError
 from offload.rules import RULES, drafting_of
 from offload.sampling_options import Sampling
-from offload.trees.spec import parse_tree, tree_to_fill
+from offload.trees.spec import label_of, parse_tree, tree_to_fill
 
 # tokens of a question in its chat template, which is not cut
 _MOST_PROMPT_TOKENS = 512
@@ -65,7 +68,7 @@ class Effort:
     # tokens of every run without a tree, whose passes are all alike
     num_plain: int
     temperatures: tuple[float, ...] = (0.0, 0.6)
-    trees: tuple[str, ...] = ("none", "grown:128x20")  # the baseline first
+    trees: tuple[str, ...] = ("none", "auto")  # the baseline first
     rules: tuple[str, ...] = ("match",)
     sources: tuple[str, ...] = ("",)
 
@@ -100,9 +103,9 @@ class Effort:
 _STATIC = ("16x8", "32x12", "64x16", "128x20", "256x20", "512x24")
 _CHAINS = ("chain:3", "chain:7", "chain:15", "sequences:3x5", "sequences:7x9")
 _TREES = ("none", *_CHAINS, *_STATIC, *(f"grown:{tree}" for tree in _STATIC))
-FULL = Effort(8, 128, 8, trees=("none", "64x16", "128x20", "grown:128x20"))
+FULL = Effort(8, 128, 8)
 # short runs of many prompts: which ones are taken decides more than all else
-QUICK = Effort(8, 36, 3)
+QUICK = Effort(6, 32, 3)
 PRESETS = {
     "sequoia": Effort(8, 128, 8),
     "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,)),
@@ -215,7 +218,8 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
     stats = [run.result.stats for run in runs]
     accepted = [count for one in stats for count in one.accepted_per_sweep]
     num_sweeps = len(accepted)
-    nodes = stats[0].tree_num_nodes
+    is_dynamic = any(one.is_tree_dynamic for one in stats)
+    num_draft_tokens = sum((one.tree_num_nodes - 1) * one.num_sweeps for one in stats)
     used = [one.link_bytes_per_s / run.ceiling for one, run in zip(stats, runs, strict=True)]
     row: Row = {"name": case.name, **case._asdict(), **latencies([run.bursts for run in runs])}
     for name in ("tokens_per_s", "tokens_per_sweep"):
@@ -228,13 +232,14 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "num_prompts": len(runs),
         "num_tokens": sum(one.num_new_tokens for one in stats),
         "num_sweeps": num_sweeps,
-        "num_nodes": nodes,
+        "num_nodes": max(one.tree_num_nodes for one in stats),
+        "chosen": Counter(label_of(run.result.tree_choice.shape) for run in runs),
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
         "predicted_tokens_per_sweep": runs[0].result.tree_choice.tokens_per_sweep,
         # a dynamic tree may be smaller than its bounds
-        "num_draft_tokens": None if stats[0].is_tree_dynamic else (nodes - 1) * num_sweeps,
+        "num_draft_tokens": None if is_dynamic else num_draft_tokens,
         "num_accepted_tokens": sum(accepted) - num_sweeps,
-        "accepted_per_pos": acceptance_by_depth(accepted, stats[0].tree_depth),
+        "accepted_per_pos": acceptance_by_depth(accepted, max(one.tree_depth for one in stats)),
         "link_utilisation": median(used),
         "link_utilisation_samples": used,
         "limit": "link" if row["stall_s"] > _STALLED_SHARE * row["sweep_s"] else "compute",
@@ -252,6 +257,14 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
         for told, name in watched.items():
             guards[f"{told}, {row['name']}"] = Guard(row[f"{name}_samples"], "higher", names)
     return guards
+
+
+def chosen_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each case whose trees were not named: which they were, and how often."""
+    for row in rows:
+        if parse_tree(row["tree"]).kind == "auto":
+            trees = ", ".join(f"{tree} ({count} texts)" for tree, count in row["chosen"].items())
+            yield f"{row['name']} took {trees}"
 
 
 def _link_used(row: Row) -> str:
@@ -283,7 +296,7 @@ def main(
     temp: Annotated[
         list[float] | None, flag("T", "temperature, several; default: 0 and 0.6")
     ] = None,
-    tree: Annotated[list[str] | None, flag("TREE", "several; `none` is always among them")] = None,
+    tree: Annotated[list[str] | None, flag("TREE", "several, beside `none`; default: auto")] = None,
     rule: Annotated[
         list[str] | None, flag("RULE", "of acceptance, several; default: match")
     ] = None,
@@ -333,6 +346,7 @@ def main(
         settings={**settings, **more},
         ceiling=measured.ceiling,
         guards=guards_of(rows, names),
+        notes=[*chosen_lines(rows)],
         traces=measured.traces,
         draw=draw,
     )

@@ -1,6 +1,7 @@
 """The commands of `offload bench`, as small as they get: what they end in, and that wrong tokens stop them."""
 
 import json
+import re
 import signal
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from offload.bench.harness import record, setting, steps
 from offload.bench.harness.record import read
 from offload.bench.latency import decode, passes
 from offload.errors import UserError
+from offload.options import ModelOptions
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -59,18 +61,21 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoded")
     files = ["--json", folder / "decode.json", "--trace", folder / "trace.json"]
     files += ["--picture", folder / "sizes.png"] if find_spec("matplotlib") else []
-    result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *files), "decode")
+    told = shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--tree", "auto", *files)
+    assert re.search(r"^T=0\.6 match auto took [^ ]+ \(1 texts\)$", told.out, re.MULTILINE), told.out
+    result = result_of(told, "decode")
     assert read(folder / "decode.json").as_dict() == result
     return folder
 
 
 def test_decode_tells_what_every_case_took(decoded: Path) -> None:
     rows = {row["name"]: row for row in read(decoded / "decode.json").rows}
-    assert list(rows) == ["none", "T=0 match 8x4", "T=0.6 match 8x4"]
+    assert list(rows) == ["none", "T=0 match 8x4", "T=0 match auto", "T=0.6 match 8x4", "T=0.6 match auto"]
     for name, row in rows.items():
         later = sum(count for run in row["runs"] for _, count in run["bursts"][1:])
         assert row["tokens_per_sweep"] == pytest.approx(later / row["num_sweeps"])
-        assert row["num_accepted_tokens"] == later - row["num_sweeps"] <= row["num_draft_tokens"]
+        assert row["num_accepted_tokens"] == later - row["num_sweeps"]
+        assert "auto" in name or row["num_accepted_tokens"] <= row["num_draft_tokens"]
         assert row["mean_ttft_s"] > 0 and row["p99_itl_s"] >= row["median_itl_s"] and row["peak_rss_bytes"] > 1e8
         assert ("speedup" in row) == ("none" not in name)
     assert rows["none"]["tokens_per_sweep"] == 1 and rows["none"]["accepted_per_pos"] == []
@@ -105,7 +110,12 @@ def test_rules_that_keep_distributions_take_the_static_tree() -> None:
     effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
     names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
     assert [case.name for case in effort.cases()] == names
-    assert decode.FULL.need().tree == "128x20"
+
+
+@pytest.mark.parametrize("effort", [decode.QUICK, decode.FULL])
+def test_what_is_measured_is_what_a_user_gets(effort: decode.Effort) -> None:
+    assert [case.name for case in effort.cases()] == ["none", "T=0 match auto", "T=0.6 match auto"]
+    assert effort.need().tree == ModelOptions().tree == "auto"
 
 
 def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:

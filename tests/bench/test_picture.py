@@ -49,8 +49,8 @@ def test_it_says_what_it_is_of_and_nothing_sticks_out(name: str, num_rows: int) 
 def test_rows_of_decode_are_drawn(tmp_path: Path, least_pass_s: float | None) -> None:
     named = {"rule": "match", "temperature": 0.0}
     rows = [
-        {"tree": "none", "tokens_per_sweep": 1.0, "decode_tokens_per_s": 1.9, **named},
-        {"tree": "64x16", "tokens_per_sweep": 4.1, "decode_tokens_per_s": 7.5, **named},
+        {"tree": "none", "tokens_per_sweep": 1.0, "decode_tokens_per_s": 1.9, "accepted_per_pos": [], **named},
+        {"tree": "auto", "tokens_per_sweep": 4.1, "decode_tokens_per_s": 7.5, "accepted_per_pos": [0.6] * 9, **named},
     ]
     draw_decoding(rows, SETTINGS, tmp_path / "bars.png", least_pass_s=least_pass_s)
     assert (tmp_path / "bars.png").stat().st_size > 5000
