@@ -159,8 +159,7 @@ class Need(NamedTuple):
 
     def budget_bytes(self, files: ModelFiles) -> int:
         """Return a quarter of the target, or the least that works."""
-        spec = parse_tree(self.tree)
-        num_nodes = 1 if spec.is_chosen else spec.num_nodes
+        num_nodes = parse_tree(self.tree).num_nodes
         how: Any = {"context": self.context, "rule": self.rule, "parallel": self.parallel}
         quarter_bytes = files.target.num_bytes // 4
         try:

@@ -81,7 +81,7 @@ class Effort:
         return [plain._replace(sources=""), *others]
 
     def need(self) -> Need:
-        """Return the largest of what is opened; `auto` finds its own size, others must fit too."""
+        """Return the largest of what is opened; `auto` has room for the usual one at least."""
 
         def hungriest(rules: Sequence[str]) -> str:
             keep = (rule for rule in rules if drafting_of(rule).keeps_distributions)
