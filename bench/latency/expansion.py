@@ -192,7 +192,8 @@ def main(bench: Bench) -> Findings:
     ]
     return Findings(
         rows=rows,
-        tables=[(columns, [*lines.values()])],
+        columns=columns,
+        shown=[*lines.values()],
         notes=[f"a copy: {', '.join(told)}"],
         settings={"dtype": str(DTYPE)},
         ceiling={"bytes_per_s": copies[1] * 1e9},
