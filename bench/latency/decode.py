@@ -81,7 +81,7 @@ class Effort:
         return [plain._replace(sources=""), *others]
 
     def need(self) -> Need:
-        """Return the largest of what is opened; `auto` has room for the usual one at least."""
+        """Return the largest of what is opened; where trees are named, `auto` is within them."""
 
         def hungriest(rules: Sequence[str]) -> str:
             keep = (rule for rule in rules if drafting_of(rule).keeps_distributions)
@@ -90,9 +90,8 @@ class Effort:
         cases = self.cases()
         rule = hungriest([case.rule for case in cases])
         trees = [tree_under(rule, case.tree) for case in cases]
-        sized = [tree for tree in trees if tree != "auto"]
-        largest = max(sized, key=lambda tree: parse_tree(tree).num_nodes)
-        largest = "auto" if "auto" in trees else largest
+        named = [tree for tree in trees if tree not in ("auto", "none")] or [trees[-1]]
+        largest = max(named, key=lambda tree: parse_tree(tree).num_nodes)
         return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, hungriest(self.rules))
 
     def open(self, setting: Setting) -> Decoder:

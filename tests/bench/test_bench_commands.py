@@ -116,6 +116,9 @@ def test_rules_that_keep_distributions_take_the_static_tree() -> None:
 def test_what_is_measured_is_what_a_user_gets(effort: decode.Effort) -> None:
     assert [case.name for case in effort.cases()] == ["none", "T=0 match auto", "T=0.6 match auto"]
     assert effort.need().tree == ModelOptions().tree == "auto"
+    beside = replace(effort, trees=("none", "auto", "8x4", "16x8"))
+    assert beside.need().tree == "16x8", "room for what is named, too"
+    assert replace(effort, trees=("none",)).need().tree == "none"
 
 
 def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
