@@ -81,7 +81,7 @@ class Effort:
         return [plain._replace(sources=""), *others]
 
     def need(self) -> Need:
-        """Return the largest of what is opened; where trees are named, `auto` is within them."""
+        """Return the largest of what is opened; beside `auto`, which finds its own, is none."""
 
         def hungriest(rules: Sequence[str]) -> str:
             keep = (rule for rule in rules if drafting_of(rule).keeps_distributions)
@@ -90,8 +90,7 @@ class Effort:
         cases = self.cases()
         rule = hungriest([case.rule for case in cases])
         trees = [tree_under(rule, case.tree) for case in cases]
-        named = [tree for tree in trees if tree not in ("auto", "none")] or [trees[-1]]
-        largest = max(named, key=lambda tree: parse_tree(tree).num_nodes)
+        largest = max(trees, key=lambda tree: parse_tree(tree).num_nodes)
         return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, hungriest(self.rules))
 
     def open(self, setting: Setting) -> Decoder:
@@ -295,7 +294,9 @@ def main(
     temp: Annotated[
         list[float] | None, flag("T", "temperature, several; default: 0 and 0.6")
     ] = None,
-    tree: Annotated[list[str] | None, flag("TREE", "several, beside `none`; default: auto")] = None,
+    tree: Annotated[
+        list[str] | None, flag("TREE", "several, beside `none`; default: auto, by itself")
+    ] = None,
     rule: Annotated[
         list[str] | None, flag("RULE", "of acceptance, several; default: match")
     ] = None,
@@ -360,6 +361,9 @@ def _check(bench: Bench, preset: str | None, effort: Effort, asked: Sequence[str
     if trace is not None and trace == bench.json_file:
         rule = f"--trace {trace} would be written over by --json {bench.json_file}"
         raise UserError(f"{rule}: name another file")
+    if "auto" in effort.trees and set(effort.trees) - {"none", "auto"}:
+        rule = "--tree auto is measured by itself: memory is planned for the tree that it chooses"
+        raise UserError(f"{rule}, got {', '.join(asked)}: leave it or the others out")
     own = [(case.rule, case.tree) for case in effort.cases()]
     for rule, tree in (*product(effort.rules, asked), *own):
         tree_to_fill(tree, rule, has_draft=True)
