@@ -294,9 +294,7 @@ def main(
     temp: Annotated[
         list[float] | None, flag("T", "temperature, several; default: 0 and 0.6")
     ] = None,
-    tree: Annotated[
-        list[str] | None, flag("TREE", "several, beside `none`; default: auto, by itself")
-    ] = None,
+    tree: Annotated[list[str] | None, flag("TREE", "several, beside `none`; default: auto")] = None,
     rule: Annotated[
         list[str] | None, flag("RULE", "of acceptance, several; default: match")
     ] = None,
