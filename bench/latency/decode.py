@@ -1,13 +1,14 @@
 """Tokens per second and latencies of whole generations: prompts x temperatures x rules x trees.
 
 Without `--tree` it is the tree that a run gets where none is named (`auto`), chosen without a
-profile by what loading measures, beside one token per pass; the last lines say which it was. For
-every prompt the trees take turns, and between any two runs a plain reader looks at the link (on a
-device: copies to it): what a run used of it is a share of what the ceiling was just before and
-after, or of what the run itself got where that was more: no share is above 1. `sequoia` and
-`pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6;
-2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's figures 2 and 5 ask,
-on the packaged pair, resident: what a sweep yields does not depend on streaming.
+profile by what loading measures and passes show, beside one token per pass; the last lines say
+which texts began with. For every prompt the trees take turns, and between any two runs a plain
+reader looks at the link (on a device: copies to it): what a run used of it is a share of what the
+ceiling was just before and after, or of what the run itself got where that was more: no share is
+above 1. `sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens
+at T = 0 and 0.6; 2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's
+figures 2 and 5 ask, on the packaged pair, resident: what a sweep yields does not depend on
+streaming.
 `predicted_tokens_per_sweep` is the product form of its section 3.
 """
 
@@ -258,11 +259,11 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
 
 
 def chosen_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each case whose trees were not named: which they were, and how often."""
+    """Yield a line for each case whose trees were not named: which its texts began with."""
     for row in rows:
         if parse_tree(row["tree"]).kind == "auto":
             trees = ", ".join(f"{tree} ({count} texts)" for tree, count in row["chosen"].items())
-            yield f"{row['name']} took {trees}"
+            yield f"{row['name']} began with {trees}"
 
 
 def _link_used(row: Row) -> str:

@@ -119,7 +119,7 @@ def test_the_tree_that_was_chosen_is_told() -> None:
     told = shell("bench", "decode", "--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "12", "--temp", "0")
     _, row = result_of(told, "decode")["rows"]
     ((tree, count),) = row["chosen"].items()
-    assert count == 1 and f"\nT=0 match auto took {tree} (1 texts)\n" in told.out
+    assert count == 1 and f"\nT=0 match auto began with {tree} (1 texts)\n" in told.out
 
 
 def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
