@@ -192,8 +192,7 @@ def main(bench: Bench) -> Findings:
     ]
     return Findings(
         rows=rows,
-        columns=columns,
-        shown=[*lines.values()],
+        tables=[(columns, [*lines.values()])],
         notes=[f"a copy: {', '.join(told)}"],
         settings={"dtype": str(DTYPE)},
         ceiling={"bytes_per_s": copies[1] * 1e9},
