@@ -1,4 +1,4 @@
-"""The tree for one text and for many, on made-up machines: as good as the best there is, whatever was believed at first.
+"""The tree of one text and of many, on made-up machines: as good as the best, whatever was believed at first.
 
 A machine is a true cost of passes by rows and texts, and a true acceptance. What `auto` knows of it at the start is
 either the truth, or what a trial with weights in the processor's cache, one text and no reader beside it would say.
