@@ -1,6 +1,4 @@
-"""The commands that make and look after datastores, corpora that drafts are looked up in: `offload
-datastore ...`.
-"""
+"""The commands that make and look after datastores, corpora that drafts are looked up in."""
 
 import json
 import sys
@@ -32,23 +30,15 @@ datastore = typer.Typer(
 )
 app.add_typer(datastore, name="datastore")
 
-Files = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILES|DIR|JSONL...", help="UTF-8 text, folders of it, or .jsonl of samples"
-    ),
-]
+_MODEL_HELP = "folder or hub id of the model that the store is for"
+_OTHER_HELP = "folder or hub id of the tokenizer; default: where it lay"
+_FILES_HELP = "UTF-8 text, folders of it, or .jsonl of samples"
+_RAM_HELP = "memory to build with; default: 2GiB, or 3/4 of what is free if that is less"
+_SKIP_HELP = "pass over bad files and lines, and name them"
+Files = Annotated[list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", help=_FILES_HELP)]
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
-Ram = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="memory to build with; default: 2GiB, or 3/4 of what is free if that is less",
-    ),
-]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="pass over bad files and lines, and name them")
-]
+Ram = Annotated[str | None, typer.Option(metavar="SIZE", help=_RAM_HELP)]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help=_SKIP_HELP)]
 
 
 @datastore.callback()
@@ -68,10 +58,7 @@ def _group(context: typer.Context) -> None:
 )
 def build(
     files: Files,
-    tokenizer: Annotated[
-        str,
-        typer.Option(metavar="MODEL", help="folder or hub id of the model that the store is for"),
-    ],
+    tokenizer: Annotated[str, typer.Option(metavar="MODEL", help=_MODEL_HELP)],
     out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
     output: OutputOptions,
     ram: Ram = None,
@@ -83,16 +70,8 @@ def build(
     from offload.datastore import build as building
 
     building.require_new(out.expanduser())
-    with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
-        _write(
-            console,
-            partial(building.build, out.expanduser()),
-            tokenizer,
-            files,
-            ram,
-            skip_bad,
-            as_json=output.as_json,
-        )
+    write = partial(building.build, out.expanduser())
+    _write(write, tokenizer, files, ram, skip_bad, output)
 
 
 @flags.command(
@@ -108,12 +87,7 @@ def append(
     store: Store,
     files: Files,
     output: OutputOptions,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="folder or hub id of the tokenizer; default: where it lay"
-        ),
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER_HELP)] = None,
     ram: Ram = None,
     skip_bad: SkipBad = False,
 ) -> None:
@@ -124,17 +98,8 @@ def append(
     from offload.datastore.store import read_store
 
     found = read_store(store)
-    with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
-        write = partial(building.append, found.path)
-        _write(
-            console,
-            write,
-            tokenizer or found.tokenizer,
-            files,
-            ram,
-            skip_bad,
-            as_json=output.as_json,
-        )
+    write = partial(building.append, found.path)
+    _write(write, tokenizer or found.tokenizer, files, ram, skip_bad, output)
 
 
 @flags.command(
@@ -173,35 +138,33 @@ def verify(store: Store, output: OutputOptions) -> None:
     found = read_store(store)
     with Console(is_quiet=output.quiet or output.as_json) as console:
         check(found, partial(console.bytes_landed, label="reading"))
-    print(
-        json.dumps({**found.as_dict(), "is_sound": True})
-        if output.as_json
-        else f"{store_line(found)}: sound"
-    )
+    sound = json.dumps({**found.as_dict(), "is_sound": True})
+    print(sound if output.as_json else f"{store_line(found)}: sound")
 
 
 def _write(
-    console: Console,
     write: "Write",
     model: str,
     files: list[Path],
     ram: str | None,
     skip_bad: bool,
-    *,
-    as_json: bool,
+    output: OutputOptions,
 ) -> None:
     """Build or append, and say what came of it."""
     from offload.datastore.build import Corpus
     from offload.engine.precheck import tokenizer_place
 
-    ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
-    corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")
-    console.wait(f"looking for the tokenizer of {model}")
-    place = tokenizer_place(model)
-    with libraries(console):
-        from offload.cli.datastore_run import write_store
+    with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
+        ram_bytes = min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
+        if ram:
+            ram_bytes = parse_size(ram, "--ram")
+        corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")
+        console.wait(f"looking for the tokenizer of {model}")
+        place = tokenizer_place(model)
+        with libraries(console):
+            from offload.cli.datastore_run import write_store
 
-        outcome = write_store(write, corpus, model, place, ram_bytes, console)
-    console.say(outcome.lines(is_decimal=console.is_decimal))
-    if as_json:
-        print(json.dumps(outcome.as_dict()))
+            told, lines = write_store(write, corpus, model, place, ram_bytes, console)
+        console.say(lines)
+    if output.as_json:
+        print(json.dumps(told))

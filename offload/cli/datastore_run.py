@@ -5,7 +5,7 @@ it.
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload.cli.console import Console
 from offload.cli.progress import plural
@@ -18,45 +18,6 @@ from offload.machine import peak_rss_bytes
 from offload.units import format_bytes
 
 Write = Callable[[Iterator[str], Coder, int, OnPhase], Store]
-
-
-class StoreResult(NamedTuple):
-    """A store that was just written to, and what it took."""
-
-    store: Store
-    corpus: Corpus
-    num_new_tokens: int
-    elapsed_s: float
-    ram_bytes: int
-    peak_rss_bytes: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """From the first file's first byte to the last one's safe place on disk."""
-        return self.num_new_tokens / self.elapsed_s
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
-        own = {name: getattr(self, name) for name in (*self._fields[2:], "tokens_per_s")}
-        seen = {
-            name: getattr(self.corpus, name)
-            for name in ("num_files", "num_binary", "num_hidden", "bad")
-        }
-        return {**self.store.as_dict(), **own, **seen}
-
-    def lines(self, *, is_decimal: bool) -> str:
-        """Return what a person wants to know, with what was passed over first."""
-        peak, budget = (
-            format_bytes(size, is_decimal=is_decimal)
-            for size in (self.peak_rss_bytes, self.ram_bytes)
-        )
-        passed = [f"{self.corpus.num_hidden} hidden"] if self.corpus.num_hidden else []
-        passed += [f"{self.corpus.num_binary} binary"] if self.corpus.num_binary else []
-        notes = [f"skipped: {line}" for line in self.corpus.bad]
-        notes += [f"passed over in folders: {', '.join(passed)}"] if passed else []
-        speed = f"{plural(self.num_new_tokens, 'new token')}, {self.tokens_per_s:,.0f} a second"
-        closing = f"{speed}; peak memory {peak} of {budget} allowed"
-        return "\n".join([*notes, store_line(self.store, is_decimal=is_decimal), closing])
 
 
 def store_line(store: Store, *, is_decimal: bool = False) -> str:
@@ -76,88 +37,86 @@ def info_lines(store: Store) -> str:
 
 def write_store(
     write: Write, corpus: Corpus, model: str, place: Path, ram_bytes: int, console: Console
-) -> StoreResult:
+) -> tuple[dict[str, Any], str]:
     """Write what a corpus holds by `write`, one of the two functions of `offload.datastore.build`.
 
-    The tokenizer of `model` lies in `place`.
+    The tokenizer of `model` lies in `place`. Returns what `--json` prints, and lines for a person.
     """
     console.wait(f"reading the tokenizer of {model}")
-    coder, render = load_coder(model, place)
-    progress = _Progress(corpus, console)
+    tokenizer = load_tokenizer(place)
+    if tokenizer is None:
+        raise UserError(f"{model} has no tokenizer: name the model that the store is for")
+    encode = _encoder(tokenizer)
     started_s = time.monotonic()
     num_new_tokens = 0
+    # counted since something else was last under way, what is left is foretold well
+    since_bytes = 0
 
-    def counted(texts: list[str]) -> Iterator[Any]:
+    def counted(texts: list[str]) -> Iterator[list[int]]:
         nonlocal num_new_tokens
-        for ids in coder.encode(texts):
+        for ids in encode(texts):
             num_new_tokens += len(ids)
             yield ids
 
-    documents = progress.documents(corpus.documents(render))
-    store = write(documents, coder._replace(encode=counted), ram_bytes, progress.wait)
-    console.clear()
-    return StoreResult(
-        store, corpus, num_new_tokens, time.monotonic() - started_s, ram_bytes, peak_rss_bytes()
-    )
+    def render(messages: Messages) -> str:
+        if not tokenizer.chat_template:
+            return joined(messages)
+        try:
+            return render_chat(tokenizer, messages)
+        except Exception as error:  # of any kind: a template is a stranger's program
+            raise UserError(f"does not fit into the chat template ({reason(error)})") from None
 
-
-class _Progress:
-    """How much of the corpus is encoded since something else was last under way.
-
-    Counted like that, what is left is foretold well.
-    """
-
-    def __init__(self, corpus: Corpus, console: Console) -> None:
-        self._corpus = corpus
-        self._console = console
-        self._since_bytes = 0
-
-    def documents(self, texts: Iterator[str]) -> Iterator[str]:
-        for text in texts:
-            done_bytes, total_bytes = (
-                n - self._since_bytes for n in (self._corpus.done_bytes, self._corpus.num_bytes)
-            )
-            self._console.bytes_landed(done_bytes, total_bytes, "encoding")
+    def documents() -> Iterator[str]:
+        for text in corpus.documents(render):
+            done_bytes = corpus.done_bytes - since_bytes
+            console.bytes_landed(done_bytes, corpus.num_bytes - since_bytes, "encoding")
             yield text
 
-    def wait(self, label: str) -> None:
-        self._since_bytes = self._corpus.done_bytes
-        self._console.wait(label)
+    def wait(label: str) -> None:
+        nonlocal since_bytes
+        since_bytes = corpus.done_bytes
+        console.wait(label)
+
+    name = str(place.absolute()) if Path(model).expanduser().exists() else model
+    coder = Coder(name, tokenizer.get_vocab(), counted)
+    store = write(documents(), coder, ram_bytes, wait)
+    console.clear()
+    elapsed_s = time.monotonic() - started_s
+    told = {
+        **store.as_dict(),
+        "num_new_tokens": num_new_tokens,
+        "elapsed_s": elapsed_s,
+        "ram_bytes": ram_bytes,
+        "peak_rss_bytes": peak_rss_bytes(),
+        # from the first file's first byte to the last one's safe place on disk
+        "tokens_per_s": num_new_tokens / elapsed_s,
+        "num_files": corpus.num_files,
+        "num_binary": corpus.num_binary,
+        "num_hidden": corpus.num_hidden,
+        "bad": corpus.bad,
+    }
+    return told, _written_lines(store, corpus, told, is_decimal=console.is_decimal)
 
 
-def load_coder(model: str, folder: Path) -> tuple[Coder, Callable[[Messages], str]]:
-    """Return a model's tokenizer, and what makes one text of a conversation.
-
-    The tokenizer lies in a folder or GGUF file. Raises `UserError`.
-    """
-    tokenizer = load_tokenizer(folder)
-    if tokenizer is None:
-        raise UserError(f"{model} has no tokenizer: name the model that the store is for")
-    is_folder = Path(model).expanduser().exists()
-    coder = Coder(
-        str(folder.absolute()) if is_folder else model, tokenizer.get_vocab(), _encoder(tokenizer)
-    )
-    return coder, (
-        lambda messages: _in_template(tokenizer, messages)
-    ) if tokenizer.chat_template else joined
+def _written_lines(store: Store, corpus: Corpus, told: dict[str, Any], *, is_decimal: bool) -> str:
+    """Return what a person wants to know, with what was passed over first."""
+    peak = format_bytes(told["peak_rss_bytes"], is_decimal=is_decimal)
+    budget = format_bytes(told["ram_bytes"], is_decimal=is_decimal)
+    passed = [f"{corpus.num_hidden} hidden"] if corpus.num_hidden else []
+    passed += [f"{corpus.num_binary} binary"] if corpus.num_binary else []
+    notes = [f"skipped: {line}" for line in corpus.bad]
+    notes += [f"passed over in folders: {', '.join(passed)}"] if passed else []
+    speed = f"{plural(told['num_new_tokens'], 'new token')}, {told['tokens_per_s']:,.0f} a second"
+    closing = f"{speed}; peak memory {peak} of {budget} allowed"
+    return "\n".join([*notes, store_line(store, is_decimal=is_decimal), closing])
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterator[list[int]]]:
     """Return what encodes all texts of a batch at once, on all cores where the tokenizer can."""
+    how = {"add_special_tokens": False}
     if not tokenizer.is_fast:
-        return lambda texts: iter(
-            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        )
+        return lambda texts: iter(tokenizer(texts, verbose=False, **how)["input_ids"])
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    return lambda texts: (
-        found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)
-    )
-
-
-def _in_template(tokenizer: Tokenizer, messages: Messages) -> str:
-    try:
-        return render_chat(tokenizer, messages)
-    except Exception as error:  # of any kind: a template is a stranger's program
-        raise UserError(f"does not fit into the chat template ({reason(error)})") from None
+    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, **how))

@@ -58,9 +58,8 @@ def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str 
 
 def _planned(pair: Path, size_bytes: int, tree: str, **how: Any) -> Callable[[int], MemoryPlan]:
     """Return what plans memory, by a budget, for a pair whose target is inflated to that size."""
-    target = checkpoint_of_config(
-        inflated_config(pair / "target", size_bytes), pair / "target" / "config.json"
-    )
+    config = inflated_config(pair / "target", size_bytes)
+    target = checkpoint_of_config(config, pair / "target" / "config.json")
     spec = parse_tree(tree)
     num_nodes = 1 if spec.is_chosen else spec.num_nodes * how.get("parallel", 1)
     files = ModelFiles(target, open_checkpoint(pair / "draft"))
@@ -73,25 +72,20 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOp
     It streams: a quarter of it is allowed in memory, or the least that works. What the user has
     named stays as it is. Raises `UserError`.
     """
-    named: dict[str, Any] = {
-        "device": options.device if options.device != "auto" else "cpu",
-        "context": options.context or _CHAT_CONTEXT,
-    }
-    if options.ram is None:
-        how = {"context": named["context"], "rule": options.rule, "parallel": options.parallel}
+    context = options.context or _CHAT_CONTEXT
+    ram = options.ram
+    if ram is None:
+        how = {"context": context, "rule": options.rule, "parallel": options.parallel}
         plan = _planned(CHAT_PAIR, _CHAT_BYTES, options.tree, **how)
-        named["ram"] = max(_CHAT_BYTES // 4, least_budget(plan))
+        ram = max(_CHAT_BYTES // 4, least_budget(plan))
+    device = options.device if options.device != "auto" else "cpu"
     folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
-    return str(folder), replace(options, **named)
+    return str(folder), replace(options, ram=ram, context=context, device=device)
 
 
 def check(request: Request) -> None:
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
-    require(
-        request.max_new_tokens > 1,
-        "two speeds need -n of 2 or more",
-        request.max_new_tokens,
-        "try -n 96",
-    )
+    num_new = request.max_new_tokens
+    require(num_new > 1, "two speeds need -n of 2 or more", num_new, "try -n 96")
     vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
     request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)

@@ -39,6 +39,8 @@ def demo(
     LoadOptions.of(model_options)  # what cannot be is refused before torch is imported
     size_bytes = parse_size(demo_options.size, "`size`")
     max_tokens = text_options.max_new_tokens or 0
+    tree = model_options.tree
+    rule = model_options.rule
     shown = Console(
         is_quiet=output.quiet or output.as_json,
         is_verbose=output.verbose,
@@ -52,26 +54,21 @@ def demo(
 
         prompt = PROMPT if text_options.prompt is None else read_prompt(text_options.prompt, None)
         request = Request(prompt, sampling, max_tokens, raw=True)
-        options = packaged.demo_options(
-            packaged.budget(size_bytes, model_options.ram, model_options.tree, model_options.rule),
-            model_options.tree,
-            rule=model_options.rule,
-            link_limit=model_options.link_limit,
-        )
+        ram = packaged.budget(size_bytes, model_options.ram, tree, rule)
+        link_limit = model_options.link_limit
+        options = packaged.demo_options(ram, tree, rule=rule, link_limit=link_limit)
         packaged.check(request)
         with console.making_target(cache_folder()) as landed:
             target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")
-            console.open(
-                ModelNames(target.name, "of the package"), decoder, decoder.tree_choice(sampling)
-            )
+            names = ModelNames(target.name, "of the package")
+            console.open(names, decoder, decoder.tree_choice(sampling))
             num_prompt = len(decoder.encode(prompt, raw=True))
             console.say(f"--- the prompt, {plural(num_prompt, 'token')}")
             console.say(prompt.rstrip())
             show = partial(run.show_run, console, decoder, is_silent=output.as_json)
-            limits = {"num_plain": min(16, max_tokens), "num_tree": max_tokens}
-            result = run.compare(decoder, prompt, sampling, show=show, **limits)
+            result = run.compare(decoder, prompt, sampling, num_tree=max_tokens, show=show)
     if output.as_json:
         both = {"none": result.plain.as_dict(), "tree": result.tree.as_dict()}
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))

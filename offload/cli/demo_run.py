@@ -26,6 +26,7 @@ from offload.sampling_options import Sampling
 from offload.stats import Stats
 from offload.trees.verification import find_rule
 
+_NUM_PLAIN = 16  # tokens that are written without a tree, at most
 _BESIDE = 2  # wrong guesses drawn beside each token of the path
 _MOST_CHARS = 24  # of one token
 _MARK = "*"
@@ -39,11 +40,6 @@ class ShownPass(NamedTuple):
     num_passes: int
     figures: PassFigures
     own_token: int  # the root of the next pass
-
-    @property
-    def num_guesses(self) -> int:
-        """Nodes of the tree but for its root."""
-        return len(self.figures.parents) - 1
 
     @property
     def num_kept(self) -> int:
@@ -70,22 +66,21 @@ def tree_lines(shown: ShownPass, text_of: Callable[[int], str]) -> str:
     Args:
         text_of: the text of a token.
     """
-    head = (
-        f"pass {shown.number} of {shown.num_passes}, a usual one: of "
-        f"{plural(shown.num_guesses, 'guess').replace('guesss', 'guesses')} the model keeps "
-        f"{shown.num_kept} ({_MARK}), and adds a token of its own (+)"
-    )
     figures = shown.figures
-    num_below = _num_below(figures.parents)
-    lines = [f"  {_shown_text(text_of(figures.tokens[0]))}"]
+    num_below = [0] * len(figures.parents)
+    for node in range(len(figures.parents) - 1, 0, -1):  # parents come before their children
+        num_below[figures.parents[node]] += 1 + num_below[node]
+    guesses = plural(num_below[0], "guess")
+    lines = [
+        f"pass {shown.number} of {shown.num_passes}, a usual one: of {guesses} the model keeps "
+        f"{shown.num_kept} ({_MARK}), and adds a token of its own (+)",
+        f"  {_shown_text(text_of(figures.tokens[0]))}",
+    ]
     for depth, node in enumerate(figures.accepted):
         is_last = depth == shown.num_kept
         kept = None if is_last else figures.accepted[depth + 1]
-        wrong = [
-            child
-            for child, parent in enumerate(figures.parents)
-            if parent == node and child not in (0, kept)
-        ]
+        children = [child for child, parent in enumerate(figures.parents) if parent == node]
+        wrong = [child for child in children if child not in (0, kept)]
         indent = "  " + "   " * depth
         for child in wrong[:_BESIDE]:
             text = _shown_text(text_of(figures.tokens[child]))
@@ -96,15 +91,7 @@ def tree_lines(shown: ShownPass, text_of: Callable[[int], str]) -> str:
             lines.append(f"{indent}├─ {num_rest} more")
         token = shown.own_token if kept is None else figures.tokens[kept]
         lines.append(f"{indent}└{'+' if is_last else _MARK} {_shown_text(text_of(token))}")
-    return "\n".join([head, *lines])
-
-
-def _num_below(parents: list[int]) -> list[int]:
-    """Return how many nodes lie below each; parents come before their children."""
-    num_below = [0] * len(parents)
-    for node in range(len(parents) - 1, 0, -1):
-        num_below[parents[node]] += 1 + num_below[node]
-    return num_below
+    return "\n".join(lines)
 
 
 def _shown_text(text: str) -> str:
@@ -139,7 +126,6 @@ def compare(
     prompt: str,
     sampling: Sampling,
     *,
-    num_plain: int,
     num_tree: int,
     show: Callable[[str, Run], None],
 ) -> DemoResult:
@@ -149,52 +135,36 @@ def compare(
     heading and each run, and must exhaust it. Raises `UserError` where a token is not the original
     model's.
     """
+    num_plain = min(_NUM_PLAIN, num_tree)
+    first = f"without guesses, the first {plural(num_plain, 'token')}: one token per pass"
+    then = f"with guesses, at most {plural(num_tree, 'token')}: several tokens per pass"
     results: list[Generation] = []
-    for heading, num_tokens, tree in (
-        (
-            f"without guesses, the first {plural(num_plain, 'token')}: one token per pass",
-            num_plain,
-            "none",
-        ),
-        (
-            f"with guesses, at most {plural(num_tree, 'token')}: several tokens per pass",
-            num_tree,
-            None,
-        ),
-    ):
+    for heading, num_tokens, tree in ((first, num_plain, "none"), (then, num_tree, None)):
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
         show(heading, run)
         results.append(run.result())
         if not results[-1].is_exact:
-            raise UserError(
-                f"`lenience` {results[-1].lenience:g} is not exact, so nothing can be proved: leave it out"
-            )
-    if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
-        return DemoResult(results[0], results[1], 0, 0, None)
+            told = f"`lenience` {results[-1].lenience:g} is not exact"
+            raise UserError(f"{told}, so nothing can be proved: leave it out")
+    plain, grown = results
+    if not (sampling.is_greedy or find_rule(plain.rule).repeats_draws):
+        return DemoResult(plain, grown, 0, 0, None)
+    num_same = None
+    if plain.is_invariant:
+        num_same = min(len(plain.token_ids), len(grown.token_ids))
+        for at in range(num_same):
+            if plain.token_ids[at] != grown.token_ids[at]:
+                told = f"token {at} with a tree is not that without one"
+                raise UserError(f"{told}: please report this as a bug")
     prompt_ids = decoder.encode(prompt, raw=True)
-    num_same = _require_same_text(*results) if results[0].is_invariant else None
-    gaps = [
-        gap
-        for result in results
-        for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)
-    ]
+    gaps = list[float]()
+    for result in results:
+        gaps += draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)
     if max(gaps) > rounding(sampling):
-        raise UserError(
-            f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug"
-        )
+        told = f"a token misses the original model's draw by {max(gaps):.3f}"
+        raise UserError(f"{told}: please report this as a bug")
     num_exact = sum(gap == 0 for gap in gaps)
-    return DemoResult(results[0], results[1], num_exact, len(gaps) - num_exact, num_same)
-
-
-def _require_same_text(plain: Generation, tree: Generation) -> int:
-    """Return how many tokens both texts have. Raises `UserError` where one differs."""
-    pairs = list(zip(plain.token_ids, tree.token_ids, strict=False))
-    at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
-    if at is not None:
-        raise UserError(
-            f"token {at} with a tree is not that without one: please report this as a bug"
-        )
-    return len(pairs)
+    return DemoResult(plain, grown, num_exact, len(gaps) - num_exact, num_same)
 
 
 def open_demo(
@@ -229,20 +199,27 @@ def show_run(
 
 def comparison_lines(found: DemoResult) -> str:
     """Return both speeds side by side, and what was proved of both texts."""
-    plain = found.plain.stats
     tree = found.tree.stats
-    head = f"{'':>21} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}"
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     named = f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}"
-    rows = [
-        _speed_row("without guesses", plain),
-        _speed_row(named if tree.tree_depth else "no tree seemed to pay", tree),
-    ]
     # all came at once, those of the tree with the prompt's pass
     fast = "too few tokens to tell how fast: raise -n"
     if found.speedup:
         fast = f"{found.speedup:.1f} times as fast"
-    return "\n".join([head, *rows, fast, proof_line(found)])
+    return "\n".join(
+        [
+            f"{'':>21} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}",
+            _speed_row("without guesses", found.plain.stats),
+            _speed_row(named if tree.tree_depth else "no tree seemed to pay", tree),
+            fast,
+            proof_line(found),
+        ]
+    )
+
+
+def _speed_row(label: str, stats: Stats) -> str:
+    speed = f"{stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
+    return f"{label:>21} {speed}"
 
 
 def proof_line(found: DemoResult) -> str:
@@ -260,14 +237,10 @@ def proof_details(found: DemoResult) -> str:
     """Return how exactly the tokens were compared."""
     if not found.num_exact + found.num_near:
         return ""
-    lines = [
+    told = (
         f"{found.num_exact} tokens are the original model's own draw in float32, "
         f"{found.num_near} lie within bf16 rounding of it"
-    ]
-    if found.num_same is not None:
-        lines.append(f"{found.num_same} tokens that both runs have are the same, bit for bit")
-    return "\n".join(lines)
-
-
-def _speed_row(label: str, stats: Stats) -> str:
-    return f"{label:>21} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
+    )
+    if found.num_same is None:
+        return told
+    return f"{told}\n{found.num_same} tokens that both runs have are the same, bit for bit"

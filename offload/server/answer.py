@@ -55,7 +55,9 @@ class ToolCalls:
                 return said
             said += self._call_or_text(inner, _OPEN + inner + _CLOSE)
             self._held = after
-        certain = len(self._held) - _num_begun(self._held)
+        # a tag may begin with the last of them
+        begun = (size for size in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:size]))
+        certain = len(self._held) - next(begun, 0)
         said = said + self._held[:certain]
         self._held = self._held[certain:]
         return said.rstrip() if self._calls and not said.strip() else said
@@ -79,28 +81,18 @@ def _read(text: str) -> list[dict[str, Any]]:
     """Return the calls in a text that is one, or a list of them; none where it is anything else."""
     try:
         value = json.loads(text)
-        values = value if isinstance(value, list) else [value]
-        pairs = [
-            (one["name"], one["arguments"] if "arguments" in one else one["parameters"])
-            for one in values
-        ]
+        calls = []
+        for one in value if isinstance(value, list) else [value]:
+            name = one["name"]
+            arguments = one["arguments"] if "arguments" in one else one["parameters"]
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                return []
+            told = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            key = f"call_{secrets.token_hex(12)}"
+            calls.append({"id": key, "type": "function", "function": told})
     except (ValueError, TypeError, KeyError, RecursionError):
         return []
-    if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in pairs):
-        return []
-    return [
-        {
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
-        }
-        for name, arguments in pairs
-    ]
-
-
-def _num_begun(text: str) -> int:
-    """Return how many characters at its end a tag may begin with."""
-    return next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
+    return calls
 
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
@@ -120,33 +112,27 @@ class TokenNames:
 
     def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Return `TokenLogprob`s as chat completions have them."""
-        return [
-            {
-                **self._named(one.token, one.logprob),
-                "top_logprobs": [self._named(*pair) for pair in one.top],
-            }
-            for one in logprobs
-            if one.token not in self._end_ids
-        ]
+        told = []
+        for one in logprobs:
+            if one.token not in self._end_ids:
+                top = [self._named(*pair) for pair in one.top]
+                told.append({**self._named(one.token, one.logprob), "top_logprobs": top})
+        return told
 
     def of_completion(self, logprobs: Sequence[TokenLogprob], num_chars: int) -> dict[str, Any]:
         """Return `TokenLogprob`s as plain completions have them, behind so many characters."""
-        logprobs = [one for one in logprobs if one.token not in self._end_ids]
-        tokens = [self.text(one.token) for one in logprobs]
-        offsets = list[int]()
-        for token in tokens:
-            offsets.append(num_chars)
-            num_chars += len(token)
-        tops = [
-            {self.text(token): _finite(number) for token, number in one.top} for one in logprobs
-        ]
-        own = [_finite(one.logprob) for one in logprobs]
-        return {
-            "tokens": tokens,
-            "token_logprobs": own,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        told: dict[str, list[Any]] = {name: [] for name in names}
+        for one in logprobs:
+            if one.token not in self._end_ids:
+                text = self.text(one.token)
+                told["tokens"].append(text)
+                told["token_logprobs"].append(_finite(one.logprob))
+                top = {self.text(token): _finite(number) for token, number in one.top}
+                told["top_logprobs"].append(top)
+                told["text_offset"].append(num_chars)
+                num_chars += len(text)
+        return told
 
     def told(self, passed: PassFigures) -> dict[str, Any]:
         """Return what a pass did, for the page: its tree with texts, and what it took."""
@@ -161,16 +147,9 @@ class TokenNames:
             "num_bytes": passed.moved.num_bytes,
         }
 
-    def bytes_of(self, token: int) -> bytes:
-        """Return what a token adds to a text."""
-        return self._pieces.bytes_of(token)
-
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self.text(token),
-            "logprob": _finite(logprob),
-            "bytes": list(self.bytes_of(token)),
-        }
+        added = list(self._pieces.bytes_of(token))
+        return {"token": self.text(token), "logprob": _finite(logprob), "bytes": added}
 
 
 def _finite(logprob: float) -> float:
@@ -210,17 +189,15 @@ class Answer:
     def chunks(self, index: int, piece: TextPiece | None) -> list[dict[str, Any]]:
         """Return the chunks for what a text has gained, or for its end."""
         if piece is None:
-            choices = self._last(index, self._result(index))
-            passed = None
-        else:
-            choices = [choice for choice in [self._next(index, piece)] if choice is not None]
-            passed = piece.last_pass if self._body.extension.passes else None
-            if passed is not None and not choices:
-                choices = [self._silent(index)]
-        chunks = [self._chunk([choice]) for choice in choices]
+            return [self._chunk([one]) for one in self._last(index, self._result(index))]
+        passed = piece.last_pass if self._body.extension.passes else None
+        choice = self._next(index, piece, may_be_silent=passed is None)
+        if choice is None:
+            return []
+        chunk = self._chunk([choice])
         if passed is not None:
-            chunks[0]["offload"] = self._names.told(passed)
-        return chunks
+            chunk["offload"] = self._names.told(passed)
+        return [chunk]
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the chunks behind the end of all texts."""
@@ -249,19 +226,16 @@ class Answer:
         firsts = results[:: self._body.num_choices]
         num_prompt = sum(one.stats.num_prompt_tokens for one in firsts)
         num_new = sum(len(one.token_ids) for one in results)
+        num_cached = sum(one.stats.num_kept_tokens for one in firsts)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(one.stats.num_kept_tokens for one in firsts)
-            },
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    def _next(self, index: int, piece: TextPiece) -> dict[str, Any] | None:
-        raise NotImplementedError
-
-    def _silent(self, index: int) -> dict[str, Any]:
+    def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
+        """Return the choice of a piece; None where nothing is to be said, and that may be."""
         raise NotImplementedError
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
@@ -299,13 +273,12 @@ class ChatAnswer(Answer):
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _next(self, index: int, piece: TextPiece) -> dict[str, Any] | None:
+    def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
         text = self._calls[index].push(piece.text)
         told = self._told(piece.logprobs)
-        return self._delta(index, {"content": text}, logprobs=told) if text or told else None
-
-    def _silent(self, index: int) -> dict[str, Any]:
-        return self._delta(index, {"content": ""})
+        if may_be_silent and not text and not told:
+            return None
+        return self._delta(index, {"content": text}, logprobs=told)
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
         rest, calls = self._calls[index].finish()
@@ -352,15 +325,10 @@ class CompletionAnswer(Answer):
         self._num_chars[index] += sum(map(len, told["tokens"])) if told else 0
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
-    def _next(self, index: int, piece: TextPiece) -> dict[str, Any] | None:
-        return (
-            self._text(index, piece.text, logprobs=piece.logprobs)
-            if piece.text or piece.logprobs
-            else None
-        )
-
-    def _silent(self, index: int) -> dict[str, Any]:
-        return self._text(index, "")
+    def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
+        if may_be_silent and not piece.text and not piece.logprobs:
+            return None
+        return self._text(index, piece.text, logprobs=piece.logprobs)
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
         return [self._text(index, "", result.finish_reason)]

@@ -14,10 +14,9 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNam
 from offload.server.network import Guard, answer
 from offload.server.protocol import (
     AnyBody,
-    Body,
     ChatBody,
     CompletionBody,
     Refusal,
@@ -72,43 +70,35 @@ def metrics_text(figures: EngineFigures) -> str:
         "failed": figures.num_failed,
         "queue_full": figures.num_refused,
     }
-    gauge = partial(_family, "gauge")
-    counter = partial(_family, "counter")
-    families = [
-        gauge("requests_active", "texts that are written", figures.num_active),
-        gauge("requests_waiting", "requests that wait for a place", figures.num_waiting),
-        counter(
-            "prompt_tokens_total", "tokens of prompts that were begun", figures.num_prompt_tokens
-        ),
-        counter("tokens_total", "new tokens", figures.num_tokens),
-        counter("passes_total", "passes over the weights", figures.num_passes),
-        counter("pass_seconds_total", "time in passes", figures.pass_s),
-        counter("link_bytes_total", "bytes of weights that passes have moved", moved.num_bytes),
-        counter(
-            "link_wait_seconds_total", "time that computing waited for the link", moved.stall_s
-        ),
-        counter(
-            "queue_wait_seconds_total",
-            "time that requests waited before they were begun",
-            figures.waited_s,
-        ),
-        gauge("tokens_per_second", "new tokens per second of passes", num_tokens * per_s),
-        gauge("tokens_per_pass", "new tokens of all texts per pass", num_tokens / num_passes),
-        gauge("texts_per_pass", "texts that share a pass", num_texts / num_passes),
-        gauge("link_bytes_per_second", "bytes moved per second of passes", recent_bytes * per_s),
-        counter("requests_total", "requests by what became of them", outcomes),
-    ]
-    return "\n".join([*chain(*families), ""])
+    lines = list[str]()
 
-
-def _family(kind: str, name: str, what: str, value: float | Mapping[str, float]) -> list[str]:
-    """Return the lines of one figure, or of one for each outcome."""
-    if isinstance(value, Mapping):
-        samples = {f'{{outcome="{outcome}"}}': count for outcome, count in value.items()}
-    else:
+    def family(kind: str, name: str, what: str, value: float | Mapping[str, float]) -> None:
         samples = {"": value}
-    head = [f"# HELP offload_{name} {what}", f"# TYPE offload_{name} {kind}"]
-    return head + [f"offload_{name}{labels} {one:.10g}" for labels, one in samples.items()]
+        if isinstance(value, Mapping):
+            samples = {f'{{outcome="{outcome}"}}': count for outcome, count in value.items()}
+        lines.append(f"# HELP offload_{name} {what}")
+        lines.append(f"# TYPE offload_{name} {kind}")
+        lines.extend(f"offload_{name}{labels} {one:.10g}" for labels, one in samples.items())
+
+    gauge = partial(family, "gauge")
+    counter = partial(family, "counter")
+    gauge("requests_active", "texts that are written", figures.num_active)
+    gauge("requests_waiting", "requests that wait for a place", figures.num_waiting)
+    what = "tokens of prompts that were begun"
+    counter("prompt_tokens_total", what, figures.num_prompt_tokens)
+    counter("tokens_total", "new tokens", figures.num_tokens)
+    counter("passes_total", "passes over the weights", figures.num_passes)
+    counter("pass_seconds_total", "time in passes", figures.pass_s)
+    counter("link_bytes_total", "bytes of weights that passes have moved", moved.num_bytes)
+    counter("link_wait_seconds_total", "time that computing waited for the link", moved.stall_s)
+    what = "time that requests waited before they were begun"
+    counter("queue_wait_seconds_total", what, figures.waited_s)
+    gauge("tokens_per_second", "new tokens per second of passes", num_tokens * per_s)
+    gauge("tokens_per_pass", "new tokens of all texts per pass", num_tokens / num_passes)
+    gauge("texts_per_pass", "texts that share a pass", num_texts / num_passes)
+    gauge("link_bytes_per_second", "bytes moved per second of passes", recent_bytes * per_s)
+    counter("requests_total", "requests by what became of them", outcomes)
+    return "\n".join([*lines, ""])
 
 
 _FILE = Path(__file__).with_name("page.html")
@@ -129,9 +119,8 @@ def read_page(path: Path = _FILE) -> Page:
     part. Raises `ValueError` for a page of several scripts or styles.
     """
     text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
-    text = text.replace(
-        _PLACE, "\n".join(_field(one) for one in options_at("page", Sampling).values())
-    )
+    fields = map(_field, options_at("page", Sampling).values())
+    text = text.replace(_PLACE, "\n".join(fields))
     script, style = (f"'sha256-{_hash_of(text, tag)}'" for tag in ("script", "style"))
     policy = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
@@ -157,23 +146,12 @@ def _field(one: Option) -> str:
     return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
 
 
-def page_route() -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-    """Return what answers `/`; the page is read now and once."""
-    page = read_page()
-
-    async def send(request: HttpRequest) -> Response:
-        return Response(page.body, headers=page.headers)
-
-    return send
-
-
 def _hash_of(text: str, tag: str) -> str:
     """Return the SHA-256 in base64 of the only element of that name, without attributes."""
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    if len(bodies) != 1 or text.count(f"<{tag}") != 1:
-        raise ValueError(
-            f"the page must have one <{tag}> without attributes, found {text.count(f'<{tag}')}"
-        )
+    num = text.count(f"<{tag}")
+    if len(bodies) != 1 or num != 1:
+        raise ValueError(f"the page must have one <{tag}> without attributes, found {num}")
     return base64.b64encode(hashlib.sha256(bodies[0].encode()).digest()).decode()
 
 
@@ -196,7 +174,12 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
     for path, method, route in _ROUTES:
         app.add_api_route(path, _answering(route), methods=[method], response_model=None)
     # while a model loads, too
-    app.add_api_route("/", page_route(), methods=["GET", "HEAD"], response_model=None)
+    page = read_page()
+
+    async def send_page(request: HttpRequest) -> Response:
+        return Response(page.body, headers=page.headers)
+
+    app.add_api_route("/", send_page, methods=["GET", "HEAD"], response_model=None)
     return app
 
 
@@ -240,19 +223,12 @@ async def _model(request: HttpRequest) -> Response:
 
 
 async def _chat(request: HttpRequest) -> Response:
-    body = await _read(request, ChatBody)
-    tickets = await to_thread.run_sync(
-        order_chat, _engine(request), request.app.state.settings, body
-    )
-    return await _answer(request, body, tickets, ChatAnswer(body, tickets, *_named(request)))
+    return await _answer(request, await _read(request, ChatBody), order_chat, ChatAnswer)
 
 
 async def _completions(request: HttpRequest) -> Response:
     body = await _read(request, CompletionBody)
-    tickets = await to_thread.run_sync(
-        order_completion, _engine(request), request.app.state.settings, body
-    )
-    return await _answer(request, body, tickets, CompletionAnswer(body, tickets, *_named(request)))
+    return await _answer(request, body, order_completion, CompletionAnswer)
 
 
 _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
@@ -266,11 +242,20 @@ _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
 
 
 async def _answer(
-    request: HttpRequest, body: Body, tickets: Sequence[Ticket], made: Answer
+    request: HttpRequest,
+    body: AnyBody,
+    order: Callable[[Engine, ServerSettings, AnyBody], list[Ticket]],
+    kind: Callable[[AnyBody, list[Ticket], TokenNames, str], Answer],
 ) -> Response:
+    state = request.app.state
+    engine = _engine(request)
+    tickets = await to_thread.run_sync(order, engine, state.settings, body)
+    if not hasattr(state, "names"):
+        state.names = TokenNames(engine.decoder.tokenizer, engine.decoder.end_ids)
+    made = kind(body, tickets, state.names, state.settings.model_id)
     headers = {"X-Ignored-Fields": ", ".join(body.ignored)} if body.ignored else {}
-    if body.is_streamed:
-        keep_alive_s = request.app.state.settings.keep_alive_s
+    if body.stream:
+        keep_alive_s = state.settings.keep_alive_s
         return EventStream(made, tickets, headers, keep_alive_s=keep_alive_s, on_error=_log)
     async with aclosing(arrivals(tickets, request.receive)) as pieces:
         async for _ in pieces:
@@ -288,8 +273,7 @@ async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
         why = "a stranger's page can send any other kind from your browser"
         raise Refusal(415, f"{rule}: {why} (curl: -H 'Content-Type: application/json')")
     body = parse(kind, await request.body())
-    if isinstance(body, Body):
-        _check_model(body.model, request.app.state.settings)
+    _check_model(body.model, request.app.state.settings)
     return body
 
 
@@ -300,14 +284,6 @@ def _engine(request: HttpRequest) -> Engine:
     return engine
 
 
-def _named(request: HttpRequest) -> tuple[TokenNames, str]:
-    state = request.app.state
-    if not hasattr(state, "names"):
-        decoder = _engine(request).decoder
-        state.names = TokenNames(decoder.tokenizer, decoder.end_ids)
-    return state.names, state.settings.model_id
-
-
 def _check_model(model: str | None, settings: ServerSettings) -> None:
     is_known = {"*", model} & {*settings.aliases} or model == settings.model_id
     if model and not is_known:
@@ -316,17 +292,11 @@ def _check_model(model: str | None, settings: ServerSettings) -> None:
 
 def _model_card(request: HttpRequest) -> dict[str, Any]:
     state = request.app.state
-    card = {
-        "id": state.settings.model_id,
-        "object": "model",
-        "created": state.began_s,
-        "owned_by": "offload",
-    }
-    return (
-        card
-        if state.engine is None
-        else {**card, "context_length": state.engine.decoder.plan.context}
-    )
+    card = {"id": state.settings.model_id, "object": "model", "created": state.began_s}
+    card["owned_by"] = "offload"
+    if state.engine is not None:
+        card["context_length"] = state.engine.decoder.plan.context
+    return card
 
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
@@ -335,16 +305,13 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
     what = f"{request.method} {path:.80}"
     headers = dict(error.headers or {})
+    # without names in paths
+    known = sorted((path for path, *_ in _ROUTES if "{" not in path), reverse=True)
     told = {
-        404: f"Unknown request URL: {what}: this server has {_routes_words()}",
+        404: f"Unknown request URL: {what}: this server has {listed(known)}",
         405: f"Not allowed to {what}: {headers.get('Allow', 'another method')} is",
     }.get(error.status_code, error.detail)
     return answer(Refusal(error.status_code, told, headers=headers))
-
-
-def _routes_words() -> str:
-    """Return what may be asked for, without names in paths."""
-    return listed(sorted((path for path, *_ in _ROUTES if "{" not in path), reverse=True))
 
 
 def _log(error: BaseException) -> None:
@@ -352,15 +319,11 @@ def _log(error: BaseException) -> None:
 
     What a client has sent is never printed, and an error's own words may quote it.
     """
-    if isinstance(error, RunError):
-        print(f"offload: a request failed: {error}", file=sys.stderr, flush=True)
-    elif refusal_of(error).code == "internal_error":
-        frames = traceback.extract_tb(error.__traceback__)[-3:]
-        where = " < ".join(
-            f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames)
-        )
-        print(
-            f"offload: a request failed: {type(error).__name__} at {where}",
-            file=sys.stderr,
-            flush=True,
-        )
+    what = str(error)
+    if not isinstance(error, RunError):
+        if refusal_of(error).code != "internal_error":
+            return
+        frames = reversed(traceback.extract_tb(error.__traceback__)[-3:])
+        places = (f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
+        what = f"{type(error).__name__} at {' < '.join(places)}"
+    print(f"offload: a request failed: {what}", file=sys.stderr, flush=True)

@@ -109,21 +109,15 @@ def _loading_answer(path: str, *, has_body: bool) -> bytes:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens there, on a free port for 0. Raises `UserError`."""
-    require(
-        0 <= port < 1 << 16,
-        "`port` must lie in [0, 65536)",
-        port,
-        "8080 is usual, 0 takes a free one",
-    )
+    rule = "`port` must lie in [0, 65536)"
+    require(0 <= port < 1 << 16, rule, port, "8080 is usual, 0 takes a free one")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"cannot listen on `host` {host!r:.80} ({error}): name an address of this machine"
-        ) from None
+        what = f"cannot listen on `host` {host!r:.80} ({error})"
+        raise UserError(f"{what}: name an address of this machine") from None
     try:
         # what the last server left does not count
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,12 +125,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.listen()
     except OSError as error:
         bound.close()
-        is_ours = error.errno != errno.EADDRNOTAVAIL
-        remedy = (
-            "give another `port`, or 0 for a free one"
-            if is_ours
-            else "name an address of this machine as `host`"
-        )
+        remedy = "give another `port`, or 0 for a free one"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "name an address of this machine as `host`"
         raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): {remedy}") from None
     return bound
 

@@ -141,23 +141,23 @@ class _Connection(H11Protocol):
     def _limit(self, seconds: float | None) -> None:
         if self._clock is not None:
             self._clock.cancel()
-        self._clock = (
-            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
-        )
+        self._clock = None
+        if seconds is not None:
+            self._clock = self.loop.call_later(seconds, self.transport.abort)
 
 
 def _hear(say: Callable[[str], None]) -> None:
     """Say errors of uvicorn as lines of ours; of bad requests their clients are told."""
     handler = logging.Handler(logging.ERROR)
     logger = logging.getLogger("uvicorn.error")
-    handler.emit = lambda record: say(f"server: {_first_line(record)}")  # type: ignore[method-assign]
+
+    def tell(record: logging.LogRecord) -> None:
+        # as our own errors are: short, and without what would steer a terminal
+        say(f"server: {one_line(record.getMessage().partition(chr(10))[0])}")
+
+    handler.emit = tell  # type: ignore[method-assign]
     logger.handlers[:] = [handler]
     logger.propagate = False
-
-
-def _first_line(record: logging.LogRecord) -> str:
-    """Return a record as our own errors are: short, and without what would steer a terminal."""
-    return one_line(record.getMessage().partition("\n")[0])
 
 
 _OPEN_PATHS = ("/", "/health")  # a page that asks for the key, and what a watchdog asks for
@@ -202,11 +202,10 @@ class Guard:
                 self._check_site(headers, scope["method"])
             self._check_key(headers, scope["path"])
             if scope["method"] in _WITH_BODY:
-                receive = _Replayed(await self._body(receive), receive)
+                receive = _replayed(await self._body(receive), receive)
         except Refusal as refusal:
-            refusal.headers.setdefault(
-                "Connection", "close"
-            )  # what it still sends belongs to no request
+            # what it still sends belongs to no request
+            refusal.headers.setdefault("Connection", "close")
             await answer(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -214,28 +213,19 @@ class Guard:
     def _check_host(self, headers: Mapping[str, str]) -> None:
         allowed = self._settings.allowed_hosts
         host = headers.get("host", "").lower()
-        name = (
-            host[: host.index("]") + 1]
-            if host.startswith("[") and "]" in host
-            else host.partition(":")[0]
-        )
+        name = host.partition(":")[0]
+        if host.startswith("[") and "]" in host:
+            name = host[: host.index("]") + 1]
         if allowed is not None and name not in allowed:
             rule = f"this server is not {host:.80}" if host else "a request must name this server"
             raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
 
     def _check_site(self, headers: Mapping[str, str], method: str) -> None:
-        """Refuse pages of others: they cannot send JSON without asking, and browsers say whose they
-        are.
-        """
-        if method not in _LOOKING and headers.get("sec-fetch-site", "none") not in (
-            "same-origin",
-            "none",
-        ):
-            raise Refusal(
-                403,
-                "this server takes no requests from pages of others: ask from its own",
-                code="wrong_site",
-            )
+        """Refuse pages of others: none sends JSON without asking, and browsers say whose they are."""
+        site = headers.get("sec-fetch-site", "none")
+        if method not in _LOOKING and site not in ("same-origin", "none"):
+            message = "this server takes no requests from pages of others: ask from its own"
+            raise Refusal(403, message, code="wrong_site")
 
     def _check_key(self, headers: Mapping[str, str], path: str) -> None:
         if not self._digests or path in _OPEN_PATHS:
@@ -246,8 +236,8 @@ class Guard:
         is_known = sum([hmac.compare_digest(found, digest) for digest in self._digests])
         if not is_known:
             message = "You need the API key of this server: send it as `Authorization: Bearer KEY`"
-            headers_back = {"WWW-Authenticate": "Bearer"}
-            raise Refusal(401, message, code="invalid_api_key", headers=headers_back)
+            asked = {"WWW-Authenticate": "Bearer"}
+            raise Refusal(401, message, code="invalid_api_key", headers=asked)
 
     async def _body(self, receive: Receive) -> bytes:
         """Return all of the body; of one that is too large, a part is read and dropped.
@@ -259,9 +249,10 @@ class Guard:
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_s):
-                while (message := await receive())[
-                    "type"
-                ] == "http.request" and num_read <= _MOST_DROPPED * limit:
+                while num_read <= _MOST_DROPPED * limit:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        break
                     num_read += len(message["body"])
                     body += message["body"][: max(0, limit + 1 - len(body))]
                     if not message["more_body"]:
@@ -270,23 +261,22 @@ class Guard:
             late = f"the body has not come within {self._settings.body_s:g} s"
             raise Refusal(408, late) from None
         if len(body) > limit:
-            raise _too_large(limit)
+            rule = f"the body is larger than {limit} bytes"
+            remedy = "shorten it, or start the server with a larger --max-body"
+            raise Refusal(413, f"{rule}: {remedy}", code="body_too_large")
         return bytes(body)
 
 
-class _Replayed:
-    """Gives a body that was read once more; then what else the client does."""
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what gives a body that was read once more; then what else the client does."""
+    left = [body]
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
+    async def receiving() -> Message:
+        if not left:
+            return await receive()
+        return {"type": "http.request", "body": left.pop(), "more_body": False}
 
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body = self._body
-        self._body = None
-        return {"type": "http.request", "body": body, "more_body": False}
+    return receiving
 
 
 def _marked(send: Send, guest: str | None) -> Send:
@@ -305,11 +295,6 @@ def _marked(send: Send, guest: str | None) -> Send:
 def answer(refusal: Refusal) -> JSONResponse:
     """Return a refusal as it goes over the wire."""
     return JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
-
-
-def _too_large(limit: int) -> Refusal:
-    message = f"the body is larger than {limit} bytes: shorten it, or start the server with a larger --max-body"
-    return Refusal(413, message, code="body_too_large")
 
 
 def _digest(key: str) -> bytes:

@@ -9,6 +9,7 @@ Invariant: 500 is a fault of this program or its disk alone, and never carries a
 client can mend has 400, with the rule, the value and the remedy.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,12 +58,16 @@ class Refusal(Exception):  # noqa: N818
         self.param = param
         self.headers = headers or {}
 
+    @classmethod
+    def of_value(cls, param: str, rule: str, field: str = "") -> "Refusal":
+        """Return the refusal of a body's field; a `field` within it is named instead."""
+        return cls(400, f"Invalid value for '{field or param}': {rule}", param=param)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the body of the answer."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
 
 
 def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Refusal:
@@ -73,9 +78,8 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):
-        return Refusal(
-            429, str(error), code="queue_full", headers={"Retry-After": str(_wait_s(figures))}
-        )
+        again = {"Retry-After": str(_wait_s(figures))}
+        return Refusal(429, str(error), code="queue_full", headers=again)
     if isinstance(error, Closing):
         return closing()
     if isinstance(error, UserError):
@@ -90,9 +94,8 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
 
 def closing() -> Refusal:
     """Return the refusal of a server that ends."""
-    return Refusal(
-        503, "the server is closing: ask again later", code="closing", headers={"Retry-After": "10"}
-    )
+    again = {"Retry-After": "10"}
+    return Refusal(503, "the server is closing: ask again later", code="closing", headers=again)
 
 
 def loading() -> Refusal:
@@ -107,18 +110,6 @@ def no_such_model(model: str, model_id: str) -> Refusal:
         "start it with --alias to give it other names"
     )
     return Refusal(404, message, code="model_not_found", param="model")
-
-
-def too_long(num_prompt: int, num_new: int | None, context: int, param: str) -> Refusal:
-    """Return the refusal for prompts, in the field `param`, that leave too little room."""
-    wanted = "" if num_new is None else f" and {num_new} in the completion"
-    return Refusal(
-        400,
-        f"This model's maximum context length is {context} tokens, but you asked for {num_prompt} tokens in the "
-        f"{param}{wanted}: shorten the {param} or lower `max_tokens`",
-        code="context_length_exceeded",
-        param=param,
-    )
 
 
 def _wait_s(figures: EngineFigures | None) -> int:
@@ -193,10 +184,6 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     prompt_cache_key: Any = None
 
     @property
-    def is_streamed(self) -> bool:
-        return bool(self.stream)
-
-    @property
     def has_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -216,11 +203,8 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     @property
     def ignored(self) -> list[str]:
         """Fields that were given and change nothing."""
-        return sorted(
-            name
-            for name in self.model_fields_set & _WITHOUT_MEANING
-            if getattr(self, name) is not None
-        )
+        given = self.model_fields_set & _WITHOUT_MEANING
+        return sorted(name for name in given if getattr(self, name) is not None)
 
 
 class Function(BaseModel):
@@ -275,17 +259,11 @@ class ChatBody(Body):
             return None
         if wished == {"type": "json_object"}:
             return Grammar("json_object")
-        described = wished.get("json_schema")
-        if (
-            wished.get("type") != "json_schema"
-            or not isinstance(described, dict)
-            or "schema" not in described
-        ):
-            rule = "it must be text, json_object, or json_schema with a 'schema'"
-            raise Refusal(
-                400, f"Invalid value for 'response_format': {rule}", param="response_format"
-            )
-        return find_grammar(json_schema=described["schema"])
+        match wished:
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                return find_grammar(json_schema=schema)
+        rule = "it must be text, json_object, or json_schema with a 'schema'"
+        raise Refusal.of_value("response_format", rule)
 
     @property
     def tools_told(self) -> list[dict[str, Any]]:
@@ -310,7 +288,7 @@ class ChatBody(Body):
         if not forced:
             rule = "it must be 'auto', 'none', 'required' or a function of 'tools'"
             rule += "" if tools else ", and there are no 'tools'"
-            raise Refusal(400, f"Invalid value for 'tool_choice': {rule}", param="tool_choice")
+            raise Refusal.of_value("tool_choice", rule)
         return forced
 
 
@@ -328,7 +306,7 @@ def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
             for name, schema in (parameters.pop(place, None) or {}).items():
                 if shared.setdefault(place, {}).setdefault(name, schema) != schema:
                     rule = f"'{place}' of two functions differ in {name:.80}: rename one"
-                    raise Refusal(400, f"Invalid value for 'tools': {rule}", param="tools")
+                    raise Refusal.of_value("tools", rule)
         fields = {"name": {"const": one.name}, "arguments": parameters}
         call = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})
@@ -354,17 +332,15 @@ class CompletionBody(Body):
         """Each to be gone on with. Raises `Refusal` for what is known and not to be had."""
         for name in ("echo", "suffix"):
             if getattr(self, name):
-                raise Refusal(
-                    400, f"'{name}' is not supported by this server: leave it out", param=name
-                )
+                message = f"'{name}' is not supported by this server: leave it out"
+                raise Refusal(400, message, param=name)
         if self.best_of not in (None, self.num_choices):
-            raise Refusal(
-                400, "'best_of' must be equal to 'n' on this server: leave it out", param="best_of"
-            )
+            message = "'best_of' must be equal to 'n' on this server: leave it out"
+            raise Refusal(400, message, param="best_of")
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise Refusal(400, "Invalid value for 'prompt': it is empty", param="prompt")
+            raise Refusal.of_value("prompt", "it is empty")
         are_ids = isinstance(self.prompt[0], int)
         return [self.prompt] if are_ids else list(self.prompt)  # type: ignore[list-item, arg-type]
 
@@ -374,7 +350,7 @@ _WITHOUT_MEANING = {
     *("parallel_tool_calls", "reasoning_effort", "verbosity", "prediction"),
 }
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
@@ -391,56 +367,45 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def _refusal(error: Mapping[str, Any], known: Iterable[str]) -> Refusal:
-    steps = [step for step in error["loc"] if isinstance(step, int) or not _is_type(step)]
-    path = (
-        "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)[1:][:80]
-        or None
-    )
-    if error["type"] == "json_invalid":
-        return Refusal(
-            400, f"The body must be JSON in UTF-8: {error['msg'].removeprefix('Invalid JSON: ')}"
-        )
-    if error["type"] == "extra_forbidden":
-        meant = did_you_mean(str(path), known)
-        return Refusal(400, f"Unrecognized request argument supplied: {path}{meant}", param=path)
-    if error["type"] == "missing":
-        return Refusal(
-            400,
-            f"Missing required parameter: '{path}'",
-            param=path,
-            code="missing_required_parameter",
-        )
-    return Refusal(
-        400,
-        f"Invalid value for {(path and repr(path)) or 'the body'}: {error['msg']}",
-        param=path,
-        code="invalid_value",
-    )
-
-
-def _is_type(step: str) -> bool:
-    return step in _TYPE_NAMES or "[" in step
+    path = ""
+    for step in error["loc"]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step not in _TYPE_NAMES and "[" not in step:
+            path += f".{step}"
+    param = path[1:][:80] or None
+    what = error["msg"]
+    match error["type"]:
+        case "json_invalid":
+            what = what.removeprefix("Invalid JSON: ")
+            return Refusal(400, f"The body must be JSON in UTF-8: {what}")
+        case "extra_forbidden":
+            meant = did_you_mean(str(param), known)
+            message = f"Unrecognized request argument supplied: {param}{meant}"
+            return Refusal(400, message, param=param)
+        case "missing":
+            message = f"Missing required parameter: '{param}'"
+            return Refusal(400, message, param=param, code="missing_required_parameter")
+    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}"
+    return Refusal(400, message, param=param, code="invalid_value")
 
 
 def _told(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     known = Role.__args__  # type: ignore[attr-defined]
     if message.get("role") not in known:
-        raise Refusal(
-            400,
-            f"Invalid value for '{where}.role': it must be one of {', '.join(known)}",
-            param=where,
-        )
+        raise Refusal.of_value(where, f"it must be one of {', '.join(known)}", f"{where}.role")
     for name in sorted(message.keys() - _SAID):
         if name not in _UNSAID or message[name]:
             argument = f"{where}.{name:.80}"
-            raise Refusal(
-                400, f"Unrecognized request argument supplied: {argument}", param=argument
-            )
+            what = f"Unrecognized request argument supplied: {argument}"
+            raise Refusal(400, what, param=argument)
     told = {name: value for name, value in message.items() if name in _SAID and value is not None}
-    role = "system" if message["role"] == "developer" else message["role"]
-    calls = {"tool_calls": _calls_told(told["tool_calls"], where)} if "tool_calls" in told else {}
-    return {**told, "role": role, **calls}
+    if told["role"] == "developer":
+        told["role"] = "system"
+    if "tool_calls" in told:
+        told["tool_calls"] = _calls_told(told["tool_calls"], f"{where}.tool_calls")
+    return told
 
 
 def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -448,19 +413,16 @@ def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
 
     Their arguments are objects there and not JSON.
     """
-    from json import loads
-
+    told = []
     try:
-        return [
-            {
-                **call,
-                "function": {**call["function"], "arguments": loads(call["function"]["arguments"])},
-            }
-            for call in calls
-        ]
+        for call in calls:
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            told.append({**call, "function": {**function, "arguments": arguments}})
     except (TypeError, KeyError, ValueError, RecursionError):
-        message = f"Invalid value for '{where}.tool_calls': each must have a function with arguments in JSON"
-        raise Refusal(400, message, param=f"{where}.tool_calls") from None
+        rule = "each must have a function with arguments in JSON"
+        raise Refusal.of_value(where, rule) from None
+    return told
 
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -482,11 +444,6 @@ class ServerSettings:
     keep_alive_s: float = 3.0  # without a token, after which a stream says that it is alive
 
     @property
-    def is_loopback(self) -> bool:
-        """Return whether only this machine's own users can reach it."""
-        return is_loopback(self.host)
-
-    @property
     def allowed_hosts(self) -> tuple[str, ...] | None:
         """Names, without a port, that a request may ask for; None allows any.
 
@@ -495,7 +452,7 @@ class ServerSettings:
         stranger has not.
         """
         own = f"[{self.host}]" if ":" in self.host else self.host
-        return (*_LOOPBACK_NAMES, own.lower()) if self.is_loopback else None
+        return (*_LOOPBACK_NAMES, own.lower()) if is_loopback(self.host) else None
 
 
 _LARGEST_SEED = 2**63 - 1
@@ -513,10 +470,14 @@ def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list
     num_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
-        raise Refusal(
-            400, "'top_logprobs' goes with 'logprobs': set that to true", param="top_logprobs"
-        )
-    common = _common(settings, body, num_logprobs=num_logprobs, grammar=grammar)
+        message = "'top_logprobs' goes with 'logprobs': set that to true"
+        raise Refusal(400, message, param="top_logprobs")
+    common = Request(
+        sampling=_sampling(settings, body),
+        stop=body.stop or None,
+        num_logprobs=num_logprobs,
+        grammar=grammar,
+    )
     return _order(engine, body, [ids], common, num_new, param="messages")
 
 
@@ -530,20 +491,16 @@ def order_completion(
     _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
-    common = _common(settings, body, num_logprobs=body.logprobs)
+    sampling = _sampling(settings, body)
+    common = Request(sampling=sampling, stop=body.stop or None, num_logprobs=body.logprobs)
     return _order(engine, body, prompts, common, num_new, param="prompt")
 
 
 def _require_few(engine: Engine, body: Body) -> None:
     """Raise `Refusal`, before anything is read, for more texts than could ever be served."""
     if body.num_texts > engine.most_requests:
-        message = f"Invalid value for 'n': this server takes {engine.most_requests} texts at a time"
-        raise Refusal(400, f"{message}, got {body.num_texts}", param="n")
-
-
-def _common(settings: ServerSettings, body: Body, **more: Any) -> Request:
-    """Return what the texts of a body have in common."""
-    return Request(sampling=_sampling(settings, body), stop=body.stop or None, **more)
+        rule = f"this server takes {engine.most_requests} texts at a time, got {body.num_texts}"
+        raise Refusal.of_value("n", rule)
 
 
 def _order(
@@ -567,7 +524,13 @@ def _order(
         for ids in prompts:
             room = engine.decoder.room(ids)
             if room < max(1, num_new or 0):
-                raise too_long(len(ids), num_new, engine.decoder.plan.context, param)
+                context = engine.decoder.plan.context
+                wanted = "" if num_new is None else f" and {num_new} in the completion"
+                message = (
+                    f"This model's maximum context length is {context} tokens, but you asked for "
+                    f"{len(ids)} tokens in the {param}{wanted}: shorten the {param} or lower `max_tokens`"
+                )
+                raise Refusal(400, message, code="context_length_exceeded", param=param)
             own = replace(common, prompt=ids, max_new_tokens=room if num_new is None else num_new)
             for request in samples_of(own, body.num_choices):
                 tickets.append(engine.submit(request, **how))
@@ -584,14 +547,11 @@ def _sampling(settings: ServerSettings, body: Body) -> Sampling:
     for name, one in options_at("http", Sampling).items():
         value = getattr(body, name)
         if value not in (None, {}):
-            given[one.name] = value if one.is_number else _biases(value)
+            given[one.name] = value
+    if biases := given.get("logit_bias"):
+        try:
+            given["logit_bias"] = {int(token): number for token, number in biases.items()}
+        except ValueError:
+            raise Refusal.of_value("logit_bias", "its keys must be ids of tokens") from None
     seed = secrets.randbelow(_LARGEST_SEED) if body.seed is None else body.seed & _LARGEST_SEED
     return replace(settings.sampling, **{**given, "seed": seed})
-
-
-def _biases(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): number for token, number in biases.items()}
-    except ValueError:
-        message = "Invalid value for 'logit_bias': its keys must be ids of tokens"
-        raise Refusal(400, message, param="logit_bias") from None

@@ -64,8 +64,12 @@ async def arrivals(
                 if is_done:
                     del left[index]
                     yield index, None
-            if left and not watch.done() and not await _has_come(came, every_s):
-                yield None
+            if left and not watch.done():
+                try:
+                    async with asyncio.timeout(every_s):
+                        await came.wait()
+                except TimeoutError:
+                    yield None
             if watch.done():
                 raise ClientGone
     finally:
@@ -73,15 +77,6 @@ async def arrivals(
         for ticket in tickets:
             ticket.cancel()
             ticket.listen(None)
-
-
-async def _has_come(came: asyncio.Event, every_s: float | None) -> bool:
-    try:
-        async with asyncio.timeout(every_s):
-            await came.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -121,9 +116,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it, unless the client goes first."""
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
         try:
             pieces = arrivals(self._tickets, receive, self._keep_alive_s)
             async with aclosing(pieces), aclosing(self._events(pieces)) as events:
@@ -158,6 +152,5 @@ class EventStream(Response):
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    told = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {told}\n\n".encode()

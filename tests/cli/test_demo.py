@@ -112,6 +112,4 @@ def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypa
         list(right)
         monkeypatch.setattr(demo_run, "draw_gaps", lambda *_: [0.0, 2.5])
         with pytest.raises(offload.UserError, match=r"misses the original model's draw by 2\.5"):
-            demo_run.compare(
-                decoder, PROMPT, Sampling(), num_plain=2, num_tree=2, show=lambda _, pieces: [*pieces] and None
-            )
+            demo_run.compare(decoder, PROMPT, Sampling(), num_tree=2, show=lambda _, pieces: [*pieces] and None)

@@ -38,7 +38,7 @@ def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
         open_demo(PAIR / "target", options, Console(is_quiet=True)) as decoder,
         pytest.raises(UserError, match="proved"),
     ):
-        compare(decoder, "import", Sampling(), num_plain=2, num_tree=2, show=lambda _, run: print(*run))
+        compare(decoder, "import", Sampling(), num_tree=2, show=lambda _, run: print(*run))
     with pytest.raises(UserError, match="what is measured is proved: `lenience` must be 1"):
         resident_pair(None).open("chain:3", lenience=0.5)
     text = tmp_path / "text"
