@@ -34,6 +34,7 @@ _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
 ]
 _SYNONYMS = synonyms_at("batch", TextOptions, Sampling)
+_KEYS = {one.name: key for key, one in {**_TEXT, **_DRAWING}.items()}
 _DIGEST_CHARS = 16
 _MAX_BYTES = 1 << 30  # millions of prompts
 
@@ -63,26 +64,24 @@ def read_tasks(
     try:
         text = decode(read_given(file, _MAX_BYTES), str(file)).removeprefix("\ufeff")
     except OSError as error:
-        raise UserError(
-            f"cannot read prompts from {file} ({error.strerror}): check the path"
-        ) from None
-    lines = [
-        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
-    ]
-    require(
-        bool(lines), f"{file} must hold prompts", "none", 'give lines such as {"prompt": "Hello"}'
-    )
+        what = f"cannot read prompts from {file} ({error.strerror})"
+        raise UserError(f"{what}: check the path") from None
     tasks = list[BatchTask]()
-    for index, (number, line) in enumerate(lines):
+    index = 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             name, request = _request(line, common, system)
-            tasks += [
-                BatchTask(index, sample, name, one, _digest(one, written_by))
-                for sample, one in enumerate(varied(request, num_samples))
-            ]
+            for sample, one in enumerate(varied(request, num_samples)):
+                tasks.append(BatchTask(index, sample, name, one, _digest(one, written_by)))
         except UserError as error:
-            rule = re.sub(r"`(\w+)`", lambda match: _called(match[1]), str(error))
+            # it names arguments, and here they are keys
+            rule = re.sub(r"`(\w+)`", lambda match: _KEYS.get(match[1], match[1]), str(error))
             raise UserError(f"{file}, line {number}: {rule}") from None
+        index += 1
+    remedy = 'give lines such as {"prompt": "Hello"}'
+    require(bool(tasks), f"{file} must hold prompts", "none", remedy)
     return tasks
 
 
@@ -91,12 +90,8 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
     is_varied = num_samples == 1 or not request.sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
-    require(
-        num_samples <= MOST_SAMPLES,
-        f"`samples` must be at most {MOST_SAMPLES}",
-        num_samples,
-        "ask for fewer",
-    )
+    rule = f"`samples` must be at most {MOST_SAMPLES}"
+    require(num_samples <= MOST_SAMPLES, rule, num_samples, "ask for fewer")
     return samples_of(request, num_samples)
 
 
@@ -104,12 +99,9 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     """Return a line's name and request. Raises `UserError`."""
     told = _object(line)
     for key in told:
-        require(
-            key in _FIELDS,
-            f"a field must be one of {', '.join(_FIELDS)}",
-            f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}",
-            "mend or take it out",
-        )
+        got = f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}"
+        rule = f"a field must be one of {', '.join(_FIELDS)}"
+        require(key in _FIELDS, rule, got, "mend or take it out")
     name = told.get("id")
     is_name = name is None or (isinstance(name, str | int) and not isinstance(name, bool))
     require(is_name, "id must be text or a whole number", f"{name!r:.80}", "mend it")
@@ -119,23 +111,11 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     own = {one.name: told[key] for key, one in _TEXT.items() if key in told}
     is_clipped = common.is_clipped and "max_new_tokens" not in own
     kept = find_grammar(**{key: own.pop(key) for key in GRAMMARS if key in own})
-    prompt = _prompt(told, system, raw=common.raw)
-    sampling = _sampling(told, common.sampling)
-    request = replace(
-        common,
-        prompt=prompt,
-        sampling=sampling,
-        grammar=kept or common.grammar,
-        is_clipped=is_clipped,
-        **own,
-    )
+    own["prompt"] = _prompt(told, system, raw=common.raw)
+    own["sampling"] = _sampling(told, common.sampling)
+    request = replace(common, grammar=kept or common.grammar, is_clipped=is_clipped, **own)
     request.check()
     return name, request
-
-
-def _called(name: str) -> str:
-    """Return the key of an option that the library's errors name."""
-    return next((key for key, one in {**_TEXT, **_DRAWING}.items() if one.name == name), name)
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -143,31 +123,21 @@ def _object(line: str) -> dict[str, Any]:
         told = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"a line must be JSON, this one is not ({error!s:.80}): mend it") from None
-    require(
-        isinstance(told, dict),
-        "a line must be a JSON object",
-        f"{line:.80}",
-        'such as {"prompt": "Hello"}',
-    )
+    remedy = 'such as {"prompt": "Hello"}'
+    require(isinstance(told, dict), "a line must be a JSON object", f"{line:.80}", remedy)
     return {_SYNONYMS.get(key, key): value for key, value in told.items() if value is not None}
 
 
 def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:
     given = [key for key in ("prompt", "messages") if key in told]
-    require(
-        len(given) == 1,
-        "a line must have one of prompt and messages",
-        " and ".join(given) or "neither",
-        "mend it",
-    )
+    got = " and ".join(given) or "neither"
+    require(len(given) == 1, "a line must have one of prompt and messages", got, "mend it")
     value: Any = told[given[0]]
     if given == ["prompt"]:
         is_text = isinstance(value, str) and value != ""
         require(is_text, "prompt must be text, and not empty", f"{value!r:.80}", "give some")
         return with_system(value, system, raw=raw)
-    are_messages = (
-        isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
-    )
+    are_messages = isinstance(value, list) and {*map(type, value)} == {dict}
     remedy = 'such as [{"role": "user", "content": "Hello"}]'
     require(are_messages, "messages must be a list of objects", f"{value!r:.80}", remedy)
     require(not raw, "messages need the chat template", "raw", "leave raw out, or give prompt")
@@ -180,9 +150,8 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
     if not own:  # of a million lines most, and what was checked needs no check
         return common
     if isinstance(biases := own.get("logit_bias"), dict):  # JSON's keys are text
-        own["logit_bias"] = {
-            int(key) if key.isdecimal() else key: value for key, value in biases.items()
-        }
+        pairs = biases.items()
+        own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in pairs}
     sampling = replace(common, **own)
     useless = [name for name in NARROWING if name in own]
     rule = f"{listed(NARROWING)} choose among tokens that are drawn: there must be a temperature"
@@ -195,10 +164,10 @@ def _digest(request: Request, written_by: str) -> str:
 
     So settings of later versions change none that does without them.
     """
-    told = {
-        name: value for name, unset in _UNSET if (value := getattr(request.sampling, name)) != unset
-    }
-    told |= {"prompt": request.prompt, "stop": request.stops}
-    told |= {name: value for name, unset in _OTHERS if (value := getattr(request, name)) != unset}
+    told = {"prompt": request.prompt, "stop": request.stops}
+    for record, usual in ((request.sampling, _UNSET), (request, _OTHERS)):
+        for name, unset in usual:
+            if (value := getattr(record, name)) != unset:
+                told[name] = value
     whole = json.dumps([written_by, told], sort_keys=True, default=asdict)
     return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARS]

@@ -42,10 +42,8 @@ def write_batch(
             f"{results.name} has {len(results.done):,} of {plural(len(tasks), 'text')} already"
         )
     if todo:
-        sampling = todo[0].request.sampling
-        with _opened(
-            loading, Request(sampling=sampling, is_named=bool(results.name)), console
-        ) as decoder:
+        first = Request(sampling=todo[0].request.sampling, is_named=bool(results.name))
+        with _opened(loading, first, console) as decoder:
             if identities is None:  # files had to be fetched first
                 results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
             # while files are those that were opened
@@ -73,9 +71,8 @@ def write_samples(
                     raise outcome
                 objects[index] = {"sample": index, **outcome.as_dict()}
                 if not as_json:
-                    console.text(
-                        f"--- sample {index}, seed {outcome.sampling.seed}\n{outcome.text}\n"
-                    )
+                    head = f"--- sample {index}, seed {outcome.sampling.seed}"
+                    console.text(f"{head}\n{outcome.text}\n")
         finally:
             if as_json:
                 console.text(json.dumps([objects[index] for index in sorted(objects)]) + "\n")
@@ -93,16 +90,12 @@ def _identities(loading: Loading, console: Console) -> Identities | None:
 
 @contextmanager
 def _opened(loading: Loading, request: Request, console: Console) -> Iterator[Decoder]:
-    with open_decoder(
-        loading.model, loading.draft, loading.options, request, hooks=console.hooks
-    ) as decoder:
+    models = (loading.model, loading.draft)
+    with open_decoder(*models, loading.options, request, hooks=console.hooks) as decoder:
         console.clear()
         name = loading.names.model
-        console.say(
-            "\n".join(
-                [*decoder.notes, place_line(name, decoder.plan, is_decimal=console.is_decimal)]
-            )
-        )
+        place = place_line(name, decoder.plan, is_decimal=console.is_decimal)
+        console.say("\n".join([*decoder.notes, place]))
         console.say(loading.note)
         yield decoder
 
@@ -116,7 +109,7 @@ def _finished(
     """
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
     num_cut = 0
-    console.follow_many(progress)
+    console.show(progress)
     try:
         with closing(write_all(decoder, requests, progress.advance)) as finished:
             for one in finished:
@@ -126,16 +119,11 @@ def _finished(
                 yield one
     finally:
         console.clear()
-        console.say(_closing_line(progress, num_cut))
-
-
-def _closing_line(progress: BatchProgress, num_cut: int) -> str:
-    texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
-    texts += f", {num_cut:,} of them cut off by -n" if num_cut else ""
-    speed = (
-        f"{progress.tokens_per_s:.2f} tokens/s over all, {progress.tokens_per_pass:.2f} tokens/pass"
-    )
-    return f"{texts}, {plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}: {speed}"
+        texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
+        texts += f", {num_cut:,} of them cut off by -n" if num_cut else ""
+        took = f"{plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}"
+        speed = f"{progress.tokens_per_s:.2f} tokens/s over all"
+        console.say(f"{texts}, {took}: {speed}, {progress.tokens_per_pass:.2f} tokens/pass")
 
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from offload.calibration.trial import ComparisonOutcome, used
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
-from offload.cli.progress import BatchProgress, Phase, Progress, TextProgress, plural
+from offload.cli.progress import Phase, Progress, TextProgress, plural
 from offload.engine.hooks import Hooks
 from offload.stats import Stats
 from offload.units import format_bytes, is_decimal
@@ -95,7 +95,7 @@ class Console:
 
     def wait(self, label: str) -> None:
         """Show that something is under way of which it is not known how much is left."""
-        self._show(Phase(label))
+        self.show(Phase(label))
 
     def announce(self, label: str) -> None:
         """Show what is under way as `wait` does, and at once in a log, which has no live line."""
@@ -135,11 +135,7 @@ class Console:
         """Show a text that is about to be written: the next calls of `layer_done` are its sweeps."""
         stats = run.sequence.stats
         num_sweeps = plan.num_prompt_sweeps(stats.num_prompt_tokens - stats.num_kept_tokens)
-        self._show(TextProgress(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
-
-    def follow_many(self, progress: BatchProgress) -> None:
-        """Show texts that are written together: the next calls of `layer_done` are of their passes."""
-        self._show(progress)
+        self.show(TextProgress(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
 
     def layer_done(self) -> None:
         """Count one more layer that has run."""
@@ -156,10 +152,11 @@ class Console:
         shown = self._shown
         if not isinstance(shown, Phase) or label not in ("", shown.label):
             shown = Phase(label)
-            self._show(shown)
+            self.show(shown)
         return shown
 
-    def _show(self, progress: Progress) -> None:
+    def show(self, progress: Progress) -> None:
+        """Show this from now on: the next calls of `layer_done` are of its passes."""
         self._shown = progress
         self._line.show(progress)
 
@@ -177,9 +174,8 @@ class ModelNames(NamedTuple):
         Of several `ranks` what is told is the head's.
         """
         name = Path(model).absolute().name
-        return cls(
-            name if ranks is None else f"{name} on rank 0", draft and Path(draft).absolute().name
-        )
+        where = "" if ranks is None else " on rank 0"
+        return cls(f"{name}{where}", draft and Path(draft).absolute().name)
 
 
 class Loading(NamedTuple):
@@ -200,17 +196,15 @@ def opening_lines(
     names: ModelNames, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False
 ) -> str:
     """Return what is not as fast as it could be, what runs, where it lies, and what to expect."""
-    drafting = list[str]()
+    lines = [*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal)]
     sources = str(decoder.sources)
     if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
         # a folder is often called so
         called = names.draft if names.draft == "draft" else f"draft {names.draft}"
-        drafting = [f"{called}{sources and f' with {sources}'}, {_expectation(choice)}"]
+        lines.append(f"{called}{sources and f' with {sources}'}, {_expectation(choice)}")
     elif choice and choice.shape.num_nodes > 1:
-        drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a pass by {sources}"]
-    return "\n".join(
-        [*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting]
-    )
+        lines.append(f"no draft: up to {choice.shape.num_nodes - 1} guesses a pass by {sources}")
+    return "\n".join(lines)
 
 
 def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> str:
@@ -225,17 +219,14 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
         where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
         return f"{name}: {where}" + (f"; {moved} a pass" if plan.num_slots else "")
     budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
+    layers = f"{plan.num_resident} of {num_layers} layers"
+    where = f"{layers} in RAM ({budget} allowed), {moved} a pass from disk"
     if plan.has_experts:
-        experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts"
-        where = f"{experts} and {plan.num_resident} of {num_layers} layers"
-        return (
-            f"{name}: {where} around them in RAM ({budget} allowed), others come as they are needed"
-        )
-    if not plan.num_slots:
-        return (
-            f"{name}: all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
-        )
-    return f"{name}: {plan.num_resident} of {num_layers} layers in RAM ({budget} allowed), {moved} a pass from disk"
+        experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts and {layers}"
+        where = f"{experts} around them in RAM ({budget} allowed), others come as they are needed"
+    elif not plan.num_slots:
+        where = f"all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
+    return f"{name}: {where}"
 
 
 def _expectation(choice: "TreeChoice") -> str:
@@ -244,11 +235,9 @@ def _expectation(choice: "TreeChoice") -> str:
     speed = f"{choice.tokens_per_sweep:.1f} tokens a pass"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
-    tree = (
-        f"chains, of {choice.shape.depth} at first"
-        if choice.chains
-        else f"tree {label_of(choice.shape)}"
-    )
+    tree = f"tree {label_of(choice.shape)}"
+    if choice.chains:
+        tree = f"chains, of {choice.shape.depth} at first"
     return f"{tree}, {speed} expected"
 
 
@@ -260,8 +249,12 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
     if modes.draft.num_threads != modes.sweep.num_threads:
         threads += f", {modes.draft.num_threads} for drafting"
     slots = f"streamed layers pass through {plan.num_slots} slots; " if plan.num_slots else ""
-    kernels = [kernel_line(decoder.comparisons)] if decoder.comparisons else []
-    return "\n".join([f"{slots}{threads}", *kernels, *([choice_lines(choice)] if choice else [])])
+    lines = [f"{slots}{threads}"]
+    if decoder.comparisons:
+        lines.append(kernel_line(decoder.comparisons))
+    if choice:
+        lines.append(choice_lines(choice))
+    return "\n".join(lines)
 
 
 def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
@@ -299,21 +292,17 @@ def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
 def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     """Return what a tune has found: acceptance by rank, the curves, and the trees that follow."""
     costs = tuned.costs
-    settings = tuned.identity
+    one = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
     ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
     basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
-    traced = (
-        f"the traces, smoothed by {tuned.smoothing:g}"
-        if tuned.follows_traces
-        else "the product form"
-    )
-    sampling = (
-        f"temperature {settings.temperature:g}, top-p {settings.top_p:g}, top-k {settings.top_k}"
-    )
+    traced = "the product form"
+    if tuned.follows_traces:
+        traced = f"the traces, smoothed by {tuned.smoothing:g}"
+    sampling = f"temperature {one.temperature:g}, top-p {one.top_p:g}, top-k {one.top_k}"
     return "\n".join(
         [
-            f"rule {settings.rule}, {sampling}",
+            f"rule {one.rule}, {sampling}",
             f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
             f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
             _curve_line("pass, computing alone (s)", costs.compute_s),
@@ -327,10 +316,8 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
 
 
 def _curve_line(label: str, curve: "Curve") -> str:
-    points = "  ".join(
-        f"{size}: {second:.4g}" for size, second in zip(curve.sizes, curve.seconds, strict=True)
-    )
-    return f"{label} by rows: {points}"
+    points = zip(curve.sizes, curve.seconds, strict=True)
+    return f"{label} by rows: {'  '.join(f'{size}: {second:.4g}' for size, second in points)}"
 
 
 def closing_lines(
@@ -347,9 +334,9 @@ def closing_lines(
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
     if stats.runs:
-        return (
-            f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({_runs_words(stats.runs)})\n{memory}"
-        )
+        count = Counter(what for _, what, _, _ in stats.runs)
+        runs = f"{plural(count['issued'], 'run')}, {count['cancelled']} cancelled"
+        return f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({runs})\n{memory}"
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
     if stats.chain_lengths:
@@ -357,18 +344,11 @@ def closing_lines(
     lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'pass')}, {tree})", memory]
     if stats.bytes_streamed:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of a pass is waiting for it"
-        there = stats.expert_hit_rate
-        experts = (
-            "" if there is None else f"; {there:.0%} of the experts that were needed were there"
-        )
-        lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}{experts}")
+        link = f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}"
+        if stats.expert_hit_rate is not None:
+            link += f"; {stats.expert_hit_rate:.0%} of the experts that were needed were there"
+        lines.insert(1, link)
     return "\n".join(lines)
-
-
-def _runs_words(runs: Sequence[tuple[float, str, int, int]]) -> str:
-    """Say how many runs of a pipeline a text took, and how many of them were for nothing."""
-    count = Counter(what for _, what, _, _ in runs)
-    return f"{plural(count['issued'], 'run')}, {count['cancelled']} cancelled"
 
 
 def alpha_line(stats: Stats) -> str:
@@ -419,10 +399,10 @@ def _longer(plan: "MemoryPlan") -> str:
 def turn_line(stats: Stats, finish_reason: str) -> str:
     """Return how long an answer of a conversation took, and how much had to be read again for it."""
     how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
-    speed = (
-        f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
-        if stats.tpot_s
-        else ""
-    )
-    read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {plural(stats.num_prompt_tokens, 'token')} read"
-    return f"({plural(stats.num_new_tokens, 'token')}{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
+    speed = ""
+    if stats.tpot_s:
+        speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
+    num_read = stats.num_prompt_tokens - stats.num_kept_tokens
+    read = f"{num_read} of {plural(stats.num_prompt_tokens, 'token')} read"
+    new = f"{plural(stats.num_new_tokens, 'token')}{how}"
+    return f"({new}, the first after {stats.ttft_s:.1f} s{speed}; {read})"

@@ -191,16 +191,10 @@ def column_after(text: str, column: int, width: int) -> int:
             column = 0
         elif char == "\t":
             column = min(column // 8 * 8 + 8, width - 1)
-        else:
-            cells = _cells(char)
+        elif unicodedata.category(char) not in ("Cc", "Cf", "Me", "Mn"):  # which take no room
+            cells = 2 if unicodedata.east_asian_width(char) in "WF" else 1
             column = cells if column + cells > width else column + cells
     return column
-
-
-def _cells(char: str) -> int:
-    if unicodedata.category(char) in ("Cc", "Cf", "Me", "Mn"):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 def _fitting(parts: list[str], width: int) -> str:

@@ -16,10 +16,10 @@ from offload.units import format_bytes
 if TYPE_CHECKING:  # they bring numpy along
     from offload.checkpoint.sizes import ModelFacts
     from offload.distributed.layout import RankPart
-    from offload.planning.cost_model import Prediction
+    from offload.planning.cost_model import Prediction, PromptPass
     from offload.reports.drafts import DraftCandidate
-    from offload.reports.estimate import Estimate
-    from offload.reports.forecast import ClusterForecast, Forecast, ForecastRate
+    from offload.reports.estimate import Estimate, Packing
+    from offload.reports.forecast import ClusterForecast, Forecast
 
 _gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH = 32
@@ -40,68 +40,60 @@ def answer_lines(
 
     With `is_verbose`, all terms as well.
     """
-    rows = [
-        ("model", model_words(found.models[0])),
-        *(
-            ("draft", f"{model_words(draft)}, stays {_where(found.plan)}")
-            for draft in found.models[1:]
-        ),
-        ("machine", _machine_words(found, is_decimal)),
-        ("layers", _layers_words(found.plan)),
-        *(
-            [("experts", _experts_words(found))]
-            if found.plan.has_experts and found.plan.is_streamed
-            else []
-        ),
-        *([("a pass", _sweep_words(found))] if found.plan.is_streamed else []),
-        *([("prompt", _prompt_words(found))] if found.prompt else []),
-        *(
-            [("tokens", _tokens_words(found, is_verbose=is_verbose))]
-            if len(found.predictions) > 1
-            else []
-        ),
-        *([("packing", _packing_words(found))] if found.packing and found.plan.is_streamed else []),
-        *_drafts_rows(drafts),
-        *(("note", note) for note in found.notes),
-    ]
+    plan = found.plan
+    rows = [("model", model_words(found.models[0]))]
+    for draft in found.models[1:]:
+        rows.append(("draft", f"{model_words(draft)}, stays {_where(plan)}"))
+    rows.append(("machine", _machine_words(found, is_decimal)))
+    rows.append(("layers", _layers_words(plan)))
+    if plan.has_experts and plan.is_streamed:
+        rows.append(("experts", _experts_words(found)))
+    if plan.is_streamed:
+        rows.append(("a pass", _sweep_words(found)))
+    if found.prompt:
+        rows.append(("prompt", _prompt_words(found.prompt, is_least=found.is_lower_bound)))
+    if len(found.predictions) > 1:
+        rows.append(("tokens", _tokens_words(found, is_verbose=is_verbose)))
+    if found.packing and plan.is_streamed:
+        rows.append(("packing", _packing_words(found.packing, found)))
+    rows += _drafts_rows(drafts)
+    rows += [("note", note) for note in found.notes]
     lines = [_headline(found), "", *(wrapped(*row) for row in rows)]
     if is_verbose:
-        lines += ["", plan_picture(found.plan, is_decimal=is_decimal), *_table(found.predictions)]
+        lines += ["", plan_picture(plan, is_decimal=is_decimal), *_table(found.predictions)]
     return "\n".join(lines)
 
 
 def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
     """Return all ways to draft, the best first; what does not work is left to `--json`."""
-    told = [
-        f"{one.label}: {seconds_words(one.prediction.s_per_token)} s per token"
-        + (f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}" if one.draft_bytes else "")
-        for one in drafts
-        if one.prediction is not None
-    ]
-    if drafts and not told:
+    rows = list[tuple[str, str]]()
+    for one in drafts:
+        if one.prediction is not None:
+            words = f"{one.label}: {seconds_words(one.prediction.s_per_token)} s per token"
+            if one.draft_bytes:
+                words += f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}"
+            rows.append(("" if rows else "drafts", f"{len(rows) + 1}. {words}"))
+    if drafts and not rows:
         return [("drafts", "nothing is known of computing here")]
-    if len(told) == 1:  # which is what the headline says
-        return []
-    return [
-        ("" if index else "drafts", f"{index + 1}. {words}") for index, words in enumerate(told)
-    ]
+    return [] if len(rows) == 1 else rows  # one is what the headline says
 
 
 def _headline(found: "Estimate") -> str:
     if found.is_lower_bound and not found.plan.is_streamed:
-        return (
-            f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
-        )
+        where = _where(found.plan)
+        return f"It runs, and all of it stays {where}: computing alone decides how fast."
     if not found.predictions:
         return "It runs. How fast is not known yet."
     wanted = found.predictions[-1]
     plain = found.predictions[0]
     best = min(plain, wanted, key=lambda one: one.s_per_token)
-    others = {"without a draft": plain, "with it": wanted} if wanted is not plain else {}
-    other = "".join(
-        f" ({_range_words(one)} {how})" for how, one in others.items() if one is not best
-    )
-    alone = " without a draft" if others and best is plain else ""
+    alone = ""
+    other = ""
+    if wanted is not plain and best is plain:
+        alone = " without a draft"
+        other = f" ({_range_words(wanted)} with it)"
+    elif wanted is not plain:
+        other = f" ({_range_words(plain)} without a draft)"
     least = "at least " if found.is_lower_bound else ""
     texts = f" over {found.plan.parallel} texts" if found.plan.parallel > 1 else ""
     return f"It runs: {least}{_range_words(best)} seconds per token{texts}{alone}{other}."
@@ -121,23 +113,16 @@ def _where(plan: MemoryPlan) -> str:
 
 def seconds_words(seconds: float) -> str:
     """Return two digits, or whole seconds."""
-    return (
-        f"{seconds:.0f}"
-        if seconds >= 9.95
-        else f"{seconds:.2g}"
-        if seconds >= 0.1
-        else f"{seconds:.2f}"
-    )
+    form = ".0f" if seconds >= 9.95 else ".2g" if seconds >= 0.1 else ".2f"
+    return f"{seconds:{form}}"
 
 
 def model_words(model: "ModelFacts") -> str:
     """Return a model and its size, in words."""
     how = "in memory" if model.is_held else "as stored"
     words = f"{model.name}: {_count(model.num_parameters)} parameters, {_gb(model.num_bytes)} {how}"
-    left_out = " and ".join(
-        f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items()
-    )
-    return f"{words}; left out: {left_out}" if left_out else words
+    left_out = [f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items()]
+    return f"{words}; left out: {' and '.join(left_out)}" if left_out else words
 
 
 def _count(number: int) -> str:
@@ -153,13 +138,9 @@ def _machine_words(found: "Estimate", is_decimal: bool) -> str:
     parts.append(f"{size(plan.ram_bytes)} of memory")
     if hardware and hardware.gpu_bytes:
         parts.append(f"{_gb(hardware.feed_bytes_per_s)}/s to the GPU")
-    disk = (
-        hardware.disk_bytes_per_s
-        if hardware
-        else None
-        if plan.gpu_bytes
-        else found.link_bytes_per_s
-    )
+    disk = None if plan.gpu_bytes else found.link_bytes_per_s
+    if hardware:
+        disk = hardware.disk_bytes_per_s
     if disk:
         parts.append(f"a disk of {_gb(disk)}/s{', measured just now' if found.is_measured else ''}")
     if hardware is None:
@@ -175,22 +156,23 @@ def _layers_words(plan: MemoryPlan) -> str:
     if not plan.streamed_bytes:
         words = f"all {len(plan.tier_L)} stay {_where(plan)}"
         return words + (", but for routed experts" if plan.has_experts and plan.is_streamed else "")
-    others = [
-        (plan.num_layers_in(LayerTier.HOST), "memory"),
-        (plan.num_layers_in(LayerTier.DISK), "the disk"),
-    ]
-    come = " and ".join(f"{count} come from {place}" for count, place in others if count)
-    return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every pass"
+    come = list[str]()
+    for tier, place in ((LayerTier.HOST, "memory"), (LayerTier.DISK, "the disk")):
+        if count := plan.num_layers_in(tier):
+            come.append(f"{count} come from {place}")
+    stay = f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}"
+    return f"{stay}, {' and '.join(come)} in every pass"
 
 
 def _experts_words(found: "Estimate") -> str:
     plan = found.plan
-    words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({plan.num_kept_experts / plan.num_experts:.0%})"
+    share = plan.num_kept_experts / plan.num_experts
+    words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({share:.0%})"
     if found.hit_share is not None:
         words += f", which is {found.hit_share:.0%} of what a token needs"
-    return words + (
-        f"; {plan.num_host_expert_slots:,} more in memory" if plan.num_host_expert_slots else ""
-    )
+    if plan.num_host_expert_slots:
+        words += f"; {plan.num_host_expert_slots:,} more in memory"
+    return words
 
 
 def _sweep_words(found: "Estimate") -> str:
@@ -220,26 +202,15 @@ _LIMITS = {
 }
 
 
-def _prompt_words(found: "Estimate") -> str:
-    prompt = found.prompt
-    assert prompt is not None, "others are not asked"
-    speed = (
-        f"{prompt.tokens_per_s:.3g}"
-        if prompt.tokens_per_s < 1000
-        else f"{prompt.tokens_per_s:,.0f}"
-    )
-    words = f"{speed} tokens/s, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
+def _prompt_words(prompt: "PromptPass", *, is_least: bool) -> str:
+    form = ".3g" if prompt.tokens_per_s < 1000 else ",.0f"
+    speed = f"{prompt.tokens_per_s:{form}} tokens/s"
+    words = f"{speed}, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
     # elsewhere computing is counted for all passes, or for none
-    return (
-        f"{words}; with computing, as this processor did it just now"
-        if found.is_lower_bound
-        else words
-    )
+    return f"{words}; with computing, as this processor did it just now" if is_least else words
 
 
-def _packing_words(found: "Estimate") -> str:
-    packing = found.packing
-    assert packing is not None, "others are not asked"
+def _packing_words(packing: "Packing", found: "Estimate") -> str:
     if packing.forecast.share is None:
         return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
     basis = "by its weights" if packing.forecast.is_sampled else "as usual"
@@ -265,10 +236,12 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
 
 def wrapped(label: str, words: str) -> str:
     """Return a label and what it says, in lines of a narrow screen."""
-    indent = " " * (_LABEL_WIDTH + 2)
-    first = f"  {label:<{_LABEL_WIDTH}}"
     return textwrap.fill(
-        words, _LINE_WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False
+        words,
+        _LINE_WIDTH,
+        initial_indent=f"  {label:<{_LABEL_WIDTH}}",
+        subsequent_indent=" " * (_LABEL_WIDTH + 2),
+        break_long_words=False,
     )
 
 
@@ -290,66 +263,49 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     A GPU comes first, then its host.
     """
     num_streamed = len(plan.layer_bytes) - plan.num_resident
+    num_experts = plan.num_expert_slots
+    positions = f"{plan.context} positions"
+    if plan.parallel > 1:
+        positions = f"{plan.parallel} x {positions}"
+    slots_bytes = plan.num_slots * plan.slot_bytes
     computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
-        (
-            f"{plan.num_slots} slots for {num_streamed} streamed layers",
-            plan.num_slots * plan.slot_bytes,
-        ),
-        (
-            f"{plan.num_expert_slots:,} slots for experts",
-            plan.num_expert_slots * plan.expert_slot_bytes,
-        ),
+        (f"{plan.num_slots} slots for {num_streamed} streamed layers", slots_bytes),
+        (f"{num_experts:,} slots for experts", num_experts * plan.expert_slot_bytes),
         ("encoder", plan.encoder_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
         ("distributions of the draft's guesses", plan.distribution_bytes),
-        (f"keys and values, {_positions_words(plan)}", plan.kv_bytes),
+        (f"keys and values, {positions}", plan.kv_bytes),
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
     ]
     if plan.gpu_bytes is None:
         return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes, is_decimal)
+    computing.append(("driver and its libraries", plan.gpu_runtime_bytes))
     num_disk = plan.num_layers_in(LayerTier.DISK)
+    num_experts = plan.num_host_expert_slots
+    slots_bytes = plan.num_host_slots * plan.slot_bytes
     feeding = [
         (f"{plan.num_layers_in(LayerTier.HOST)} layers in pinned memory", plan.host_bytes),
-        (
-            f"{plan.num_host_slots} slots for {num_disk} layers from disk",
-            plan.num_host_slots * plan.slot_bytes,
-        ),
-        (
-            f"{plan.num_host_expert_slots:,} slots for experts",
-            plan.num_host_expert_slots * plan.expert_slot_bytes,
-        ),
+        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", slots_bytes),
+        (f"{num_experts:,} slots for experts", num_experts * plan.expert_slot_bytes),
         ("embeddings", plan.table_bytes),
         ("loading", plan.staging_bytes),
         ("program and driver", plan.runtime_bytes),
     ]
-    device = _picture(
-        [*computing, ("driver and its libraries", plan.gpu_runtime_bytes)],
-        plan.gpu_bytes,
-        is_decimal,
-    )
+    device = _picture(computing, plan.gpu_bytes, is_decimal)
     return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes, is_decimal)}"
 
 
-def _positions_words(plan: MemoryPlan) -> str:
-    return (
-        f"{plan.context} positions"
-        if plan.parallel == 1
-        else f"{plan.parallel} x {plan.context} positions"
-    )
-
-
 def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: bool) -> str:
-    rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
-    return "\n".join(
-        _picture_row(label, size, budget_bytes, is_decimal) for label, size in rows if size
-    )
-
-
-def _picture_row(label: str, size_bytes: int, budget_bytes: int, is_decimal: bool) -> str:
-    cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
-    return f"  {label:<34} {format_bytes(size_bytes, is_decimal=is_decimal):>9}  {'█' * min(cells, _BAR_WIDTH)}"
+    lines = list[str]()
+    free_bytes = max(0, budget_bytes - sum(size for _, size in rows))
+    for label, size_bytes in (*rows, ("free", free_bytes)):
+        if size_bytes:
+            cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
+            size = format_bytes(size_bytes, is_decimal=is_decimal)
+            lines.append(f"  {label:<34} {size:>9}  {'█' * min(cells, _BAR_WIDTH)}")
+    return "\n".join(lines)
 
 
 def cluster_lines(found: "Forecast", *, is_verbose: bool = False) -> str:
@@ -359,33 +315,28 @@ def cluster_lines(found: "Forecast", *, is_verbose: bool = False) -> str:
     """
     network = found.cluster.network
     head = found.cluster.ranks[0].name
+    latency = f"{1e6 * network.latency_s:.0f} us a message"
     rows = [
         ("model", model_words(found.models[0])),
         *(("draft", f"{model_words(draft)}, stays on {head}") for draft in found.models[1:]),
-        (
-            "network",
-            f"{_gb(network.bytes_per_s)}/s each way, {1e6 * network.latency_s:.0f} us a message",
-        ),
+        ("network", f"{_gb(network.bytes_per_s)}/s each way, {latency}"),
         ("why", found.why),
     ]
     if len(found.best.rates) > 1:
-        rows.append(("tokens", _pass_words(found.best.rates[-1])))
+        rate = found.best.rates[-1]
+        low, high = (f"{tokens:.1f}" for tokens in rate.tokens_range)
+        words = f"{_between(low, high)} a pass with {rate.label}: {rate.basis}"
+        rows.append(("tokens", words))
     if found.is_link_alone:
-        rows.append(
-            (
-                "note",
-                "computing is not counted: give each rank its flops and memory, or its hardware",
-            )
-        )
+        words = "computing is not counted: give each rank its flops and memory, or its hardware"
+        rows.append(("note", words))
     lines = [_cluster_headline(found), "", *(wrapped(*row) for row in rows)]
     for way in found.ways:
-        works = way.layout is not None
-        own = (
-            _way_lines(way, found.is_link_alone)
-            if works
-            else [wrapped(way.kind, f"do not work here: {way.refusal}")]
-        )
-        lines += ["", *own]
+        lines.append("")
+        if way.layout is None:
+            lines.append(wrapped(way.kind, f"do not work here: {way.refusal}"))
+        else:
+            lines += _way_lines(way, way.layout.parts, found.is_link_alone)
     if is_verbose and found.best.layout:
         for part in found.best.layout.parts:
             name = f"memory of {part.machine.name} as one of the {found.better}"
@@ -404,38 +355,27 @@ def _cluster_headline(found: "Forecast") -> str:
     return f"As {best.kind}: {least}{_between(low, high)} seconds per token{against}."
 
 
-def _pass_words(rate: "ForecastRate") -> str:
-    low, high = (f"{tokens:.1f}" for tokens in rate.tokens_range)
-    return f"{_between(low, high)} a pass with {rate.label}: {rate.basis}"
-
-
-def _way_lines(way: "ClusterForecast", is_link_alone: bool) -> Iterator[str]:
-    assert way.layout is not None, "it works here"
+def _way_lines(
+    way: "ClusterForecast", parts: Sequence["RankPart"], is_link_alone: bool
+) -> Iterator[str]:
     yield f"{way.kind}: {_WAYS[way.kind]}"
     yield f"  {'rank':<11} {'share':>5} {'has':>13} {'memory':>18} {'reads':>8} {'at':>9} {'seconds':>7}"
-    for part in way.layout.parts:
+    for part in parts:
         yield _rank_row(way, part)
-    yield wrapped("waiting", _waiting_words(way))
+    yield wrapped("waiting", _waiting_words(way, parts))
     for rate in way.rates:
+        speed = "as fast as it computes, which is not known,"
+        if rate.tokens_per_s_range is not None:
+            low, high = map(seconds_words, rate.tokens_per_s_range)
+            most = "at most " if is_link_alone else ""
+            speed = f"{most}{_between(low, high)} tokens per second"
+        tree = f"with {rate.label}" if rate.shape.num_nodes > 1 else "without a tree"
         at_once = f", {rate.num_in_flight} runs in flight" if rate.num_in_flight > 1 else ""
-        yield wrapped(
-            "decoding", f"{_speed_words(rate, is_link_alone)} {_tree_words(rate)}{at_once}"
-        )
+        yield wrapped("decoding", f"{speed} {tree}{at_once}")
     yield f"  {'rows':<12} {'a pass s':>9} {'next after s':>13} {'network s':>10} {'on the wire':>12}"
     for one in way.passes:
         times = f"{one.seconds:>9.3g} {one.cycle_s:>13.3g} {one.exchange_s:>10.2g}"
         yield f"  {one.num_rows:<12} {times} {_gb(sum(one.sent_bytes)):>12}"
-
-
-def _speed_words(rate: "ForecastRate", is_link_alone: bool) -> str:
-    if rate.tokens_per_s_range is None:
-        return "as fast as it computes, which is not known,"
-    low, high = map(seconds_words, rate.tokens_per_s_range)
-    return f"{'at most ' if is_link_alone else ''}{_between(low, high)} tokens per second"
-
-
-def _tree_words(rate: "ForecastRate") -> str:
-    return f"with {rate.label}" if rate.shape.num_nodes > 1 else "without a tree"
 
 
 def _rank_row(way: "ClusterForecast", part: "RankPart") -> str:
@@ -445,22 +385,18 @@ def _rank_row(way: "ClusterForecast", part: "RankPart") -> str:
     elif part.num_heads:
         has = plural(part.num_heads, "head")
     plan = part.plan
-    used_bytes = plan.total_bytes
-    budget_bytes = plan.ram_bytes
+    memory = f"{_gb(plan.total_bytes)} of {_gb(plan.ram_bytes)}"
     if plan.gpu_bytes is not None:
-        used_bytes = plan.gpu_total_bytes
-        budget_bytes = plan.gpu_bytes
+        memory = f"{_gb(plan.gpu_total_bytes)} of {_gb(plan.gpu_bytes)}"
     share = f"{100 * part.fraction:.0f} %"
-    memory = f"{_gb(used_bytes)} of {_gb(budget_bytes)}"
     reads = f"{_gb(plan.streamed_bytes):>8} {_gb(part.machine.feed_bytes_per_s) + '/s':>9}"
     seconds = seconds_words(way.busy(part).seconds)
     return f"  {part.machine.name:<11.11} {share:>5} {has:>13} {memory:>18} {reads} {seconds:>7}"
 
 
-def _waiting_words(way: "ClusterForecast") -> str:
+def _waiting_words(way: "ClusterForecast", parts: Sequence["RankPart"]) -> str:
     """Return which rank the others wait for, and what that one does meanwhile."""
-    assert way.layout is not None, "it works here"
-    times = [way.busy(part) for part in way.layout.parts]
+    times = [way.busy(part) for part in parts]
     slowest = max(range(len(times)), key=lambda rank: times[rank].seconds)
     what = times[slowest].limit
     whose = "the network" if what == "network" else f"its {what}"
@@ -470,4 +406,4 @@ def _waiting_words(way: "ClusterForecast") -> str:
         return f"for {whose}"
     if times[slowest].seconds <= _ALIKE * min(one.seconds for one in times):
         return f"all ranks are done at once; each waits for {whose}"
-    return f"all wait for {way.layout.parts[slowest].machine.name}, which waits for {whose}"
+    return f"all wait for {parts[slowest].machine.name}, which waits for {whose}"

@@ -5,6 +5,7 @@ shows no more.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.stats import Stats
@@ -47,19 +48,14 @@ class Phase:
         left = clock
         if clock and share >= _TELLING_SHARE:
             left = [f"{duration(self.reached_s / share - elapsed_s)} left"]
-        rate = [self._rate()] if self.is_in_bytes and clock and self.reached_s else []
-        return [f"{self.label}: {self._amount()}", *left, *rate, *layers]
-
-    def _rate(self) -> str:
-        return f"{format_bytes(self.done / self.reached_s, is_decimal=self.is_decimal)}/s"
-
-    def _amount(self) -> str:
-        if not self.is_in_bytes:
-            return f"{self.done:.0f} of {self.total:.0f}"
-        done, total = (
-            format_bytes(size, is_decimal=self.is_decimal) for size in (self.done, self.total)
-        )
-        return f"{done.removesuffix(total[total.index(' ') :])} of {total}"
+        amount = f"{self.done:.0f} of {self.total:.0f}"
+        rate = list[str]()
+        if self.is_in_bytes:
+            size = partial(format_bytes, is_decimal=self.is_decimal)
+            total = size(self.total)
+            amount = f"{size(self.done).removesuffix(total[total.index(' ') :])} of {total}"
+            rate = [f"{size(self.done / self.reached_s)}/s"] if clock and self.reached_s else []
+        return [f"{self.label}: {amount}", *left, *rate, *layers]
 
 
 @dataclass
@@ -78,7 +74,12 @@ class TextProgress:
         elapsed_s = time.monotonic() - self.started_s
         stats = self.stats
         if not stats.num_first_tokens:
-            return self._prompt_parts(elapsed_s)
+            total = self.layers_per_sweep * self.num_prompt_sweeps
+            parts = ["reading the prompt", f"layer {self.num_layers} of {total}"]
+            if elapsed_s < _QUIET_S or not self.num_layers:
+                return parts
+            left_s = (total - self.num_layers) * elapsed_s / self.num_layers
+            return [*parts, f"{duration(left_s)} left"]
         num_later = sum(stats.accepted_per_sweep)
         num_done = stats.num_first_tokens + num_later
         num_run = self.num_layers % self.layers_per_sweep
@@ -93,25 +94,13 @@ class TextProgress:
         if not num_later or not stats.decode_s:
             return [written, *layer]
         rate = num_later / stats.decode_s
-        speed = [f"{rate:.2f} tokens/s", *self._left(num_done, rate, elapsed_s)]
+        speed = [f"{rate:.2f} tokens/s"]
+        if self.max_new_tokens is not None:
+            # the sweep under way has had some of the time until the limit
+            since_s = max(0.0, elapsed_s - stats.ttft_s - stats.decode_s)
+            left_s = (self.max_new_tokens - num_done) / rate - since_s
+            speed.append(f"{duration(left_s)} left")
         return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens a pass"]
-
-    def _prompt_parts(self, elapsed_s: float) -> list[str]:
-        total = self.layers_per_sweep * self.num_prompt_sweeps
-        parts = ["reading the prompt", f"layer {self.num_layers} of {total}"]
-        if elapsed_s < _QUIET_S or not self.num_layers:
-            return parts
-        return [*parts, f"{duration((total - self.num_layers) * elapsed_s / self.num_layers)} left"]
-
-    def _left(self, num_done: int, rate: float, elapsed_s: float) -> list[str]:
-        """Return the time until the limit, at the speed so far.
-
-        The sweep under way has had some of it.
-        """
-        if self.max_new_tokens is None:
-            return []
-        since_s = elapsed_s - self.stats.ttft_s - self.stats.decode_s
-        return [f"{duration((self.max_new_tokens - num_done) / rate - max(0.0, since_s))} left"]
 
 
 @dataclass
@@ -166,16 +155,11 @@ class BatchProgress:
         under_way = f"{len(self._under_way)} under way"
         if not self.num_tokens:
             return [texts, under_way, layer]
-        left_s = (
-            elapsed_s * (self.num_texts - self.num_done) / self.num_done if self.num_done else 0
-        )
-        left = [f"{duration(left_s)} left"] if left_s else []
-        speed = [
-            f"{self.tokens_per_s:.2f} tokens/s",
-            *left,
-            f"{self.tokens_per_pass:.1f} tokens/pass",
-        ]
-        return [texts, under_way, *speed, layer]
+        speed = [f"{self.tokens_per_s:.2f} tokens/s"]
+        if self.num_done and self.num_done < self.num_texts:
+            left_s = elapsed_s * (self.num_texts - self.num_done) / self.num_done
+            speed.append(f"{duration(left_s)} left")
+        return [texts, under_way, *speed, f"{self.tokens_per_pass:.1f} tokens/pass", layer]
 
 
 Progress = Phase | TextProgress | BatchProgress

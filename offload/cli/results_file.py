@@ -60,21 +60,19 @@ class ResultsFile:
             if (name := json.dumps(model, sort_keys=True)) not in seen:
                 seen.add(name)
                 self.models[number] = self._identity(model, number)
+            index, sample = key
+            what = ""
             if key in self.done:
-                raise UserError(
-                    f"{self.name}, line {number} tells of index {key[0]} once more: {_OTHER}"
-                )
-            if key not in digests:
-                have = f"{plural(len({index for index, _ in digests}), 'prompt')}"
-                samples = max(sample for _, sample in digests) + 1
-                have += f" with {samples} samples each" if samples > 1 else ""
-                rule = (
-                    f"{self.name}, line {number} has the result of index {key[0]}, sample {key[1]}"
-                )
-                raise UserError(f"{rule}; there are {have}, counted from 0: {_OTHER}")
-            if digests[key] != digest:
-                what = f"{self.name}, line {number} is of another prompt or settings than index {key[0]} has now"
-                raise UserError(f"{what}: {_OTHER}")
+                what = f"tells of index {index} once more"
+            elif key not in digests:
+                have = f"{plural(len({one for one, _ in digests}), 'prompt')}"
+                num_samples = max(one for _, one in digests) + 1
+                have += f" with {num_samples} samples each" if num_samples > 1 else ""
+                what = f"has the result of index {index}, sample {sample}; there are {have}, counted from 0"
+            elif digests[key] != digest:
+                what = f"is of another prompt or settings than index {index} has now"
+            if what:
+                raise UserError(f"{self.name}, line {number} {what}: {_OTHER}")
             self.done.add(key)
             self.num_failed += has_failed
 
@@ -85,9 +83,8 @@ class ResultsFile:
         """
         for number, model in self.models.items():
             if what := difference(model):
-                raise UserError(
-                    f"{self.name}, line {number} is not of this model ({what}): {_OTHER}"
-                )
+                which = f"{self.name}, line {number} is not of this model ({what})"
+                raise UserError(f"{which}: {_OTHER}")
 
     def _identity(self, model: Any, number: int) -> "ModelIdentity":
         from offload.checkpoint.identity import ModelIdentity  # only a run needs it
@@ -104,14 +101,11 @@ class ResultsFile:
             ensure(isinstance(told, dict), "an object is wanted")
             key = (told.get("index"), told.get("sample"))
             digest = told.get("request")
-            ensure(
-                all(isinstance(one, int) for one in key) and isinstance(digest, str),
-                "fields are missing",
-            )
+            is_whole = all(isinstance(one, int) for one in key) and isinstance(digest, str)
+            ensure(is_whole, "fields are missing")
         except (ValueError, RecursionError):
-            raise UserError(
-                f"{self.name}, line {number} is no result of offload: name another file"
-            ) from None
+            what = f"{self.name}, line {number} is no result of offload"
+            raise UserError(f"{what}: name another file") from None
         return key, digest, told.get("model"), "error" in told
 
 
@@ -128,9 +122,8 @@ def open_results(
         yield ResultsFile("", to_stdout)
         return
     if path.exists() and path.samefile(prompts):
-        raise UserError(
-            f"`out` must be another file than that of the prompts, got {path}: name another one"
-        )
+        rule = f"`out` must be another file than that of the prompts, got {path}"
+        raise UserError(f"{rule}: name another one")
     with _opened(path) as file:
         results = ResultsFile(str(path), lambda line: _append(file, line, path))
         whole = _whole_lines(file, path)
@@ -145,20 +138,17 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         opened = path.open("a+b", buffering=0)
     except OSError as error:
-        raise UserError(
-            f"cannot write results to {path} ({error.strerror}): name another file"
-        ) from None
+        what = f"cannot write results to {path} ({error.strerror})"
+        raise UserError(f"{what}: name another file") from None
     with opened as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(
-                f"results must be kept in a file, {path} is none: leave `out` out for standard output"
-            )
+            rule = f"results must be kept in a file, {path} is none"
+            raise UserError(f"{rule}: leave `out` out for standard output")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"another process writes to {path}: wait for it, or name another file"
-            ) from None
+            what = f"another process writes to {path}"
+            raise UserError(f"{what}: wait for it, or name another file") from None
         yield file
 
 
@@ -190,6 +180,5 @@ def _append(file: BinaryIO, line: str, path: Path) -> None:
             left = left[file.write(left) :]
     except OSError as error:
         what = f"cannot write to {path} ({error.strerror or os.strerror(error.errno or 0)})"
-        raise RunError(
-            f"{what}: what is in it is whole, make room and the same command goes on"
-        ) from None
+        remedy = "what is in it is whole, make room and the same command goes on"
+        raise RunError(f"{what}: {remedy}") from None
