@@ -92,13 +92,11 @@ def _say_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option(
+    "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+)
+
+
 @app.callback()
-def _program(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
-        ),
-    ] = False,
-) -> None:
+def _program(version: Annotated[bool, _VERSION] = False) -> None:
     pass

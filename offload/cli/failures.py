@@ -34,9 +34,8 @@ def machine_failure(error: BaseException) -> str | None:
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
         return _NO_DEVICE_MEMORY
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(w in text for w in _TORCH_NO_MEMORY)
-    ):
+    is_torch = isinstance(error, RuntimeError) and any(one in text for one in _TORCH_NO_MEMORY)
+    if isinstance(error, MemoryError) or is_torch:
         return _NO_MEMORY
     if isinstance(error, RuntimeError) and _NO_THREAD in text:
         return f"the system starts no more threads: {_REMEDIES[errno.EAGAIN]}"

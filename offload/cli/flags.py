@@ -27,7 +27,7 @@ from offload.checkpoint.files import read_small
 from offload.declaration import GROUPS, Option, build, options_of
 from offload.errors import UserError, did_you_mean, reason, require
 from offload.options import RECORDS
-from offload.rank_roles import RankInfo, find_place, own_value
+from offload.rank_roles import find_place, own_value
 
 TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours; it sets no flag
 _PREFIX = "OFFLOAD_"
@@ -51,29 +51,28 @@ def command(
     def wrap(main: Callable[..., None]) -> Callable[..., None]:
         called = name or main.__name__
         taken = inspect.signature(main, eval_str=True).parameters
-        kinds = {
-            name: one.annotation for name, one in taken.items() if isinstance(one.annotation, type)
-        }
-        records = {name: kind for name, kind in kinds.items() if is_dataclass(kind)}
+        records = dict[str, Any]()
+        params = list[inspect.Parameter]()
+        for one in taken.values():
+            if isinstance(one.annotation, type) and is_dataclass(one.annotation):
+                records[one.name] = one.annotation
+            else:
+                params.append(one)
         declared = {
             one.name: one.of(called)
             for record in records.values()
             for one in options_of(record).values()
             if called in one.commands
         }
-        params = [one for name, one in taken.items() if name not in records]
         params += map(_parameter, declared.values())
         if is_long(declared):
             keyword = inspect.Parameter.KEYWORD_ONLY
             params.append(inspect.Parameter("help_all", keyword, default=False, annotation=HelpAll))
 
         def run(**given: Any) -> None:
-            main(
-                **{
-                    name: build(records[name], given) if name in records else given[name]
-                    for name in taken
-                }
-            )
+            for name, record in records.items():
+                given[name] = build(record, given)
+            main(**{name: given[name] for name in taken})
 
         params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
         run.__name__ = called
@@ -86,7 +85,7 @@ def command(
     return wrap
 
 
-def annotation(one: Option) -> Any:
+def _parameter(one: Option) -> inspect.Parameter:
     """Return a flag as typer takes it."""
     kind = list[one.kind] if one.is_several else one.kind  # type: ignore[name-defined]
     more: dict[str, Any] = {"min": one.least, "max": one.most} if one.kind in (int, float) else {}
@@ -94,7 +93,6 @@ def annotation(one: Option) -> Any:
         more = {"parser": str, "callback": _own_number}
     elif one.is_per_rank:
         more = {"callback": _of_this_rank}
-    is_open = (one.default is None or one.is_several) and not one.is_required
     told = typer.Option(
         *one.flags,
         metavar=one.metavar,
@@ -103,16 +101,12 @@ def annotation(one: Option) -> Any:
         is_eager=one.is_eager,
         **more,
     )
-    return Annotated[kind | None if is_open else kind, told]
-
-
-def _parameter(one: Option) -> inspect.Parameter:
-    default = (
-        inspect.Parameter.empty if one.is_required else None if one.is_several else one.default
-    )
-    return inspect.Parameter(
-        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation(one)
-    )
+    default = None if one.is_several else one.default
+    if one.is_required:
+        default = inspect.Parameter.empty
+    taken = Annotated[kind | None if default is None else kind, told]  # type: ignore[valid-type]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(one.name, keyword, default=default, annotation=taken)
 
 
 def as_flags(message: str) -> str:
@@ -136,29 +130,23 @@ def error_line(message: str) -> str:
     return "offload: " + "".join(char if char.isprintable() else "?" for char in line)
 
 
-def _place(context: typer.Context) -> RankInfo | None:
-    """Return this process's place where the command runs on many ranks, else None.
+def _of_this_rank(context: typer.Context, param: Any, text: str | None) -> str | None:
+    """Return this rank's own of one value per rank; without ranks, the text as it is.
 
     Without `--ranks` the variable RANK may be that of a job which calls the command.
     """
-    return None if context.params.get("ranks") is None else find_place()
+    place = None if context.params.get("ranks") is None else find_place()
+    return None if text is None else own_value(text, param.opts[0], place)
 
 
-def _of_this_rank(
-    context: typer.Context, param: typer.CallbackParam, text: str | None
-) -> str | None:
-    """Return this rank's own of one value per rank; without ranks, the text as it is."""
-    return None if text is None else own_value(text, param.opts[0], _place(context))
-
-
-def _own_number(context: typer.Context, param: typer.CallbackParam, text: str | None) -> int | None:
+def _own_number(context: typer.Context, param: Any, text: str | None) -> int | None:
     """Return a whole number, this rank's own where there is one for each.
 
     Raises `UserError` for more than there are of what it counts.
     """
-    if text is None:
+    own = _of_this_rank(context, param, text)
+    if own is None:
         return None
-    own = own_value(text, param.opts[0], _place(context))
     if not (own.isascii() and own.isdigit()):
         raise typer.BadParameter("Input should be a valid integer")
     if int(own) < 1:
@@ -208,7 +196,9 @@ class Defaults(NamedTuple):
             raise UserError(
                 f"{source} sets {key!r}, which is no flag: take it out, or name one of {near}"
             )
-        for name, param in ((name, flags[key]) for name, flags in scope.items() if key in flags):
+        for name, flags in scope.items():
+            if (param := flags.get(key)) is None:
+                continue
             self.by_command[name].pop(param.name, None)
             self.sources.pop((name, param.name), None)
             if value != "":
@@ -220,9 +210,8 @@ class Defaults(NamedTuple):
 def may_have_defaults() -> bool:
     """Return whether there is a file of one's own, or a variable that may set a flag."""
     path = config_file()
-    return any(name.startswith(_PREFIX) for name in os.environ) or (
-        path is not None and os.path.lexists(path)
-    )
+    is_there = path is not None and os.path.lexists(path)
+    return is_there or any(name.startswith(_PREFIX) for name in os.environ)
 
 
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
@@ -245,18 +234,17 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
     for name, table in tables.items():
         for key, value in table.items():
             found.set({name: flags[name]}, key, value, str(path))
-    variables = {
-        f"{_PREFIX}{key.upper().replace('-', '_')}": key
-        for known in shared.values()
-        for key in known
-    }
-    for variable in variables.keys() & os.environ.keys():
-        found.set(shared, variables[variable], os.environ[variable], variable)
-    known = {*variables, TRACEBACK}
-    unknown = [name for name in os.environ if name.startswith(_PREFIX) and name not in known]
-    for name in unknown:
+    keys = {key for known in shared.values() for key in known}
+    variables = {f"{_PREFIX}{key.upper().replace('-', '_')}": key for key in keys}
+    for name, value in os.environ.items():
+        if name in variables:
+            found.set(shared, variables[name], value, name)
         # of another program's variables nothing is said
-        if meant := did_you_mean(name, variables):
+        elif (
+            name.startswith(_PREFIX)
+            and name != TRACEBACK
+            and (meant := did_you_mean(name, variables))
+        ):
             found.notes.append(f"{name} sets no flag{meant}")
     return found
 
@@ -272,11 +260,8 @@ def config_file() -> Path | None:
 
 def _settings(command: Any) -> dict[str, Any]:
     """Return what may be set of a command, by key."""
-    return {
-        key: one
-        for one in command.params
-        if (key := _key(one)) not in ("", "help", "help-all") and _may(one, "is_setting")
-    }
+    known = {_key(one): one for one in command.params if _may(one, "is_setting")}
+    return {key: one for key, one in known.items() if key not in ("", "help", "help-all")}
 
 
 def _may(param: Any, what: str) -> bool:
@@ -285,8 +270,9 @@ def _may(param: Any, what: str) -> bool:
 
 
 def _key(param: Any) -> str:
-    """Return the first long name without its dashes."""
-    return next((name[2:] for name in param.opts if name.startswith("--")), "")
+    """Return the first long name without its dashes; empty where there is none."""
+    long = _longest(param)
+    return long[2:] if long.startswith("--") else ""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -326,61 +312,39 @@ class _GroupedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, and options by their groups."""
-        told = [(one, one.get_help_record(ctx)) for one in self.get_params(ctx)]
-        shown = [(one, (r[0], _unbroken(r[1]))) for one, r in told if r is not None]
-        arguments = [
-            (one.metavar, record[1]) for one, record in shown if one.param_type_name == "argument"
-        ]
-        options = [(one, record) for one, record in shown if one.param_type_name == "option"]
-        if arguments:
-            with formatter.section("Arguments"):
-                formatter.write_dl(arguments)
-        if not is_long(self.declared):
-            with formatter.section("Options"):
-                formatter.write_dl([record for _, record in options])
-        elif ctx.meta.get(_ALL):
-            for group in ("", *GROUPS):
-                if rows := [record for one, record in options if self._group(one) == group]:
-                    with formatter.section(group or "Options"):
-                        formatter.write_dl(rows)
-        else:
-            with formatter.section("Options"):
-                formatter.write_dl([record for one, record in options if self._is_main(one)])
+        sections: dict[str, list[tuple[str, str]]] = {}
+        rest: dict[str, list[str]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is None:
+                continue
+            one = self.declared.get(str(param.name))
+            section = "Options"
+            if param.param_type_name == "argument":
+                record = (str(param.metavar), record[1])
+                section = "Arguments"
+            elif one is not None and ctx.meta.get(_ALL):
+                section = one.group
+            elif one is not None and is_long(self.declared) and not one.is_main:
+                rest.setdefault(one.group, []).append(_longest(param))
+                continue
+            # no flag is broken into two lines
+            told = re.sub(r"--?[a-z][\w-]*", lambda flag: flag[0].replace("-", _HYPHEN), record[1])
+            sections.setdefault(section, []).append((record[0], told))
+        for section in ("Arguments", "Options", *GROUPS):
+            if section in sections:
+                with formatter.section(section):
+                    formatter.write_dl(sections[section])
+        if rest:
             with formatter.section(f"More, which {ctx.command_path} {_ALL} explains"):
-                for group, names in self._names([one for one, _ in options]):
-                    formatter.write(_row(group, names, formatter))
-
-    def _group(self, param: Any) -> str:
-        return self.declared[param.name].group if param.name in self.declared else ""
-
-    def _is_main(self, param: Any) -> bool:
-        return param.name not in self.declared or self.declared[param.name].is_main
-
-    def _names(self, options: list[Any]) -> list[tuple[str, str]]:
-        """Return the options that are left out, by group."""
-        rest = [one for one in options if not self._is_main(one)]
-        names = {
-            group: [_longest(one) for one in rest if self._group(one) == group] for group in GROUPS
-        }
-        return [(group, ", ".join(own)) for group, own in names.items() if own]
-
-
-def _unbroken(told: str) -> str:
-    """Return a text whose flags are not broken into two lines."""
-    return re.sub(r"--?[a-z][\w-]*", lambda match: match[0].replace("-", _HYPHEN), told)
+                for group in filter(rest.__contains__, GROUPS):
+                    formatter.write(_row(group, ", ".join(rest[group]), formatter))
 
 
 def _row(group: str, names: str, formatter: Any) -> str:
     """Return a line, or several that are not broken within a name."""
     head = f"{'':{formatter.current_indent}}{group:<10}"
-    lines = textwrap.wrap(
-        names,
-        formatter.width,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_on_hyphens=False,
-    )
-    return "\n".join([*lines, ""])
+    how: Any = {"subsequent_indent": " " * len(head), "break_on_hyphens": False}
+    return "\n".join([*textwrap.wrap(names, formatter.width, initial_indent=head, **how), ""])
 
 
 def _longest(param: Any) -> str:
@@ -395,13 +359,11 @@ def _show_all(ctx: typer.Context, is_asked: bool) -> None:
         raise typer.Exit
 
 
-HelpAll = Annotated[
-    bool,
-    typer.Option(
-        _ALL,
-        is_eager=True,
-        expose_value=False,
-        callback=_show_all,
-        help="Show what every option does.",
-    ),
-]
+_SHOWS_ALL = typer.Option(
+    _ALL,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show what every option does.",
+)
+HelpAll = Annotated[bool, _SHOWS_ALL]

@@ -39,9 +39,9 @@ def main() -> None:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--help-all", "--version"} & {*given}:
             if flags.may_have_defaults():
-                own = flags.find_defaults(
-                    {name: one for name, one in every_command().items() if name != "bench"}
-                )
+                commands = every_command()
+                commands.pop("bench", None)
+                own = flags.find_defaults(commands)
             place = rank_process.begin(given, own.by_command.get(given[0], {}))
             if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
                 print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
@@ -65,9 +65,8 @@ def main() -> None:
         leave(0)
     except Exception as error:
         if isinstance(error, OSError) and is_stuck():
-            print(
-                error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr
-            )
+            said = error_line(f"cannot write to standard output ({error.strerror})")
+            print(said, file=sys.stderr)
             leave(EXIT_FAILED)
         if (line := machine_failure(error)) is not None:
             # by who named the file
@@ -79,12 +78,8 @@ def main() -> None:
         # of the command whose options were not understood
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
-        _fail(
-            own.blame(f"{_said_of(error, given)} (see {command_path} --help)", given),
-            EXIT_USER_ERROR,
-            place,
-            error,
-        )
+        said = f"{_said_of(error, given)} (see {command_path} --help)"
+        _fail(own.blame(said, given), EXIT_USER_ERROR, place, error)
 
 
 def _named_command(command: Any, given: list[str]) -> str:
@@ -112,7 +107,8 @@ def _said_of(error: Any, given: list[str]) -> str:
         return str(error.format_message())
     names = error.param.opts
     rule = rule.replace("greater than or equal to", "at least")
-    told = f"{'/'.join(names)} must {rule.replace('less than or equal to', 'at most')}"
+    rule = rule.replace("less than or equal to", "at most")
+    told = f"{'/'.join(names)} must {rule}"
     for word, behind in zip(given, [*given[1:], ""], strict=True):
         name, _, value = word.partition("=")
         if name in names:
@@ -124,19 +120,15 @@ def _fail(
     message: str, code: int, place: RankInfo | None = None, error: Exception | None = None
 ) -> NoReturn:
     if error is not None and os.environ.get(flags.TRACEBACK):
-        _print_traceback(error)
+        import traceback
+
+        # its causes, too, also where a message of ours took their place
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.__suppress_context__ = False
+            cause = cause.__context__
+        traceback.print_exception(error)
     if place is not None and error is not None:
         sys.exit(rank_process.leave(place, error, message, code))
     print_error(message)
     sys.exit(code)
-
-
-def _print_traceback(error: BaseException) -> None:
-    """Print an error with its causes, also where a message of ours took their place."""
-    import traceback
-
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__suppress_context__ = False
-        cause = cause.__context__
-    traceback.print_exception(error)
