@@ -55,33 +55,21 @@ def plan(
             lines = cluster_lines(of_cluster, is_verbose=output.verbose)
         else:
             from offload.cli.plan_lines import answer_lines
-            from offload.reports.drafts import compare_drafts
-            from offload.reports.estimate import estimate
+            from offload.reports.estimate import compare_drafts, estimate
 
             read = cache(describe)  # all estimates are of the same models
+            where = (machine.hardware, machine.disk_speed)
             found = estimate(
-                model,
-                draft,
-                options,
-                hardware=machine.hardware,
-                disk_speed=machine.disk_speed,
-                tokens_per_sweep=tokens_per_sweep,
-                read=read,
+                model, draft, options, *where, tokens_per_sweep=tokens_per_sweep, read=read
             )
             drafts = []
             if not tokens_per_sweep:
-                drafts = compare_drafts(
-                    model, draft, options, machine.hardware, machine.disk_speed, read
-                )
+                drafts = compare_drafts(model, draft, options, *where, read)
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
-            lines = answer_lines(
-                found, drafts, is_verbose=output.verbose, is_decimal=console.is_decimal
-            )
-    print(
-        flags.as_flags(json.dumps(figures))
-        if output.as_json
-        else fitted(flags.as_flags(lines), sys.stdout)
-    )
+            how = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
+            lines = answer_lines(found, drafts, **how)
+    told = flags.as_flags(json.dumps(figures) if output.as_json else lines)
+    print(told if output.as_json else fitted(told, sys.stdout))
 
 
 def _require_no_machine(machine: PlanOptions, model_options: ModelOptions) -> None:

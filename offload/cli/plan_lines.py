@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # they bring numpy along
     from offload.checkpoint.sizes import ModelFacts
     from offload.distributed.layout import RankPart
     from offload.planning.cost_model import Prediction, PromptPass
-    from offload.reports.drafts import DraftCandidate
-    from offload.reports.estimate import Estimate, Packing
+    from offload.reports.estimate import DraftCandidate, Estimate, Packing
     from offload.reports.forecast import ClusterForecast, Forecast
 
 _gb = partial(format_bytes, is_decimal=True)

@@ -6,18 +6,22 @@ perhaps how fast this processor multiplies, a prediction is a lower bound and sa
 pass are a range, from pairs that papers measured, where this pair was not measured. No torch but
 for a GPU, for the speed of products, or to count a model that only torch can build.
 
+Drafts are told apart for machines whose rates of computing are known: a small model, stored or in
+fewer bits, a self draft, or none, each planned and predicted as if it were asked for.
+
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a
 few pieces whose exponents tell what packing would win.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
-from offload.checkpoint.sizes import ModelFacts, model_shape
+from offload.checkpoint.sizes import ModelFacts, model_shape, name_of
 from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
 from offload.planning.budget import prompt_costs
@@ -34,6 +38,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.hardware import Hardware
 from offload.planning.load_options import LoadOptions
+from offload.planning.near_copy import BITS, copy_bits
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.trees.spec import MAX_TREE_NODES, label_of
 from offload.trees.topology import Shape, chain
@@ -70,39 +75,30 @@ def _packing(run: ResolvedRun, num_nodes: int, link_bytes_per_s: float | None) -
     # what weights are expanded into takes room as well
     except UserError:
         return Packing(found, None, None)
-    streamed_bytes = Traffic.of(plan, run.hardware).bytes_at(1)
-    return Packing(
-        found,
-        round(Traffic.of(plan).bytes_at(1)),
-        None if link_bytes_per_s is None else streamed_bytes / link_bytes_per_s,
-    )
+    sweep_s = None
+    if link_bytes_per_s is not None:
+        sweep_s = Traffic.of(plan, run.hardware).bytes_at(1) / link_bytes_per_s
+    return Packing(found, round(Traffic.of(plan).bytes_at(1)), sweep_s)
 
 
 class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
-    # the target, and the draft if there is one
-    models: tuple[ModelFacts, ...]
+    models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
     plan: MemoryPlan
-    # None for this machine
-    hardware: Hardware | None
-    # measured, or as given; None where neither is known
-    link_bytes_per_s: float | None
+    hardware: Hardware | None  # None for this machine
+    link_bytes_per_s: float | None  # measured, or as given; None where neither is known
     # without a tree, then with the wanted one; empty where no rate is known
     predictions: tuple[Prediction, ...]
     # whether computing is left out of the predictions, because its rates are not known
     is_link_alone: bool
     # whether they leave out all, or all but the products of weights, that a pass computes
     is_lower_bound: bool
-    # what the tokens per pass rest on, in words
-    basis: str
+    basis: str  # what the tokens per pass rest on, in words
     notes: tuple[str, ...]
-    # whether the link was measured here and now
-    is_measured: bool
-    # None where there is nothing to pack
-    packing: Packing | None
-    # bytes that the plan moves
-    traffic: Traffic
+    is_measured: bool  # whether the link was measured here and now
+    packing: Packing | None  # None where there is nothing to pack
+    traffic: Traffic  # bytes that the plan moves
     # the largest pass over a prompt; None where computing is not known, or nothing streams
     prompt: PromptPass | None
 
@@ -133,10 +129,7 @@ class Estimate(NamedTuple):
             "s_per_token_range": seconds,
             "is_link_alone": self.is_link_alone,
             "is_lower_bound": self.is_lower_bound,
-            "models": {
-                role: one._asdict()
-                for role, one in zip(("target", "draft"), self.models, strict=False)
-            },
+            "models": models_told(self.models),
             **self.plan.as_dict(),
             "bytes_per_sweep": self.sweep_bytes,
             **({} if self.hit_share is None else {"expert_hit_share": self.hit_share}),
@@ -151,13 +144,18 @@ class Estimate(NamedTuple):
         }
 
 
+def models_told(models: Sequence[ModelFacts]) -> dict[str, dict[str, object]]:
+    """Return the figures of the target, and of the draft if there is one, for `--json`."""
+    return {role: one._asdict() for role, one in zip(("target", "draft"), models, strict=False)}
+
+
 def estimate(
     model: str,
     draft: str | None,
     options: LoadOptions,
-    *,
     hardware: str | None = None,
     disk_speed: str | int | None = None,
+    *,
     tokens_per_sweep: float | None = None,
     has_packing: bool = True,
     read: ReadHeaders = describe,
@@ -176,9 +174,8 @@ def estimate(
     has_rates = assumed.hardware is not None or assumed.disk_bytes_per_s is not None
     tree = options.planned_tree(has_draft=draft is not None, tokens_per_sweep=tokens_per_sweep)
     if tokens_per_sweep is not None and not has_rates:
-        raise UserError(
-            "`tokens_per_sweep` goes with `hardware` or `disk_speed`; on this machine offload tune measures it"
-        )
+        rule = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
+        raise UserError(f"{rule}; on this machine offload tune measures it")
     run = replace(resolve(model, draft, options, assumed=assumed), tree=tree)
     settings = run.settings(options.profiled_sampling())
     trees = run.trees(settings.sampling)
@@ -242,7 +239,7 @@ def _predictions(
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = run.budget.plan(ModelFiles(run.files.target), 1)
+    alone = run.budget.plan(run.files._replace(draft=None), 1)
     plain = _predict(run, trees, costs, alone, chain(0), (1.0, 1.0))
     basis = _basis(run, trees, settings)
     if run.files.draft is None or run.tree.kind == "none":
@@ -306,3 +303,63 @@ _NO_DRAFT = (
 )
 _NO_DISK = "the weights are not here, so the disk was not measured: give `disk_speed`, such as 3GB"
 _NO_GPU = "weights or GPU are not here, so nothing was measured: name the machine by `hardware`"
+
+
+class DraftCandidate(NamedTuple):
+    """One way to draft, with the best tree that its memory leaves room for."""
+
+    draft: str | None  # as `--draft` has it
+    draft_dtype: str | None
+    draft_bytes: int  # memory where layers are computed, the draft's cache included
+    num_resident: int  # layers of the target that have room beside it
+    prediction: Prediction | None  # None where it does not fit
+    refusal: str = ""
+
+    @property
+    def label(self) -> str:
+        """The draft in words."""
+        is_copy = copy_bits(self.draft) is not None
+        name = self.draft if self.draft is None or is_copy else name_of(self.draft)
+        how = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""
+        return f"{name or 'no draft'}{how}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the figures by the names that `--json` uses."""
+        return {**self._asdict(), "prediction": self.prediction and self.prediction.as_dict()}
+
+
+def compare_drafts(
+    model: str,
+    draft: str | None,
+    options: LoadOptions,
+    hardware: str | None,
+    disk_speed: str | int | None = None,
+    read: ReadHeaders = describe,
+) -> list[DraftCandidate]:
+    """Return the candidates, the one predicted to be the fastest first, those that do not fit last.
+
+    Nothing where no `hardware` is named: only its rates tell drafts apart.
+    """
+    if hardware is None:
+        return []
+    kinds: list[tuple[str | None, str | None]] = [(None, None)]
+    if draft is not None and copy_bits(draft) is None:
+        kinds += [(draft, None), *((draft, dtype) for dtype in BITS)]
+    kinds += [(f"self:{kind}", None) for kind in BITS]
+    how: Any = {"hardware": hardware, "disk_speed": disk_speed, "read": cache(read)}
+    found = list[DraftCandidate]()
+    for one, dtype in kinds:
+        own = replace(options, tree="auto", draft_dtype=dtype)
+        try:
+            run = estimate(model, one, own, has_packing=False, **how)
+        except UserError as error:
+            found.append(DraftCandidate(one, dtype, 0, 0, None, str(error)))
+        else:
+            best = run.predictions[-1] if run.predictions else None
+            plan = run.plan
+            found.append(DraftCandidate(one, dtype, plan.draft_bytes, plan.num_resident, best))
+    return sorted(found, key=_s_per_token)
+
+
+def _s_per_token(one: DraftCandidate) -> float:
+    return one.prediction.s_per_token if one.prediction else float("inf")

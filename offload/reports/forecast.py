@@ -13,6 +13,7 @@ Invariant: nothing is measured, so any cluster can be asked for.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -31,17 +32,12 @@ from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
 from offload.planning.acceptance import prior_for
 from offload.planning.cluster import Cluster, Gathers, read_cluster
-from offload.planning.cost_model import (
-    VERIFY_S,
-    Costs,
-    Curve,
-    Traffic,
-    draft_widths,
-)
+from offload.planning.cost_model import VERIFY_S, Costs, Curve, Traffic, draft_widths
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
+from offload.reports.estimate import models_told
 from offload.sampling_options import Sampling
 from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
@@ -85,14 +81,11 @@ class ForecastPass(NamedTuple):
     """One pass of `num_rows` rows."""
 
     num_rows: int
-    # from its beginning to its end, where no other is in flight
-    seconds: float
-    # the network alone
-    exchange_s: float
+    seconds: float  # from its beginning to its end, where no other is in flight
+    exchange_s: float  # the network alone
     # from one end to the next, with a pass in flight for every stage; for shards as `seconds`
     cycle_s: float
-    # bytes that each rank sends
-    sent_bytes: tuple[int, ...]
+    sent_bytes: tuple[int, ...]  # by each rank
 
 
 class ForecastRate(NamedTuple):
@@ -100,14 +93,11 @@ class ForecastRate(NamedTuple):
 
     label: str
     shape: Shape
-    # least and most tokens of a pass
-    tokens_range: tuple[float, float]
+    tokens_range: tuple[float, float]  # least and most of a pass
     basis: str
-    # seconds of drafting one tree
-    draft_s: float
+    draft_s: float  # of one tree
     s_per_token_range: tuple[float, float]
-    # runs at a time
-    num_in_flight: int
+    num_in_flight: int  # runs at a time
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float] | None:
@@ -117,18 +107,16 @@ class ForecastRate(NamedTuple):
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures by the names that `--json` uses."""
-        known = {
-            name: value
-            for name, value in self._asdict().items()
-            if name not in ("label", "shape", "tokens_range")
-        }
         return {
-            **{"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth},
-            **{
-                "tokens_per_pass_range": self.tokens_range,
-                **known,
-                "tokens_per_s_range": self.tokens_per_s_range,
-            },
+            "tree": self.label,
+            "num_nodes": self.shape.num_nodes,
+            "depth": self.shape.depth,
+            "tokens_per_pass_range": self.tokens_range,
+            "basis": self.basis,
+            "draft_s": self.draft_s,
+            "s_per_token_range": self.s_per_token_range,
+            "num_in_flight": self.num_in_flight,
+            "tokens_per_s_range": self.tokens_per_s_range,
         }
 
 
@@ -169,10 +157,10 @@ class ClusterForecast(NamedTuple):
         """Return the figures by the names that `--json` uses."""
         if self.layout is None:
             return {"works": False, "refusal": self.refusal}
-        ranks = [
-            {**part.as_dict(), "busy_s": busy.seconds, "limit": busy.limit}
-            for part, busy in zip(self.layout.parts, map(self.busy, self.layout.parts), strict=True)
-        ]
+        ranks = []
+        for part in self.layout.parts:
+            busy = self.busy(part)
+            ranks.append({**part.as_dict(), "busy_s": busy.seconds, "limit": busy.limit})
         passes = [one._asdict() for one in self.passes]
         rates = [rate.as_dict() for rate in self.rates]
         return {"works": True, "ranks": ranks, "passes": passes, "predictions": rates}
@@ -187,22 +175,19 @@ class ClusterForecast(NamedTuple):
         exchange_s = self.usual.exchange_s if self.kind == "shards" else 0.0
         if part.link_s and part.link_s >= compute_s + exchange_s:
             return RankTime(part.link_s, "disk" if is_disk else "link")
-        return RankTime(
-            compute_s + exchange_s, "processor" if compute_s >= exchange_s else "network"
-        )
+        limit: Limit = "processor" if compute_s >= exchange_s else "network"
+        return RankTime(compute_s + exchange_s, limit)
 
 
 class Forecast(NamedTuple):
     """The forecasts of both ways to share a model."""
 
     cluster: Cluster
-    # the target, and the draft if there is one
-    models: tuple[ModelFacts, ...]
+    models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
     ways: tuple[ClusterForecast, ClusterForecast]
     better: Kind
     why: str
-    # whether computing is left out, because its rates are not known
-    is_link_alone: bool
+    is_link_alone: bool  # whether computing is left out, because its rates are not known
 
     @property
     def best(self) -> ClusterForecast:
@@ -216,10 +201,7 @@ class Forecast(NamedTuple):
             "why": self.why,
             "s_per_token_range": self.best.rates[-1].s_per_token_range,
             "is_link_alone": self.is_link_alone,
-            "models": {
-                role: one._asdict()
-                for role, one in zip(("target", "draft"), self.models, strict=False)
-            },
+            "models": models_told(self.models),
             "network": self.cluster.network._asdict(),
             **{way.kind: way.as_dict() for way in self.ways},
         }
@@ -250,13 +232,9 @@ def forecast(
     stages = one_way("stages")
     if shards.layout is None and stages.layout is None:
         raise UserError(f"{ranks.name}: as shards, {shards.refusal}; as stages, {stages.refusal}")
-    return Forecast(
-        cluster,
-        models,
-        (shards, stages),
-        *_better(request, shards, stages),
-        not request.knows_compute,
-    )
+    better, why = _better(request, shards, stages)
+    ways = (shards, stages)
+    return Forecast(cluster, models, ways, better, why, not request.knows_compute)
 
 
 def _one_way(
@@ -286,16 +264,13 @@ def _one_way(
         return ClusterForecast(kind, None, str(refusal))
     rates.insert(0, _rate(request, plain, chain(0), (1.0, 1.0), "no tree"))
     rows = sorted({*SHOWN_ROWS, rates[-1].shape.num_nodes})
-    return ClusterForecast(
-        kind, chosen, "", tuple(_pass(request, chosen, count) for count in rows), tuple(rates)
-    )
+    passes = tuple(_pass(request, chosen, count) for count in rows)
+    return ClusterForecast(kind, chosen, "", passes, tuple(rates))
 
 
 def _batches(request: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
     """Return the tree of a run of stages: the guesses that the slowest computes almost free."""
-    seconds = [
-        max(map(max, zip(*_stage_times(request, layout, rows), strict=True))) for rows in TIMED_ROWS
-    ]
+    seconds = [max(map(max, *_stage_times(request, layout, rows))) for rows in TIMED_ROWS]
     pipeline = PipelineOptions(mode="plain" if tree.kind == "none" else "async")
     num_rows = pipeline.num_rows(free_rows(seconds)) if seconds[0] else pipeline.num_rows()
     depth = min(num_rows - 1, AUTO_DEPTH, layout.parts[0].plan.context - 1)
@@ -312,7 +287,10 @@ def _choice(
     num_nodes = tree.num_nodes
     max_nodes = MAX_TREE_NODES
     if tree.is_chosen:
-        max_nodes = next(size for size in reversed(SIZES) if size == 1 or _fits(lay_out, size))
+        for max_nodes in reversed(SIZES):
+            with suppress(UserError):
+                lay_out(max_nodes)
+                break
         num_nodes = min(_TYPICAL_NODES, max_nodes)
     layout = lay_out(num_nodes)
     costs = None
@@ -325,9 +303,9 @@ def _choice(
             # the curve holds the whole pass, link included
             link_bytes_per_s=1.0,
         )
-    note = (
-        "no rates of computing are known" if costs is None else "for this pair nothing was measured"
-    )
+    note = "no rates of computing are known"
+    if costs is not None:
+        note = "for this pair nothing was measured"
     trees = TreeSelector(
         tree,
         lambda *_: (profile, note),
@@ -340,14 +318,6 @@ def _choice(
     )
     choice = trees.for_run(Sampling(), request.rule)
     return choice.shape, *choice.tokens_range(request.files, request.dtype, profile, choice.why)
-
-
-def _fits(lay_out: Callable[[int], ClusterLayout], num_nodes: int) -> bool:
-    try:
-        lay_out(num_nodes)
-    except UserError:
-        return False
-    return True
 
 
 def _rate(
@@ -429,10 +399,7 @@ def _better(
         tail = "which hide behind it" if is_hidden else f"of the {one.seconds:.2g} s of a pass"
         every = "every link works in every pass" if link_s else "every rank computes in every pass"
         return "shards", f"{every}; {exchanges}, {tail}"
-    is_whole = not any(part.link_s for part in stages.layout.parts)
-    fits = (
-        "each share stays in memory, and no link is waited for"
-        if is_whole
-        else "links are not what is waited for"
-    )
+    fits = "links are not what is waited for"
+    if not any(part.link_s for part in stages.layout.parts):
+        fits = "each share stays in memory, and no link is waited for"
     return "stages", f"{fits}; as shards, {exchanges}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offload.planning.load_options import LoadOptions
-from offload.reports.drafts import compare_drafts
+from offload.reports.estimate import compare_drafts
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",
          "max_position_embeddings": 8192, "tie_word_embeddings": False}  # fmt: skip
