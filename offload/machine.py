@@ -29,12 +29,8 @@ CGROUP_V1 = GroupFiles(
 
 def available_ram_bytes() -> int:
     """Return the memory that a new allocation may take, within the container's limit."""
-    free = [_meminfo_available()]
-    for limit_bytes, used_bytes in _cgroup_limits(
-        Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-    ):
-        free.append(limit_bytes - used_bytes)
-    return max(0, min(free))
+    limits = _cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return max(0, min([_meminfo_available(), *(limit - used for limit, used in limits)]))
 
 
 def available_gpu_bytes(device: str) -> int:
@@ -125,32 +121,23 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
         if is_unified or controller in controllers.split(","):
             base = root if is_unified else root / controller
             group = base / path.lstrip("/")
-            yield from (
-                (folder, is_unified)
-                for folder in (group, *group.parents)
-                if folder.is_relative_to(base)
-            )
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(base):
+                    yield folder, is_unified
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     """Return (limit, used) of every memory group of this process, innermost first."""
-    return [
-        limit
-        for folder, names in memory_groups(root, membership)
-        for limit in _read_limit(folder, names)
-    ]
-
-
-def _read_limit(folder: Path, names: GroupFiles) -> list[tuple[int, int]]:
-    try:
-        limit, used = ((folder / name).read_text().strip() for name in (names.limit, names.used))
-    except OSError:
-        return []
-    return (
-        [(int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache))]
-        if limit.isdigit()
-        else []
-    )
+    found = list[tuple[int, int]]()
+    for folder, names in memory_groups(root, membership):
+        try:
+            limit = (folder / names.limit).read_text().strip()
+            used = (folder / names.used).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            found.append((int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache)))
+    return found
 
 
 def _idle_cache_bytes(folder: Path, key: str) -> int:

@@ -63,39 +63,18 @@ def parse_roles(text: str, num_ranks: int) -> Roles:
     named = _named_ranks(text)
     stages = named.get("stages", [])
     drafts = named.get("draft", [])
-    require(
-        len(stages) > 0 and len(drafts) < 2 and len(named) <= 2,
-        _RULE,
-        text,
-        "name the stages, and one draft rank",
-    )
-    require(
-        len({*stages}) == len(stages),
-        "a rank in `ranks` must be one stage",
-        text,
-        "name each rank once",
-    )
-    require(
-        0 in stages,
-        "rank 0 in `ranks` must be a stage, since it has the text",
-        text,
-        "name 0 among the stages",
-    )
-    is_apart = not {*drafts} & {*stages}
-    require(
-        is_apart,
-        "the draft rank in `ranks` must be no stage",
-        text,
-        "leave draft out to have rank 0 draft",
-    )
-    unknown = [rank for rank in (*stages, *drafts) if rank >= num_ranks]
-    require(
-        not unknown,
-        f"`ranks` must name ranks from 0 to {num_ranks - 1}",
-        text,
-        f"start {_started(unknown)} ranks",
-    )
+    highest = max((*stages, *drafts), default=0)
     idle = sorted({*range(1, num_ranks)} - {*stages, *drafts})
+    is_named = len(stages) > 0 and len(drafts) < 2
+    rule = "a rank in `ranks` must be one stage"
+    require(is_named, _RULE, text, "name the stages, and one draft rank")
+    require(len({*stages}) == len(stages), rule, text, "name each rank once")
+    rule = "rank 0 in `ranks` must be a stage, since it has the text"
+    require(0 in stages, rule, text, "name 0 among the stages")
+    rule = "the draft rank in `ranks` must be no stage"
+    require(not {*drafts} & {*stages}, rule, text, "leave draft out to have rank 0 draft")
+    rule = f"`ranks` must name ranks from 0 to {num_ranks - 1}"
+    require(highest < num_ranks, rule, text, f"start {highest + 1} ranks")
     remedy = f"name {', '.join(map(str, idle))} too, or start fewer"
     require(not idle, f"`ranks` must have a role for each of {num_ranks} ranks", text, remedy)
     return Roles(num_ranks, tuple(stages), drafts[0] if drafts else None)
@@ -106,15 +85,11 @@ def require_exact_rule(roles: Roles, rule: str, lenience: float) -> None:
     if roles.is_sharded:
         return
     if drafting_of(rule).keeps_distributions:
-        raise UserError(
-            f"`rule` {rule} compares the chances of draft and target, which stages never have in one place: "
-            "use `rule` match, or `ranks` shards"
-        )
+        why = "compares the chances of draft and target, which stages never have in one place"
+        raise UserError(f"`rule` {rule} {why}: use `rule` match, or `ranks` shards")
     if check_lenience(lenience, rule) < 1:
-        raise UserError(
-            f"`lenience` {lenience:g} changes what the last of the stages has drawn already: leave it out, or use "
-            "`ranks` shards"
-        )
+        why = "changes what the last of the stages has drawn already"
+        raise UserError(f"`lenience` {lenience:g} {why}: leave it out, or use `ranks` shards")
 
 
 def _named_ranks(text: str) -> dict[str, list[int]]:
@@ -124,12 +99,8 @@ def _named_ranks(text: str) -> dict[str, list[int]]:
     for part in text.split(","):
         before, colon, ranks = part.rpartition(":")
         if colon:
-            require(
-                before in ("stages", "draft"),
-                _RULE,
-                text,
-                f"{before or 'an empty name'} is no role",
-            )
+            is_role = before in ("stages", "draft")
+            require(is_role, _RULE, text, f"{before or 'an empty name'} is no role")
             require(before not in found, _RULE, text, "name each role once")
             name = before
             found[name] = []
@@ -138,18 +109,10 @@ def _named_ranks(text: str) -> dict[str, list[int]]:
             raise UserError(f"{_RULE}, got {text!r:.80}: ranks are numbers, such as 0,1 or 0-2")
         first = int(match[1])
         last = int(match[2] or match[1])
-        require(
-            first <= last,
-            "a range in `ranks` must rise",
-            text,
-            "name ranks one by one for another order",
-        )
+        remedy = "name ranks one by one for another order"
+        require(first <= last, "a range in `ranks` must rise", text, remedy)
         found[name] += range(first, last + 1)
     return found
-
-
-def _started(unknown: list[int]) -> int:
-    return max(unknown, default=0) + 1
 
 
 class RankInfo(NamedTuple):
@@ -187,9 +150,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
 def require_place(environment: Mapping[str, str] = os.environ) -> RankInfo:
     """Return what torchrun has set. Raises `UserError` where it has set nothing."""
     if (place := find_place(environment)) is None:
-        raise UserError(
-            f"`ranks` needs several processes that know each other, got one by itself: {START}"
-        )
+        rule = "`ranks` needs several processes that know each other"
+        raise UserError(f"{rule}, got one by itself: {START}")
     return place
 
 
@@ -208,12 +170,8 @@ def own_value(text: str, flag: str, place: RankInfo | None) -> str:
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
     text = environment.get(name, "" if otherwise is None else str(otherwise))
-    require(
-        text.isascii() and text.isdigit() and len(text) < 10,
-        f"{name} must be a whole number",
-        repr(text),
-        START,
-    )
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    require(is_number, f"{name} must be a whole number", repr(text), START)
     return int(text)
 
 
@@ -237,33 +195,27 @@ class PipelineOptions:
     cut: PaperCut | None = None  # None uses a price instead
 
     def __post_init__(self) -> None:
-        require(
-            self.mode in get_args(Mode),
-            "`pipeline` must be plain, sync or async",
-            repr(self.mode),
-            f"try {_FORM}",
-        )
+        mode = self.mode
+        rule = "`pipeline` must be plain, sync or async"
+        require(mode in get_args(Mode), rule, repr(mode), f"try {_FORM}")
         for name, count in (("rows", self.micro_batch), ("runs", self.credits)):
-            is_count = count is None or 1 <= count <= MOST_ROWS
-            require(
-                is_count, f"{name} of `pipeline` must be 1 to {MOST_ROWS}", count, "leave it out"
-            )
+            rule = f"{name} of `pipeline` must be 1 to {MOST_ROWS}"
+            require(count is None or 1 <= count <= MOST_ROWS, rule, count, "leave it out")
         for part in self.cut or ():
             rule = "start, recovery and decay of `pipeline` must lie in [0, 1]"
             require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")
-        falls = self.cut is None or self.cut.decay == 0 or self.cut.decay >= _LEAST_DECAY
+        decay = self.cut.decay if self.cut else 0.0
         rule = f"decay of `pipeline` must be 0 or {_LEAST_DECAY} at least"
-        require(falls, rule, self.cut and self.cut.decay, "try cut=0.3/0.4/0.01")
-        for is_set, name, mode in (
-            (self.credits is not None and self.mode != "async", "runs", "async"),
-            (not self.cancels and self.mode != "async", "no-cancel", "async"),
-            (not self.is_continuous and self.mode != "async", "no-continuous", "async"),
-            (self.micro_batch is not None and self.mode == "plain", "rows", "sync or async"),
-            (self.cut is not None and self.mode == "plain", "cut", "sync or async"),
+        require(decay == 0 or decay >= _LEAST_DECAY, rule, decay, "try cut=0.3/0.4/0.01")
+        for name, is_set, modes in (
+            ("runs", self.credits is not None, ["async"]),
+            ("no-cancel", not self.cancels, ["async"]),
+            ("no-continuous", not self.is_continuous, ["async"]),
+            ("rows", self.micro_batch is not None, ["sync", "async"]),
+            ("cut", self.cut is not None, ["sync", "async"]),
         ):
-            require(
-                not is_set, f"{name} of `pipeline` goes with {mode}", self.mode, f"leave {name} out"
-            )
+            rule = f"{name} of `pipeline` goes with {' or '.join(modes)}"
+            require(not is_set or mode in modes, rule, mode, f"leave {name} out")
 
     @property
     def speculates(self) -> bool:
@@ -289,11 +241,8 @@ def free_rows(seconds: Sequence[float]) -> int:
 
     `seconds` may have only the first of these.
     """
-    return max(
-        rows
-        for rows, took_s in zip(TIMED_ROWS, seconds, strict=False)
-        if took_s <= _FREE * seconds[0]
-    )
+    timed = zip(TIMED_ROWS, seconds, strict=False)
+    return max(rows for rows, took_s in timed if took_s <= _FREE * seconds[0])
 
 
 def parse_pipeline(text: str) -> PipelineOptions:

@@ -11,6 +11,13 @@ from typing import NamedTuple
 
 from offload.threads import StepModes
 
+# figures that `--json` has by their own names
+_TOLD = (
+    *("num_sweeps", "tokens_per_sweep", "ttft_s", "tpot_s", "sweep_s", "draft_s", "verify_s"),
+    *("stall_s", "bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes"),
+    "accepted_per_sweep",
+)
+
 
 @dataclass(slots=True)
 class RunningMean:
@@ -28,11 +35,8 @@ class RunningMean:
             self.total_squares += value * value
 
     def __add__(self, other: "RunningMean") -> "RunningMean":
-        return RunningMean(
-            self.count + other.count,
-            self.total + other.total,
-            self.total_squares + other.total_squares,
-        )
+        squares = self.total_squares + other.total_squares
+        return RunningMean(self.count + other.count, self.total + other.total, squares)
 
     @property
     def mean(self) -> float | None:
@@ -48,11 +52,8 @@ class RunningMean:
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures under the names of `--json`."""
-        return {
-            "mean": self.mean,
-            "standard_error": self.standard_error,
-            "num_positions": self.count,
-        }
+        error = self.standard_error
+        return {"mean": self.mean, "standard_error": error, "num_positions": self.count}
 
 
 class RankFigures(NamedTuple):
@@ -198,42 +199,22 @@ class Stats:
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures under the names of `--json`."""
-        names = (
-            "num_sweeps",
-            "tokens_per_sweep",
-            "ttft_s",
-            "tpot_s",
-            "sweep_s",
-            "draft_s",
-            "verify_s",
-            "stall_s",
-        )
-        more = (
-            "bytes_streamed",
-            "link_bytes_per_s",
-            "peak_rss_bytes",
-            "peak_device_bytes",
-            "accepted_per_sweep",
-        )
-        figures: dict[str, object] = {name: getattr(self, name) for name in names + more}
-        tree = {
+        figures: dict[str, object] = {name: getattr(self, name) for name in _TOLD}
+        figures["alpha"] = self.alpha and self.alpha.as_dict()
+        figures["first_guess"] = self.first_guess.as_dict()
+        for name in ("chain_lengths", "runs"):
+            if known := getattr(self, name):
+                figures[name] = known
+        if self.expert_hit_rate is not None:
+            figures["expert_hits"] = self.expert_hits
+            figures["expert_misses"] = self.expert_misses
+        figures["threads"] = None
+        if self.threads is not None:
+            modes = self.threads._asdict().items()
+            figures["threads"] = {name: mode._asdict() for name, mode in modes}
+        figures["tree"] = {
             "num_nodes": self.tree_num_nodes,
             "depth": self.tree_depth,
             "is_dynamic": self.is_tree_dynamic,
         }
-        experts = ("expert_hits", "expert_misses")
-        return {
-            **figures,
-            "alpha": self.alpha and self.alpha.as_dict(),
-            "first_guess": self.first_guess.as_dict(),
-            **({"chain_lengths": self.chain_lengths} if self.chain_lengths else {}),
-            **({"runs": self.runs} if self.runs else {}),
-            **(
-                {}
-                if self.expert_hit_rate is None
-                else {name: getattr(self, name) for name in experts}
-            ),
-            "threads": self.threads
-            and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
-            "tree": tree,
-        }
+        return figures

@@ -69,10 +69,9 @@ class ThreadPolicy:
 
     def modes(self, num_rows: int) -> StepModes:
         """Return the modes for the next step of so many rows."""
-        known = self._choices.get(num_rows)
-        return (
-            StepModes(*(choice.mode for choice in known)) if known else self._found_nearby(num_rows)
-        )
+        if known := self._choices.get(num_rows):
+            return StepModes(*(choice.mode for choice in known))
+        return self._found_nearby(num_rows)
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
         """Record the times of a step in these modes.
@@ -83,25 +82,20 @@ class ThreadPolicy:
             starts = zip(self._found_nearby(num_rows), self._seen_s, strict=True)
             draft, sweep = (_Choice(self._ladder, *start) for start in starts)
             self._choices[num_rows] = draft, sweep
-        near = [
-            choices
-            for rows, choices in self._choices.items()
-            if _are_alike(rows, num_rows) and rows != num_rows
-        ]
         for index, seconds in enumerate((draft_s, sweep_s)):
             choice = self._choices[num_rows][index]
             if choice.took(seconds):
-                for choices in near:
-                    choices[index].hear(choice)
+                for rows, choices in self._choices.items():
+                    if _are_alike(rows, num_rows) and rows != num_rows:
+                        choices[index].hear(choice)
 
     def _found_nearby(self, num_rows: int) -> StepModes:
         """Return the modes of steps with nearly as many rows, since trees vary among texts."""
         near = [rows for rows in self._choices if _are_alike(rows, num_rows)]
         if not near:
             return self.start
-        draft, sweep = self._choices[
-            min(near, key=lambda rows: max(rows, num_rows) / min(rows, num_rows))
-        ]
+        nearest = min(near, key=lambda rows: max(rows, num_rows) / min(rows, num_rows))
+        draft, sweep = self._choices[nearest]
         return StepModes(draft.usual, sweep.usual)
 
 
@@ -167,18 +161,12 @@ class _Choice:
     def _waits(self, least: int) -> dict[str, int]:
         """Return steps until each move is tried, by what it led to at start."""
         usual_s = self._seen_s.get(self.usual)
-        modes = {move: self._after(move) for move in ("other way", "fewer", "more")}
-        lost_s = {
-            move: self._seen_s.get(mode, 0.0) - (usual_s or 0.0)
-            for move, mode in modes.items()
-            if mode
-        }
-        return {
-            move: max(least, _steps_for(lost_s[move], usual_s))
-            if usual_s and lost_s.get(move, 0.0) > 0
-            else least
-            for move in modes
-        }
+        waits = dict.fromkeys(("other way", "fewer", "more"), least)
+        for move in waits:
+            mode = self._after(move)
+            if mode and usual_s and (lost_s := self._seen_s.get(mode, 0.0) - usual_s) > 0:
+                waits[move] = max(least, _steps_for(lost_s, usual_s))
+        return waits
 
     def _has_slowed(self) -> bool:
         lately = list(self._recent)[-_NUM_TRIED:]
@@ -219,9 +207,8 @@ class _Choice:
         self._has_judged = True
         takes_more = _cores_taken(self.mode) > _cores_taken(self.usual)
         if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
-            self._wait[self._move] = _steps_for(
-                sum(self._tried) - len(self._tried) * usual_s, usual_s
-            )
+            lost_s = sum(self._tried) - len(self._tried) * usual_s
+            self._wait[self._move] = _steps_for(lost_s, usual_s)
             self.mode = self.usual
             self._move = ""
         else:

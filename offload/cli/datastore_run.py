@@ -49,8 +49,7 @@ def write_store(
     encode = _encoder(tokenizer)
     started_s = time.monotonic()
     num_new_tokens = 0
-    # counted since something else was last under way, what is left is foretold well
-    since_bytes = 0
+    since_bytes = 0  # when something else was last under way: what is left is foretold well
 
     def counted(texts: list[str]) -> Iterator[list[int]]:
         nonlocal num_new_tokens
