@@ -90,11 +90,7 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """Return the value as a number of Python, within its bounds. Raises `UserError`."""
-        own = (
-            whole_number(value, f"`{self.name}`")
-            if self.kind is int
-            else number(value, f"`{self.name}`")
-        )
+        own = (whole_number if self.kind is int else number)(value, f"`{self.name}`")
         rule, holds = interval(self.within)
         require(holds(own), f"`{self.name}` must {rule}", own, self.remedy)
         return own
@@ -131,12 +127,12 @@ def options_at(door: str, *records: type) -> dict[str, Option]:
 
 def synonyms_at(door: str, *records: type) -> dict[str, str]:
     """Return `{other name: name}` of the options that one door takes; a chat writes dashes."""
-    return {
-        other.replace("_", "-") if door == "chat" else other: name
-        for name, one in options_at(door, *records).items()
-        for other in one.synonyms
-        if other != name
-    }
+    found = dict[str, str]()
+    for name, one in options_at(door, *records).items():
+        for other in one.synonyms:
+            if other != name:
+                found[other.replace("_", "-") if door == "chat" else other] = name
+    return found
 
 
 def build(record: type[Record], given: Mapping[str, Any]) -> Record:
@@ -145,9 +141,9 @@ def build(record: type[Record], given: Mapping[str, Any]) -> Record:
     for own in fields(record):  # type: ignore[arg-type]
         other = own.metadata.get("of")
         if other is not None:
-            names = options_of(other)
+            told = {name: given.get(name) for name in options_of(other)}
             values[own.name] = {
-                name: given[name] for name in names if given.get(name) not in (None, [], ())
+                name: one for name, one in told.items() if one not in (None, [], ())
             }
         elif own.name in given:
             values[own.name] = given[own.name]
@@ -219,14 +215,9 @@ def interval(text: str) -> tuple[str, Callable[[float], bool]]:
     assert found is not None, f"{text!r} is no interval"
     low = _bound(found[2])
     high = _bound(found[3])
-    opens = found[1] == "("
-    closes = found[4] == ")"
-    return (
-        f"lie in {text}",
-        lambda value: (
-            low <= value <= high and not (opens and value == low) and not (closes and value == high)
-        ),
-    )
+    left_out = {low} if found[1] == "(" else set()
+    left_out |= {high} if found[4] == ")" else set()
+    return f"lie in {text}", lambda value: low <= value <= high and value not in left_out
 
 
 def _bound(text: str) -> float:

@@ -59,15 +59,6 @@ _OTHER_SUM = "its bytes are not those of the hub (sha256)"
 Progress = Callable[[int, int], None]
 
 
-class FileReading(NamedTuple):
-    """The result of reading a file, as far as the disk gave it."""
-
-    sums: list[str]  # for each span, the CRC-32 of its parts
-    tops: list[int]  # for each span, the largest bits of its numbers
-    sha256: str | None  # where it was wanted
-    failure: str  # why the file could not be read, else empty
-
-
 class _Batch(NamedTuple):
     """Consecutive parts that are read at once."""
 
@@ -84,26 +75,35 @@ class _Batch(NamedTuple):
         return self.parts[-1][2]
 
 
-class _FileState:
-    """The results for a file so far."""
+class FileReading:
+    """What a file has given so far.
+
+    Attributes:
+        sums: for each span, the CRC-32 of its parts.
+        tops: for each span, the largest bits of its numbers.
+        hashed: of its bytes so far, where that is wanted.
+        failure: why the file could not be read, else empty.
+        turns: of the batches under way, by number.
+    """
 
     def __init__(self, file: WholeFile, *, is_hashed: bool) -> None:
         self.spans = file.spans
         self.failure = ""
-        self.sums: list[list[str]] = [[] for _ in file.spans]
+        self.sums = [""] * len(file.spans)
         self.tops = [0] * len(file.spans)
-        self.sha256 = hashlib.sha256() if is_hashed else None
+        self.hashed = hashlib.sha256() if is_hashed else None
         self.turns: dict[int, Event] = {}
+
+    @property
+    def sha256(self) -> str | None:
+        """Return the sha256 of its bytes, where it was wanted."""
+        return None if self.hashed is None else self.hashed.hexdigest()
 
     def add(self, batch: _Batch, found: list[tuple[int, int]]) -> None:
         """Record checksums and maxima of a batch's parts."""
         for (span, *_), (crc, bits) in zip(batch.parts, found, strict=True):
-            self.sums[span].append(f"{crc:08x}")
+            self.sums[span] += f"{crc:08x}"
             self.tops[span] = max(self.tops[span], bits)
-
-    def measured(self) -> FileReading:
-        sha256 = None if self.sha256 is None else self.sha256.hexdigest()
-        return FileReading(["".join(own) for own in self.sums], self.tops, sha256, self.failure)
 
 
 def measure(
@@ -115,12 +115,11 @@ def measure(
     measured. Raises `ReadError` where a file is not the one whose header was read.
     """
     num_threads = min(_MAX_THREADS, num_cores())
-    known = [_FileState(file, is_hashed=index in hashed) for index, file in enumerate(files)]
+    known = [FileReading(file, is_hashed=index in hashed) for index, file in enumerate(files)]
     free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
     pending = deque[_Job]()
-    with closing(
-        DiskReader([file.path for file in files], stamps=[file.stamp for file in files])
-    ) as reader:
+    stamps = [file.stamp for file in files]
+    with closing(DiskReader([file.path for file in files], stamps=stamps)) as reader:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
         try:
             for batch in _in_turns(files, num_threads):
@@ -136,7 +135,7 @@ def measure(
             for turn in chain.from_iterable(file.turns.values() for file in known):
                 turn.set()
             pool.shutdown(cancel_futures=True)
-    return [file.measured() for file in known]
+    return known
 
 
 class _Job(NamedTuple):
@@ -149,23 +148,22 @@ class _Job(NamedTuple):
 
 def _begin(
     batch: _Batch,
-    file: _FileState,
+    file: FileReading,
     reader: DiskReader,
     pool: ThreadPoolExecutor,
     buffer: np.ndarray,
 ) -> _Job:
     at = batch.lo % BLOCK_BYTES
-    layout = SlabLayout(
-        (SlabRead(batch.shard, batch.lo, batch.hi, at),), {}, _BUFFER_BYTES, is_direct=True
-    )
+    read = SlabRead(batch.shard, batch.lo, batch.hi, at)
     file.turns[batch.turn] = Event()
-    reads = reader.read(layout, buffer)
-    return _Job(
-        batch, buffer, pool.submit(_work, batch, file, reads, buffer[at : at + batch.hi - batch.lo])
-    )
+    reads = reader.read(SlabLayout((read,), {}, _BUFFER_BYTES, is_direct=True), buffer)
+    stored = buffer[at : at + batch.hi - batch.lo]
+    return _Job(batch, buffer, pool.submit(_work, batch, file, reads, stored))
 
 
-def _collect(job: _Job, known: Sequence[_FileState], on_bytes: Callable[[int], None]) -> np.ndarray:
+def _collect(
+    job: _Job, known: Sequence[FileReading], on_bytes: Callable[[int], None]
+) -> np.ndarray:
     """Wait for a batch, record its results, and return its buffer."""
     file = known[job.batch.shard]
     try:
@@ -178,24 +176,23 @@ def _collect(job: _Job, known: Sequence[_FileState], on_bytes: Callable[[int], N
 
 
 def _work(
-    batch: _Batch, file: _FileState, reads: list[Future[None]], stored: np.ndarray
+    batch: _Batch, file: FileReading, reads: list[Future[None]], stored: np.ndarray
 ) -> list[tuple[int, int]]:
     try:
         finish(reads)
-        parts = [
-            (file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo])
-            for span, lo, hi in batch.parts
+        parts = [stored[lo - batch.lo : hi - batch.lo] for _, lo, hi in batch.parts]
+        tops = [
+            _top(file.spans[span], lo, part)
+            for (span, lo, _), part in zip(batch.parts, parts, strict=True)
         ]
-        tops = [_top(*part) for part in parts]
-        if file.sha256 is not None:
+        if file.hashed is not None:
             before = file.turns.get(batch.turn - 1)
             if before is not None:
                 before.wait()
-            file.sha256.update(stored.data)
+            file.hashed.update(stored.data)
             file.turns[batch.turn].set()
         # last, because it overwrites the bytes
-        sums = [crc32_of_scratch(part) for *_, part in parts]
-        return [*zip(sums, tops, strict=True)]
+        return [*zip(map(crc32_of_scratch, parts), tops, strict=True)]
     finally:
         drop(reads)
         file.turns[batch.turn].set()
@@ -207,20 +204,16 @@ def _top(span: Span, lo: int, stored: np.ndarray) -> int:
         return 0
     stored = stored[: max(0, span.hi - lo)]
     step = _CACHED_BYTES // span.form.item_bytes * span.form.item_bytes
-    return max(
-        (top_bits(stored[at : at + step], span.form) for at in range(0, len(stored), step)),
-        default=0,
-    )
+    blocks = (stored[at : at + step] for at in range(0, len(stored), step))
+    return max((top_bits(block, span.form) for block in blocks), default=0)
 
 
 def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
     """Yield batches of a few files in turns, so that as many files are hashed at once."""
     for first in range(0, len(files), num_files):
-        several = [
-            _batches(shard, files[shard])
-            for shard in range(first, min(first + num_files, len(files)))
-        ]
-        yield from (batch for row in zip_longest(*several) for batch in row if batch is not None)
+        shards = range(first, min(first + num_files, len(files)))
+        for row in zip_longest(*(_batches(shard, files[shard]) for shard in shards)):
+            yield from filter(None, row)
 
 
 def _batches(shard: int, file: WholeFile) -> Iterator[_Batch]:
@@ -256,11 +249,8 @@ class Report(NamedTuple):
         """Return the figures for `--json`."""
         told = self._asdict() | {"path": str(self.path), "manifest": str(self.manifest)}
         told["damage"] = [one._asdict() for one in self.damage]
-        return {
-            "is_sound": not self.damage,
-            **told,
-            "bytes_per_s": self.num_bytes / max(self.elapsed_s, 1e-9),
-        }
+        speed = self.num_bytes / max(self.elapsed_s, 1e-9)
+        return {"is_sound": not self.damage, **told, "bytes_per_s": speed}
 
 
 class _ReadFile(NamedTuple):
@@ -307,9 +297,14 @@ def verify(
         UserError: the manifest is unusable, or files change meanwhile.
     """
     started_s = time.monotonic()
-    is_needed = manifest is not None and not may_write
+    if manifest is not None and not may_write and not os.path.lexists(manifest):
+        remedy = "check the path, or give `write` as well to have it written there"
+        raise UserError(f"no manifest at {manifest}: {remedy}")
     manifest = manifest or default_manifest(whole.path)
-    known = _comparable(_known(manifest, is_needed=is_needed), whole)
+    # not checksums of files whose header was not read then: they had other parts
+    read = {file.path.name for file in whole.files if not file.unread}
+    noted = read_manifest(manifest).items()
+    known = {name: own for name, own in noted if own.header or name not in read}
     # small files first, before hours of reading
     small = _small(whole)
     seen = _read_all(whole, known, progress)
@@ -318,40 +313,26 @@ def verify(
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
     damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
     found = {own.file.path.name: own.sums for own in seen}
-    notes = [*_notes(whole, seen), *small, *_differing_files(known, found, manifest)]
+    notes = [*_notes(whole, seen), *small, *_differing_files(known.keys(), found.keys(), manifest)]
     is_written = may_write and not damage and found != known
     if is_written and (why := _unwritable(manifest, found)):
         notes.append(why)
         is_written = False
     damaged = {one.file for one in damage}
-    counts = _counts([own for own in seen if own.file.path.name not in damaged], fresh)
-    size = (len(whole.files), whole.num_bytes)
-    elapsed_s = time.monotonic() - started_s
-    return Report(whole.path, *size, elapsed_s, damage, notes, manifest, *counts, is_written)
-
-
-def _counts(sound: Sequence[_ReadFile], decoded: Set[Path]) -> tuple[int, int, int]:
-    """Count the files as before, as the hub has them, and decoded."""
-    as_before = sum(own.is_as_before for own in sound)
-    return (
-        as_before,
-        sum(own.wanted is not None for own in sound),
-        sum(own.file.path in decoded for own in sound),
+    sound = [own for own in seen if own.file.path.name not in damaged]
+    return Report(
+        path=whole.path,
+        num_files=len(whole.files),
+        num_bytes=whole.num_bytes,
+        elapsed_s=time.monotonic() - started_s,
+        damage=damage,
+        notes=notes,
+        manifest=manifest,
+        num_as_before=sum(own.is_as_before for own in sound),
+        num_as_hub=sum(own.wanted is not None for own in sound),
+        num_decoded=sum(own.file.path in fresh for own in sound),
+        is_written=is_written,
     )
-
-
-def _known(manifest: Path, *, is_needed: bool) -> dict[str, FileSums]:
-    if is_needed and not os.path.lexists(manifest):
-        raise UserError(
-            f"no manifest at {manifest}: check the path, or give `write` as well to have it written there"
-        )
-    return read_manifest(manifest)
-
-
-def _comparable(known: Mapping[str, FileSums], whole: ModelSpans) -> dict[str, FileSums]:
-    """Leave out checksums of files whose header was not read then: they had other parts."""
-    read = {file.path.name for file in whole.files if not file.unread}
-    return {name: own for name, own in known.items() if own.header or name not in read}
 
 
 def _undecoded(packed: Set[Path]) -> list[Damage]:
@@ -368,16 +349,10 @@ def _read_all(
 ) -> list[_ReadFile]:
     """Read all files; compute the sha256 of those for which no manifest has it yet."""
     before = [known.get(file.path.name) for file in whole.files]
-    wanted = [
-        one if is_sha256(one) else None for one in (hub_sum(file.path) for file in whole.files)
-    ]
+    sums = [hub_sum(file.path) for file in whole.files]
+    wanted = [one if is_sha256(one) else None for one in sums]
     noted = [None if own is None else own.sha256 for own in before]
     hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
-    measured = _measured(whole, hashed, progress)
-    return [_ReadFile(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
-
-
-def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[FileReading]:
     done_bytes = 0
     total_bytes = whole.num_bytes
 
@@ -392,10 +367,9 @@ def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[F
         raise UserError(f"{error}") from None
     for file in whole.files:
         if stamp_of(file.path) != file.stamp:
-            raise UserError(
-                f"{file.path.name} was changed while it was read: ask again when no program writes to it"
-            )
-    return measured
+            what = f"{file.path.name} was changed while it was read"
+            raise UserError(f"{what}: ask again when no program writes to it")
+    return [_ReadFile(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
 
 
 def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
@@ -403,72 +377,55 @@ def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
     found = seen.measured
     if found.failure:
         return [Damage(name, "", found.failure)]
-    damage = [
-        Damage(name, span.name, NOT_FINITE)
-        for span, bits in zip(seen.file.spans, found.tops, strict=True)
-        if span.name is not None and span.form is not None and not is_finite(bits, span.form)
-    ]
+    damage = []
+    for span, bits in zip(seen.file.spans, found.tops, strict=True):
+        if span.name is not None and span.form is not None and not is_finite(bits, span.form):
+            damage.append(Damage(name, span.name, NOT_FINITE))
     is_as_hub = found.sha256 is not None and found.sha256 == seen.wanted
     if seen.known is not None and not is_as_hub:
         odd = {one.tensor for one in damage}
-        damage += [
-            one
-            for one in differences(name, seen.sums, seen.known, manifest)
-            if one.tensor not in odd
-        ]
+        changed = differences(name, seen.sums, seen.known, manifest)
+        damage += [one for one in changed if one.tensor not in odd]
     if found.sha256 is not None and not is_as_hub:
         damage.append(Damage(name, "", _OTHER_SUM))
     return damage
 
 
 def _notes(whole: ModelSpans, seen: Sequence[_ReadFile]) -> list[str]:
-    tops = [
-        TensorMaximum(span.name, own.file.path.name, span.is_matrix, span.form, bits)
-        for own in seen
-        for span, bits in zip(own.file.spans, own.measured.tops, strict=True)
-        if span.name is not None
-        and span.form is not None
-        and span.hi > span.lo
-        and is_finite(bits, span.form)
-        and not own.measured.failure
-    ]
+    tops = list[TensorMaximum]()
+    for own in seen:
+        for span, bits in zip(own.file.spans, own.measured.tops, strict=True):
+            if span.name is None or span.form is None or span.hi <= span.lo:
+                continue
+            if is_finite(bits, span.form) and not own.measured.failure:
+                name = own.file.path.name
+                tops.append(TensorMaximum(span.name, name, span.is_matrix, span.form, bits))
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
-    lines += [
-        f"{one.path.name}: its numbers were not looked at: {one.unread}"
-        for one in whole.files
-        if one.unread
-    ]
-    kinds = (f"{format_bytes(num_bytes)} of {kind}" for kind, num_bytes in whole.left_out.items())
-    return [
-        *lines,
-        *([f"read too, although no text needs it: {', '.join(kinds)}"] if whole.left_out else []),
-    ]
+    for file in whole.files:
+        if file.unread:
+            lines.append(f"{file.path.name}: its numbers were not looked at: {file.unread}")
+    if whole.left_out:
+        kinds = (f"{format_bytes(size)} of {kind}" for kind, size in whole.left_out.items())
+        lines.append(f"read too, although no text needs it: {', '.join(kinds)}")
+    return lines
 
 
 def _small(whole: ModelSpans) -> list[str]:
     """Return what the hub's checksums say of configs, tokenizers and other small files."""
     changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
     lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
-    return (
-        [*lines, f"cannot be read and held against the hub's sum: {', '.join(unread)}"]
-        if unread
-        else lines
-    )
+    if unread:
+        lines.append(f"cannot be read and held against the hub's sum: {', '.join(unread)}")
+    return lines
 
 
-def _differing_files(
-    known: Mapping[str, FileSums], found: Mapping[str, FileSums], manifest: Path
-) -> list[str]:
-    gone = sorted(known.keys() - found.keys())
-    new = sorted(found.keys() - known.keys())
-    lines = (
-        [f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}"] if gone else []
-    )
-    return (
-        [*lines, f"{manifest.name} lacks files of the model: {', '.join(new[:3])}"]
-        if known and new
-        else lines
-    )
+def _differing_files(known: Set[str], found: Set[str], manifest: Path) -> list[str]:
+    lines = []
+    if gone := sorted(known - found):
+        lines.append(f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}")
+    if known and (new := sorted(found - known)):
+        lines.append(f"{manifest.name} lacks files of the model: {', '.join(new[:3])}")
+    return lines
 
 
 def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
@@ -477,10 +434,9 @@ def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
         manifest.parent.mkdir(parents=True, exist_ok=True)
         write_manifest(manifest, found)
     except OSError as error:
-        left = (
-            "it stays as it was"
-            if os.path.exists(manifest)
-            else "nothing to compare with the next time"
-        )
-        return f"cannot write {manifest} ({error.strerror}): {left}; `manifest` and `write` name another place"
+        left = "nothing to compare with the next time"
+        if os.path.exists(manifest):
+            left = "it stays as it was"
+        what = f"cannot write {manifest} ({error.strerror})"
+        return f"{what}: {left}; `manifest` and `write` name another place"
     return ""

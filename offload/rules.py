@@ -45,9 +45,8 @@ RULES: dict[str, RuleTerms] = {
 def drafting_of(rule: str) -> ChildSampling:
     """Return the child sampling that goes with a rule. Raises `UserError` for an unknown rule."""
     if not isinstance(rule, str) or rule not in RULES:
-        raise UserError(
-            f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match"
-        )
+        known = f"`rule` must be one of {', '.join(RULES)}"
+        raise UserError(f"{known}, got {rule!r}: leave it out for match")
     return RULES[rule].drafting
 
 
@@ -58,13 +57,11 @@ def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None)
         sampling: how tokens will be drawn; None is not known yet.
     """
     lenience = number(lenience, "`lenience`")
-    require(
-        0 < lenience <= 1, "`lenience` must lie in (0, 1]", lenience, "1 is exact, and the default"
-    )
+    remedy = "1 is exact, and the default"
+    require(0 < lenience <= 1, "`lenience` must lie in (0, 1]", lenience, remedy)
     is_drawn = sampling is not None and not sampling.is_greedy
     if lenience < 1 and is_drawn and not drafting_of(rule).keeps_distributions:
-        raise UserError(
-            f"`lenience` {lenience:g} scales a ratio that `rule` {rule} does not take where tokens are drawn: "
-            "use `rule` sequoia, or `temperature` 0"
-        )
+        why = f"scales a ratio that `rule` {rule} does not take where tokens are drawn"
+        remedy = "use `rule` sequoia, or `temperature` 0"
+        raise UserError(f"`lenience` {lenience:g} {why}: {remedy}")
     return lenience

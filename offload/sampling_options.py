@@ -96,18 +96,12 @@ class Sampling:
         check_numbers(self)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         is_safe = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
-        require(
-            is_safe,
-            f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}",
-            self.temperature,
-            "0 is greedy",
-        )
+        rule = f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}"
+        require(is_safe, rule, self.temperature, "0 is greedy")
 
     def __repr__(self) -> str:
-        told = ", ".join(
-            f"{name}={value!r}" for name, value in (*self.as_dict().items(), ("seed", self.seed))
-        )
-        return f"Sampling({told})"
+        told = {**self.as_dict(), "seed": self.seed}
+        return f"Sampling({', '.join(f'{name}={value!r}' for name, value in told.items())})"
 
     @property
     def is_greedy(self) -> bool:
@@ -129,18 +123,13 @@ class Sampling:
 
     def as_dict(self) -> dict[str, object]:
         """Return temperature, top-p, top-k and all other settings in use, without the seed."""
-        always = ("temperature", "top_p", "top_k")
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        used = [
-            one.name
-            for one in fields(self)
-            if one.name in always or values[one.name] != one.default
-        ]
-        return {
-            name: dict(values[name]) if name == "logit_bias" else values[name]
-            for name in used
-            if name != "seed"
-        }
+        told = dict[str, object]()
+        for one in fields(self):
+            value = getattr(self, one.name)
+            is_always = one.name in ("temperature", "top_p", "top_k")
+            if one.name != "seed" and (is_always or value != one.default):
+                told[one.name] = dict(value) if one.name == "logit_bias" else value
+        return told
 
 
 # Options that choose among tokens that are drawn, and of them those that need a temperature beside them.
@@ -151,29 +140,19 @@ NARROWING = tuple(name for name in DRAWING if name != "temperature")
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Return (token, bias) pairs, sorted by token. Raises `UserError`."""
     try:
-        pairs = [
-            (token, value)
-            for token, value in (given.items() if isinstance(given, Mapping) else given)
-        ]
+        pairs = (
+            given.items() if isinstance(given, Mapping) else [(one, bias) for one, bias in given]
+        )
     except (TypeError, ValueError):
-        raise UserError(
-            f"`logit_bias` must be pairs of token and number, got {given!r:.80}: try {{5: -1}}"
-        ) from None
+        rule = "`logit_bias` must be pairs of token and number"
+        raise UserError(f"{rule}, got {given!r:.80}: try {{5: -1}}") from None
     tokens = [whole_number(token, "a token of `logit_bias`") for token, _ in pairs]
     numbers = [number(value, "a number of `logit_bias`") for _, value in pairs]
     is_sound = all(abs(value) <= MOST_PENALTY for value in numbers)
     rule = f"numbers of `logit_bias` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
     require(is_sound, rule, numbers, f"-{MOST_PENALTY} is as good as never")
-    require(
-        all(token >= 0 for token in tokens),
-        "tokens of `logit_bias` must be 0 or more",
-        tokens,
-        "give token ids",
-    )
-    require(
-        len({*tokens}) == len(tokens),
-        "a token of `logit_bias` must have one number",
-        tokens,
-        "leave others out",
-    )
+    rule = "tokens of `logit_bias` must be 0 or more"
+    require(all(token >= 0 for token in tokens), rule, tokens, "give token ids")
+    rule = "a token of `logit_bias` must have one number"
+    require(len({*tokens}) == len(tokens), rule, tokens, "leave others out")
     return tuple(sorted(zip(tokens, numbers, strict=True)))

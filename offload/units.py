@@ -19,17 +19,9 @@ from typing import Self
 
 from offload.errors import UserError, require
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_UNITS = {"": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {_prefix: 1000**_power, f"{_prefix}i": 1024**_power}
 
 
 class ByteSize(int):
@@ -48,9 +40,8 @@ class ByteSize(int):
             return given
         match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(given).lower())
         if match is None:
-            raise UserError(
-                f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(given)!r}"
-            )
+            rule = f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB"
+            raise UserError(f"{rule}, got {str(given)!r}")
         size = cls(float(match[1]) * _UNITS[match[2]])
         require(size > 0, f"{flag} must be more than zero", given, "try 4GiB")
         size.is_decimal = len(match[2]) == 1
@@ -98,14 +89,8 @@ def is_decimal(size: str | int | None) -> bool:
 def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
     """Return `1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
     base, infix = (1000, "") if is_decimal else (1024, "i")
-    for unit, size in (
-        (f"{prefix}{infix}B", base**power)
-        for prefix, power in zip("TGMK", (4, 3, 2, 1), strict=True)
-    ):
-        if abs(num_bytes) >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}"
-                if num_bytes / size < 999.5
-                else f"{num_bytes / size:.0f} {unit}"
-            )
+    for prefix, power in zip("TGMK", (4, 3, 2, 1), strict=True):
+        amount = num_bytes / base**power
+        if abs(amount) >= 1:
+            return f"{amount:{'.3g' if amount < 999.5 else '.0f'}} {prefix}{infix}B"
     return f"{num_bytes:.0f} B"
