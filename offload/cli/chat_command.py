@@ -8,13 +8,7 @@ from offload.cli.libraries import libraries
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling import GivenSampling
 from offload.cli.session_file import found_session
-from offload.options import (
-    ModelOptions,
-    OutputOptions,
-    SamplingOptions,
-    TalkingModels,
-    TextOptions,
-)
+from offload.options import ModelOptions, OutputOptions, SamplingOptions, TalkingModels, TextOptions
 
 
 @flags.command(

@@ -74,16 +74,12 @@ class ChatCommands:
         }
 
     def obey(self, command: str, text: str) -> Generator[str, None, None] | None:
-        """Do it; returns the answer where there is going to be one. Raises `UserError` for what is
-        no command.
-        """
+        """Return the answer where there is going to be one. Raises `UserError` for no command."""
         if command not in self._table:
-            known = " ".join([*self._table, LEAVE[0]])
-            rule = f"commands are {known}, got {command}"
-            meant = did_you_mean(command, known.split())
-            raise UserError(
-                f"{rule}{meant or ': a question that begins with / needs a space before it'}"
-            )
+            known = [*self._table, LEAVE[0]]
+            remedy = ": a question that begins with / needs a space before it"
+            meant = did_you_mean(command, known) or remedy
+            raise UserError(f"commands are {' '.join(known)}, got {command}{meant}")
         pieces: Generator[str, None, None] | None = self._table[command](text)
         return pieces
 
@@ -92,10 +88,8 @@ class ChatCommands:
 
     def _clear(self) -> None:
         self._chat.clear()
-        self._say(
-            "the conversation is forgotten"
-            + (", but for the system prompt" if self._chat.system else "")
-        )
+        but = ", but for the system prompt" if self._chat.system else ""
+        self._say(f"the conversation is forgotten{but}")
 
     def _save(self, name: str) -> None:
         path = self._file(name)
@@ -145,28 +139,23 @@ class ChatCommands:
         name = name.lower().replace("_", "-")
         name = _SHORT.get(name, name)
         value = value.strip()
+        chat = self._chat
         if name in _SAMPLING:
             one = _SAMPLING[name]
-            self._chat.sampling = replace(
-                self._chat.sampling, **{one.name: _number(name, one.kind, value)}
-            )
+            own = _number(name, one.kind, value)
+            chat.sampling = replace(chat.sampling, **{one.name: own})
         elif name in _TEXT:
             one = _TEXT[name].of("chat")
-            own = (
-                _number(name, int, value, least=one.least or 0)
-                if one.kind is int
-                else value or None
-            )
-            setattr(self._chat, one.name, own)
+            own = value or None
+            if one.kind is int:
+                own = _number(name, int, value, least=one.least or 0)
+            setattr(chat, one.name, own)
         elif name:
             meant = did_you_mean(name, _NAMES) or ": try /set temperature 0.7"
             raise UserError(f"/set knows {', '.join(_NAMES)}, got {name}{meant}")
-        chat = self._chat
-        length = (
-            f"at most {chat.max_new_tokens} tokens"
-            if chat.max_new_tokens
-            else "as long as there is room"
-        )
+        length = "as long as there is room"
+        if chat.max_new_tokens:
+            length = f"at most {chat.max_new_tokens} tokens"
         stop = f", stop {chat.stop!r}" if chat.stop else ""
         self._say(f"{sampling_words(chat.sampling)}, seed {chat.sampling.seed}; {length}{stop}")
 
@@ -177,9 +166,8 @@ class ChatCommands:
         stats = result.stats
         num_used = stats.num_prompt_tokens + stats.num_new_tokens
         used = f"{num_used} of {self._plan.context} positions used"
-        memory = memory_line(
-            stats, self._plan, self._own_bytes, is_decimal=self._console.is_decimal
-        )
+        is_decimal = self._console.is_decimal
+        memory = memory_line(stats, self._plan, self._own_bytes, is_decimal=is_decimal)
         self._say(f"{turn_line(stats, result.finish_reason)}\n{used}; {memory}")
 
 
@@ -191,7 +179,6 @@ def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) 
     if number is None or number < least:
         what = "a whole number" if kind is int else "a number"
         above = f" of at least {least}" if least > 0 else ""
-        raise UserError(
-            f"{name} must be {what}{above}, got {value!r}: try /set {name} {1 if kind is int else 0.7}"
-        )
+        remedy = f"try /set {name} {1 if kind is int else 0.7}"
+        raise UserError(f"{name} must be {what}{above}, got {value!r}: {remedy}")
     return number

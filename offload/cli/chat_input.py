@@ -68,9 +68,9 @@ class ChatInput:
         self._is_typed = sys.stdin.isatty()
         self._has_ended = False
         self._asks = self._is_typed and sys.stdout.isatty()
-        self._readline: Any = (
-            import_module("readline") if self._is_typed and find_spec("readline") else None
-        )
+        self._readline: Any = None
+        if self._is_typed and find_spec("readline"):
+            self._readline = import_module("readline")
 
     def __enter__(self) -> "ChatInput":
         if self._is_typed:
@@ -78,10 +78,8 @@ class ChatInput:
             self._is_flushed = not termios.tcgetattr(sys.stdin)[3] & termios.NOFLSH
             _set_flag(termios.NOFLSH, is_on=True)
         if self._readline is not None:
-            if (
-                "libedit" not in (self._readline.__doc__ or "")
-                and os.environ.get("TERM", "dumb") != "dumb"
-            ):
+            is_gnu = "libedit" not in (self._readline.__doc__ or "")
+            if is_gnu and os.environ.get("TERM", "dumb") != "dumb":
                 self._readline.parse_and_bind("set enable-bracketed-paste on")
             with suppress(OSError):  # none yet
                 self._readline.read_history_file(_history())

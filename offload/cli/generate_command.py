@@ -57,9 +57,8 @@ def generate(
 
         tried_source(grammar)
     is_quiet = output.quiet or output.as_json or is_elsewhere
-    with Console(
-        is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=model_options.ram
-    ) as console:
+    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=model_options.ram)
+    with shown as console:
         chosen, note = given.settled(str(model_options.config or model), console.wait)
         loading = Loading(model, draft, options, note)
         request = Request(

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -54,36 +55,20 @@ def plan_launch(
     named = command[: 1 + (command[0] == "bench")]
     require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
     if hosts is None:
-        require(
-            host_index is None,
-            "--host-index is a place in --hosts",
-            host_index,
-            "give --hosts, or leave it out",
-        )
+        rule = "--host-index is a place in --hosts"
+        require(host_index is None, rule, host_index, "give --hosts, or leave it out")
         return Launch(num_ranks, ["127.0.0.1"], 0, port or free_port(), command)
     names = hosts.split(",")
-    require(
-        all(names),
-        "--hosts must be names or addresses, with commas between them",
-        hosts,
-        "such as alpha,beta",
-    )
-    is_even = num_ranks % len(names) == 0
-    require(
-        is_even,
-        f"-n must be a multiple of {len(names)}, the number of hosts",
-        num_ranks,
-        f"try {len(names)}",
-    )
+    num_hosts = len(names)
+    rule = "--hosts must be names or addresses, with commas between them"
+    require(all(names), rule, hosts, "such as alpha,beta")
+    rule = f"-n must be a multiple of {num_hosts}, the number of hosts"
+    require(num_ranks % num_hosts == 0, rule, num_ranks, f"try {num_hosts}")
     if host_index is None:
         host_index = _find_host(names)
-    require(
-        host_index < len(names),
-        f"--host-index must be less than {len(names)}",
-        host_index,
-        "the first is 0",
-    )
-    return Launch(num_ranks // len(names), names, host_index, port or 29500, command)
+    rule = f"--host-index must be less than {num_hosts}"
+    require(host_index < num_hosts, rule, host_index, "the first is 0")
+    return Launch(num_ranks // num_hosts, names, host_index, port or 29500, command)
 
 
 def takes_ranks(command: Sequence[str]) -> bool:
@@ -128,10 +113,12 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
+    # as the interpreter was told to run this program
+    is_module = os.path.basename(sys.argv[0]) == "__main__.py"
+    program = ["-m", "offload"] if is_module else [sys.argv[0]]
+    words = [one.replace("$", "$$") for one in plan.command]
     try:
-        elastic_launch(config, sys.executable)(
-            *_own_program(), *(one.replace("$", "$$") for one in plan.command)
-        )
+        elastic_launch(config, sys.executable)(*program, *words)
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         exit_codes = {rank: failure.exitcode for rank, failure in failures}
@@ -140,9 +127,8 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
         return 128 + error.sigval, []
     except (RuntimeError, OSError, TimeoutError) as error:
         rule = f"all hosts must meet at {plan.address}:{plan.port} within {_MEET_S} s"
-        raise UserError(
-            f"{rule}, got {reason(error)}: is the port free there, and open to the others?"
-        ) from None
+        remedy = "is the port free there, and open to the others?"
+        raise UserError(f"{rule}, got {reason(error)}: {remedy}") from None
     return 0, []
 
 
@@ -167,26 +153,19 @@ def verdict(
     silent = (EXIT_UNSAID, EXIT_HEAD_SILENT, 128 + signal.SIGTERM)
     if EXIT_HEAD_SILENT in exit_codes.values() and (own < 0 or own in silent):
         return 1, ["rank 0 has been silent for too long"]
-    killed = sorted(
-        rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM
-    )
+    in_order = sorted(exit_codes.items())
+    killed = [rank for rank, code in in_order if code < 0 and -code != signal.SIGTERM]
     if own == EXIT_UNSAID:
         killed = killed or [rank for rank in exit_codes if rank][:1]
-    elif (
-        own > 0 and own not in silent
-    ):  # it has said why, and ranks that were slow to end were killed
-        killed = []
-    told = [code for _, code in sorted(exit_codes.items()) if code > 0 and code not in silent]
-    code = told[0] if told and own != EXIT_UNSAID else 1
-    return code, [_death_line(rank, exit_codes[rank]) for rank in killed]
-
-
-def _death_line(rank: int, code: int) -> str:
-    return (
-        f"rank {rank} was killed (signal {-code})"
-        if code < 0
-        else f"rank {rank} is gone (exit code {code})"
-    )
+    elif own > 0 and own not in silent:
+        killed = []  # it has said why, and ranks that were slow to end were killed
+    lines = list[str]()
+    for rank in killed:
+        code = exit_codes[rank]
+        how = f"was killed (signal {-code})" if code < 0 else f"is gone (exit code {code})"
+        lines.append(f"rank {rank} {how}")
+    told = [code for _, code in in_order if code > 0 and code not in silent]
+    return told[0] if told and own != EXIT_UNSAID else 1, lines
 
 
 class _Presses:
@@ -213,26 +192,18 @@ class _Presses:
 
 def _children() -> Iterator[int]:
     for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):  # it has just ended
             parent = int(status.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
-            continue
-        if parent == os.getpid():
-            yield int(status.parent.name)
-
-
-def _own_program() -> list[str]:
-    """Return how the interpreter was told to run this program."""
-    return ["-m", "offload"] if os.path.basename(sys.argv[0]) == "__main__.py" else [sys.argv[0]]
+            if parent == os.getpid():
+                yield int(status.parent.name)
 
 
 def _find_host(names: Sequence[str]) -> int:
     """Return which of these this host is. Raises `UserError` where that is not certain."""
     found = [index for index, name in enumerate(names) if _is_here(name)]
     own = socket.gethostname()
-    remedy = (
-        f"name it as others reach it, or say which it is with --host-index 0 to {len(names) - 1}"
-    )
+    places = f"0 to {len(names) - 1}"
+    remedy = f"name it as others reach it, or say which it is with --host-index {places}"
     require(len(found) == 1, f"{_HOST_RULE}, which is {own}", ",".join(names), remedy)
     return found[0]
 

@@ -1,7 +1,7 @@
 """The command `list`: which models the hub's library has downloaded."""
 
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from offload.cli import flags
 from offload.cli.app import app
@@ -9,30 +9,21 @@ from offload.errors import UserError, reason
 from offload.options import OutputOptions
 from offload.units import format_bytes
 
-if TYPE_CHECKING:
-    from offload.checkpoint.sizes import ModelFacts
-
 
 class CachedModel(NamedTuple):
     """A model on this machine: what it is, or why its headers cannot be read."""
 
     name: str  # what -m takes
-    facts: "ModelFacts | None"
-    refusal: str
-
-    def as_dict(self) -> dict[str, object]:
-        """Return what `--json` prints."""
-        size = self.facts and self.facts.num_bytes
-        count = self.facts and self.facts.num_parameters
-        told: dict[str, object] = {"name": self.name, "num_bytes": size, "num_parameters": count}
-        return told | {"refusal": self.refusal or None}
+    num_bytes: int | None = None
+    num_parameters: int | None = None
+    refusal: str | None = None
 
     def row(self, width: int) -> str:
         """Return a line of the table; names are `width` wide."""
-        if self.facts is None:
+        if self.num_bytes is None or self.num_parameters is None:
             return f"{self.name:<{width}}  {self.refusal}"
-        size = format_bytes(self.facts.num_bytes, is_decimal=True)
-        count = f"{self.facts.num_parameters / 1e9:.3g} billion parameters"
+        size = format_bytes(self.num_bytes, is_decimal=True)
+        count = f"{self.num_parameters / 1e9:.3g} billion parameters"
         return f"{self.name:<{width}}  {size:>8}, {count}"
 
 
@@ -51,7 +42,7 @@ def list_models(output: OutputOptions) -> None:
 
     found = [_look(name) for name in cached_models()]
     if output.as_json:
-        print(json.dumps([one.as_dict() for one in found]))
+        print(json.dumps([one._asdict() for one in found]))
     elif not found:
         print("no model was downloaded yet: generate, chat and serve do that with -m ORG/NAME")
     else:
@@ -66,6 +57,7 @@ def _look(name: str) -> CachedModel:
     from offload.checkpoint.sizes import ModelFacts
 
     try:
-        return CachedModel(name, ModelFacts.of(name, open_headers(in_cache(name))), "")
+        facts = ModelFacts.of(name, open_headers(in_cache(name)))
     except (UserError, OSError) as error:
-        return CachedModel(name, None, f"does not run: {reason(error)}")
+        return CachedModel(name, refusal=f"does not run: {reason(error)}")
+    return CachedModel(name, facts.num_bytes, facts.num_parameters)

@@ -29,22 +29,15 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
     prompts = file if file is not None and file.suffix == _SUFFIX else None
     if prompts is not None and text.prompt is not None:
         raise UserError("-p and -f exclude each other: give one of them")
+    is_unsaid = text.out is None or prompts is not None
     rule = f"`out` is for results of many prompts, -f FILE{_SUFFIX}"
-    require(
-        text.out is None or prompts is not None,
-        rule,
-        file or "one prompt",
-        "leave it out, stdout has the text",
-    )
-    is_one = prompts is None and text.samples == 1
+    require(is_unsaid, rule, file or "one prompt", "leave it out, stdout has the text")
+    is_alone = text.session is None or (prompts is None and text.samples == 1)
     got = "many prompts" if prompts else f"`samples` {text.samples}"
-    require(
-        is_one or text.session is None, "`session` keeps one text", got, "leave one of them out"
-    )
+    require(is_alone, "`session` keeps one text", got, "leave one of them out")
     is_told = text.num_logprobs is None or as_json or prompts is not None
-    require(
-        is_told, "`num_logprobs` are part of what --json prints", text.num_logprobs, "give --json"
-    )
+    rule = "`num_logprobs` are part of what --json prints"
+    require(is_told, rule, text.num_logprobs, "give --json")
     return prompts
 
 
@@ -57,9 +50,8 @@ def write_many(
     """
     options = loading.options
     prompts = prompts_of(text, as_json=as_json)
-    if prompts is None or is_worker(
-        options.ranks
-    ):  # a worker reads nothing, and serves whatever it is
+    # a worker reads nothing, and serves whatever it is
+    if prompts is None or is_worker(options.ranks):
         requests = [*varied(common, text.samples)]
         with libraries(console):
             from offload.cli.batch_run import write_samples

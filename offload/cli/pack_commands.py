@@ -22,6 +22,8 @@ from offload.units import format_bytes
 if TYPE_CHECKING:
     from offload.packing.pack import PackResult
 
+_MODEL = "folder or hub id of a model in bf16; to --verify, of a packed one"
+_PACKED = "folder that offload pack has made"
 _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
 
 
@@ -34,15 +36,7 @@ _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
     offload pack -m Llama-3.1-70B-packed --verify""",
 )
 def pack(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="folder or hub id of a model in bf16; to --verify, of a packed one",
-        ),
-    ],
+    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)],
     done: PackOptions,
     output: OutputOptions,
 ) -> None:
@@ -56,12 +50,8 @@ def pack(
     _require_named(model)
     out = done.out
     given = "neither" if out is None else "both"
-    require(
-        done.verify == (out is None),
-        "one of `out` and `verify` must be given",
-        given,
-        "--out names a folder to make",
-    )
+    rule = "one of `out` and `verify` must be given"
+    require(done.verify == (out is None), rule, given, "--out names a folder to make")
     from offload.packing.folders import check_pack, read_manifest
 
     if out is None:
@@ -74,12 +64,12 @@ def pack(
 
         console.say("" if HAS_NUMBA else _SLOWLY)
         started_s = time.monotonic()
-        show = partial(console.bytes_landed, label="verifying" if out is None else "packing")
-        found = (
-            packing.verify(Path(model), progress=show)
-            if out is None
-            else packing.pack(model, out, progress=show)
-        )
+        if out is None:
+            show = partial(console.bytes_landed, label="verifying")
+            found = packing.verify(Path(model), progress=show)
+        else:
+            show = partial(console.bytes_landed, label="packing")
+            found = packing.pack(model, out, progress=show)
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(_outcome_line(found, is_decimal=console.is_decimal, is_verified=out is None))
@@ -95,9 +85,7 @@ def pack(
     offload unpack -m Llama-3.1-70B-packed --out Llama-3.1-70B""",
 )
 def unpack(
-    model: Annotated[
-        str, typer.Option("--model", "-m", metavar="DIR", help="folder that offload pack has made")
-    ],
+    model: Annotated[str, typer.Option("--model", "-m", metavar="DIR", help=_PACKED)],
     out: Annotated[Path, typer.Option(metavar="DIR", help="folder to make")],
     output: OutputOptions,
 ) -> None:
@@ -112,9 +100,8 @@ def unpack(
         from offload.packing.pack import unpack as restore
 
         started_s = time.monotonic()
-        folder = restore(
-            Path(model), out, progress=partial(console.bytes_landed, label="unpacking")
-        )
+        show = partial(console.bytes_landed, label="unpacking")
+        folder = restore(Path(model), out, progress=show)
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(f"{folder}: the files that {model} was packed from, byte for byte")

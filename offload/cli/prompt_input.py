@@ -34,13 +34,19 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
     if prompt not in (None, "-"):
         name = "-p"
         raw = os.fsencode(str(prompt))
-    elif file is None and sys.stdin.isatty() and not is_needed:
-        return ""
     elif file is None and sys.stdin.isatty():
+        if not is_needed:
+            return ""
         raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
     else:
         name = str(file) if file else "standard input"
-        raw = _read_bytes(file, name)
+        try:
+            # What ends the line of `echo` is not meant; what a file holds is.
+            piped = b"" if file else read_all_of(sys.stdin.buffer)
+            raw = read_given(file) if file else piped.removesuffix(b"\n").removesuffix(b"\r")
+        except OSError as error:
+            what = f"cannot read the prompt from {name} ({error.strerror})"
+            raise UserError(f"{what}: check the path") from None
     text = decode(raw, name)
     if not text and is_needed:
         raise UserError(f"the prompt is empty, {name} holds nothing: give some text")
@@ -57,13 +63,11 @@ def with_system(text: str, system: str | None, *, raw: bool = False) -> "Prompt 
     if not system:
         return text or None
     if raw:
-        raise UserError(
-            "`system` is put in by the chat template, which `raw` leaves out: leave one of them out"
-        )
+        rule = "`system` is put in by the chat template, which `raw` leaves out"
+        raise UserError(f"{rule}: leave one of them out")
     if not text:
-        raise UserError(
-            "`system` is told before a prompt, and there is none: give -p, or leave it out"
-        )
+        rule = "`system` is told before a prompt, and there is none"
+        raise UserError(f"{rule}: give -p, or leave it out")
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
@@ -72,20 +76,5 @@ def decode(raw: bytes, name: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"the prompt must be UTF-8, {name} is not at byte {error.start}: convert it first"
-        ) from None
-
-
-def _read_bytes(file: Path | None, name: str) -> bytes:
-    try:
-        # What ends the line of `echo` is not meant; what a file holds is.
-        return (
-            read_given(file)
-            if file
-            else read_all_of(sys.stdin.buffer).removesuffix(b"\n").removesuffix(b"\r")
-        )
-    except OSError as error:
-        raise UserError(
-            f"cannot read the prompt from {name} ({error.strerror}): check the path"
-        ) from None
+        rule = f"the prompt must be UTF-8, {name} is not at byte {error.start}"
+        raise UserError(f"{rule}: convert it first") from None

@@ -62,14 +62,11 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
     silence of rank 0 it is the launcher beside it, which will have to kill it.
     """
     if place.rank == 0:
-        is_known = (
-            getattr(error, "is_death", False)
-            and LAUNCHER in os.environ
-            and place.num_on_host == place.num_ranks
-        )
-        if not is_known:
-            print_error(line)
-        return EXIT_UNSAID if is_known else code
+        are_all_here = LAUNCHER in os.environ and place.num_on_host == place.num_ranks
+        if are_all_here and getattr(error, "is_death", False):
+            return EXIT_UNSAID
+        print_error(line)
+        return code
     if isinstance(error, RankError):
         is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index
         if (place.host_index and not error.is_head_told) or (error.is_head_silent and not is_known):

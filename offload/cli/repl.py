@@ -8,7 +8,7 @@ answer is kept where it has come to its end: what was asked and said is lost by 
 
 import signal
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
@@ -118,21 +118,12 @@ def converse(
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
-    """Return a question with all that is wrong with every question.
-
-    That is such as a model without a chat template.
-    """
+    """Return a question with all that is wrong with every question, such as no chat template."""
     opening = [{"role": "system", "content": text.system}] if text.system else []
     found = text.session if text.session and text.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
-    return Request(
-        question,
-        sampling,
-        max_new_tokens=1,
-        stop=text.stop,
-        session=found,
-        is_kept=text.session is not None,
-    )
+    is_kept = text.session is not None
+    return Request(question, sampling, 1, stop=text.stop, session=found, is_kept=is_kept)
 
 
 def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
@@ -157,7 +148,16 @@ def answer_questions(
     session: Path | None,
 ) -> None:
     """Answer question by question until there are no more, or a command ends it."""
-    keeper = _Keeper(chat, session, console)
+    kept = chat.messages
+
+    def keep() -> None:
+        # what could not be written is tried again at the next answer
+        nonlocal kept
+        if session is not None and chat.messages != kept:
+            with saving(console):
+                chat.save(session)
+            kept = chat.messages
+
     with ChatInput(HINT) as entries:
         while True:
             try:
@@ -166,42 +166,15 @@ def answer_questions(
                     break
                 if not entry.command and not entry.text.strip():
                     continue
-                # silent until the answer is kept: a line tells of that
-                with SilentTerminal(), brake.ready(), keeper.ready():
+                # silent until the answer is kept, however it ends: a line tells of that
+                with SilentTerminal(), brake.ready(), ExitStack() as ending:
+                    ending.callback(keep)
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
                     if pieces is not None:
                         _answer(chat, pieces, plan, console, brake)
             except UserError as error:
                 print_error(str(error))
-    keeper.keep()  # what failed before, while there was room to say so, ends the program now
-
-
-class _Keeper:
-    """Writes the conversation to the session's file, if there is one.
-
-    What could not be written is tried again at the next answer.
-    """
-
-    def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
-        self._chat = chat
-        self._session = session
-        self._console = console
-        self._kept = chat.messages
-
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Write what an answer changes in the conversation, however it ends."""
-        try:
-            yield
-        finally:
-            self.keep()
-
-    def keep(self) -> None:
-        """Write the conversation. Raises `UserError` where it cannot be written."""
-        if self._session is not None and self._chat.messages != self._kept:
-            with saving(self._console):
-                self._chat.save(self._session)
-            self._kept = self._chat.messages
+    keep()  # what failed before, while there was room to say so, ends the program now
 
 
 def _answer(

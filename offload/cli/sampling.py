@@ -37,10 +37,10 @@ class GivenSampling(NamedTuple):
             return cls(Sampling(**laid_over, seed=own.seed), {})
         is_drawn = any(name in given for name in DRAWING)
         if is_drawn and "temperature" not in given:
-            names = listed([f"`{name}`" for name in NARROWING])
-            raise UserError(
-                f"{names} choose among tokens that are drawn: give `temperature` as well"
+            rule = (
+                f"{listed([f'`{name}`' for name in NARROWING])} choose among tokens that are drawn"
             )
+            raise UserError(f"{rule}: give `temperature` as well")
         return cls(own if is_drawn else None, {**laid_over, "seed": own.seed})
 
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
@@ -89,16 +89,15 @@ def found_grammar(text: TextOptions) -> Grammar | None:
     Files hold a schema, or rules in Lark's notation. Raises `UserError`.
     """
     given = {name: getattr(text, name) for name in GRAMMARS}
-    return find_grammar(
-        **{name: _read(one, name) if isinstance(one, Path) else one for name, one in given.items()}
-    )
-
-
-def _read(file: Path, name: str) -> str:
-    try:
-        return read_given(file).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"no UTF-8 at byte {error.start}"
-        raise UserError(
-            f"`{name}` must be a file that can be read, got {file} ({why}): check the path"
-        ) from None
+    for name, file in given.items():
+        if not isinstance(file, Path):
+            continue
+        try:
+            given[name] = read_given(file).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = (
+                error.strerror if isinstance(error, OSError) else f"no UTF-8 at byte {error.start}"
+            )
+            rule = f"`{name}` must be a file that can be read"
+            raise UserError(f"{rule}, got {file} ({why}): check the path") from None
+    return find_grammar(**given)

@@ -32,9 +32,8 @@ def serve(
 ) -> None:
     """Answer OpenAI's protocol with a model larger than memory, until SIGTERM or Ctrl-C."""
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise UserError(
-            f"offload serve needs {' and '.join(missing)}: {installing('offload[serve]')}"
-        )
+        remedy = installing("offload[serve]")
+        raise UserError(f"offload serve needs {' and '.join(missing)}: {remedy}")
     from offload.engine.precheck import check_run
     from offload.planning.load_options import LoadOptions
 
@@ -68,9 +67,8 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
     """
     if file is None:
         if not is_loopback(host):
-            raise UserError(
-                f"`host` {host} can be reached by others: give --api-key-file, or leave --host out"
-            )
+            rule = f"`host` {host} can be reached by others"
+            raise UserError(f"{rule}: give --api-key-file, or leave --host out")
         return ()
     try:
         lines = read_small(file).split("\n")
@@ -78,11 +76,8 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
         why = error.strerror if isinstance(error, OSError) else reason(error)
         raise UserError(f"cannot read the keys in {file} ({why}): check the path") from None
     keys = tuple(line.strip() for line in lines if line.strip())
-    are_keys = all(
-        key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys
-    )
     # a comment, or a line of another file, would let in everyone who knows it
-    if not keys or not are_keys:
+    if not keys or not all(re.fullmatch(r"[!-\"$-~][!-~]*", key) for key in keys):
         rule = "must hold a key of printable ASCII a line, without spaces and comments"
         raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")
     return keys

@@ -67,9 +67,8 @@ def serve_model(
         open_decoder(model, draft, options, first, hooks=hooks) as decoder,
     ):
         if decoder.tokenizer is None:
-            raise UserError(
-                "a server needs the model's tokenizer: put its tokenizer.json beside it"
-            )
+            rule = "a server needs the model's tokenizer"
+            raise UserError(f"{rule}: put its tokenizer.json beside it")
         console.open(names, decoder, decoder.tree_choice(sampling))
         console.say(f"a request that does not say how to draw gets {sampling_words(sampling)}")
         with Engine(decoder, max_waiting=server.queue) as engine:
@@ -94,9 +93,8 @@ def _wait(
     except (KeyboardInterrupt, SystemExit):
         figures = engine.figures()
         if figures.num_active:
-            console.say(
-                f"ending: {plural(figures.num_active, 'text')} under way, at most {grace_s:g} s more"
-            )
+            texts = plural(figures.num_active, "text")
+            console.say(f"ending: {texts} under way, at most {grace_s:g} s more")
         clock = Timer(grace_s, brake.set)
         clock.start()
         try:

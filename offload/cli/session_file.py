@@ -28,14 +28,15 @@ def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
     if path is None:
         return None
     if ranks is not None:
-        raise UserError(
-            f"`session` keeps what one process has computed, got `ranks` {ranks}: leave one of them out"
-        )
+        rule = "`session` keeps what one process has computed"
+        raise UserError(f"{rule}, got `ranks` {ranks}: leave one of them out")
     folder = path.absolute().parent
-    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = (
-            "it is a folder" if path.is_dir() else f"{folder} is no folder that can be written to"
-        )
+    what = ""
+    if path.is_dir():
+        what = "it is a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        what = f"{folder} is no folder that can be written to"
+    if what:
         raise UserError(f"cannot keep a session in {path} ({what}): name another file")
     return path if path.exists() else None
 
@@ -49,13 +50,11 @@ def begun_text(decoder: "Decoder", path: Path | None, prompt: "Prompt | None") -
         return prompt or ""
     tokens, messages, _ = decoder.load_session(path)
     if messages is not None:
-        raise UserError(
-            f"{path} holds a conversation: go on with it by offload chat, or name another file"
-        )
+        what = f"{path} holds a conversation: go on with it by offload chat"
+        raise UserError(f"{what}, or name another file")
     if not prompt and tokens[-1:] and tokens[-1] in decoder.end_ids:
-        raise UserError(
-            f"the text in {path} has come to its end: give a prompt, or name another file"
-        )
+        what = f"the text in {path} has come to its end: give a prompt"
+        raise UserError(f"{what}, or name another file")
     return prompt or tokens
 
 
@@ -79,9 +78,11 @@ def kept_text(
 def saving(console: "Console") -> Iterator[None]:
     """Have the live line tell of it, and let what would end the program wait until it is written."""
     came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number)) for number in _HELD
-    }
+
+    def hear(number: int, _: object) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, hear) for number in _HELD}
     try:
         console.wait("keeping the session")
         yield

@@ -7,16 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from offload.cli.console import (
-    Console,
-    Loading,
-    alpha_line,
-    clipped_line,
-    closing_lines,
-    cut_line,
-)
+from offload.cli.console import Console, Loading, alpha_line, clipped_line, closing_lines, cut_line
 from offload.cli.session_file import begun_text, kept_text
-from offload.engine.generation import Generation, Run
+from offload.engine.generation import Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.machine import rss_bytes
@@ -24,12 +17,7 @@ from offload.model.target import Target
 
 
 def write_text(
-    loading: Loading,
-    console: Console,
-    request: Request,
-    *,
-    session: Path | None,
-    as_json: bool,
+    loading: Loading, console: Console, request: Request, *, session: Path | None, as_json: bool
 ) -> None:
     """Load a model, and write what is asked for. Raises `UserError` and `RunError`.
 
@@ -38,9 +26,8 @@ def write_text(
     """
     own_bytes = rss_bytes()
     request.check()  # also where a session brings the prompt
-    with open_decoder(
-        loading.model, loading.draft, loading.options, request, hooks=console.hooks
-    ) as decoder:
+    models = (loading.model, loading.draft)
+    with open_decoder(*models, loading.options, request, hooks=console.hooks) as decoder:
         if continues := session is not None:
             console.wait("reading the session")
         begun = begun_text(decoder, session, request.prompt)
@@ -56,7 +43,7 @@ def write_text(
             _write_run(run, console, own_bytes, decoder.target if as_json else None)
 
 
-def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | None) -> None:
+def _write_run(run: Run, console: Console, own_bytes: int, target: Target | None) -> None:
     """Print pieces as they come; whatever ends the run, what was accepted is printed.
 
     Args:
@@ -70,23 +57,15 @@ def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | No
     except BaseException as error:  # whatever it is, it is raised again behind the text
         failure = error
     result = run.result()
-    console.text(
-        (
-            result.text[console.num_written :]
-            if target is None
-            else _as_json(result, target, failure)
-        )
-        + "\n"
-    )
+    rest = result.text[console.num_written :]
+    if target is not None:
+        # what each of several ranks has done, unless one may be gone
+        ranks = [] if failure else [figures._asdict() for figures in target.figures()]
+        rest = json.dumps(result.as_dict() | ({"ranks": ranks} if ranks else {}))
+    console.text(rest + "\n")
     console.clear()
     console.say(cut_line(result.stats, result.finish_reason, result.plan))
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     console.detail(alpha_line(result.stats))
     if failure is not None:
         raise failure
-
-
-def _as_json(result: Generation, target: Target, failure: BaseException | None) -> str:
-    """Return the result, and what each of several ranks has done unless one may be gone."""
-    ranks = [] if failure else [figures._asdict() for figures in target.figures()]
-    return json.dumps(result.as_dict() | ({"ranks": ranks} if ranks else {}))

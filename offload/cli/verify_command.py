@@ -21,11 +21,11 @@ from offload.options import OutputOptions, VerifyOptions
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from offload.checkpoint.whole import Damage
     from offload.integrity import Report
 
 _DAMAGED = 1
 _SHOWN = 10
+_MODEL = "folder, GGUF file, or hub id that was downloaded"
 
 
 @flags.command(
@@ -41,10 +41,7 @@ _SHOWN = 10
     offload verify copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
 )
 def verify(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded"),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
     compared: VerifyOptions,
     output: OutputOptions,
 ) -> None:
@@ -63,12 +60,8 @@ def verify(
             place = compared.manifest and compared.manifest.expanduser()
             report = check(open_whole(model), place, may_write=compared.write, progress=show)
         console.clear()
-        told = (
-            json.dumps(report.as_dict())
-            if output.as_json
-            else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
-        )
-    print(told)
+        told = fitted(as_flags("\n".join(_lines(report))), sys.stdout)
+    print(json.dumps(report.as_dict()) if output.as_json else told)
     if report.damage:
         raise typer.Exit(_DAMAGED)
 
@@ -89,41 +82,31 @@ def _not_as_damage() -> Iterator[None]:
 
 def _lines(report: "Report") -> list[str]:
     """Return the damage in short, what is odd, and the verdict."""
-    tensors = [_damage_line(one) for one in report.damage[:_SHOWN]]
-    rest = report.damage[_SHOWN:]
-    if rest:
-        tensors.append(
-            f"and {len(rest):,} more, in {plural(len({one.file for one in rest}), 'file')}: --json has all"
-        )
     speed = f"{format_bytes(report.num_bytes / max(report.elapsed_s, 1e-9))}/s"
     size = f"{format_bytes(report.num_bytes)} in {plural(report.num_files, 'file')} read at {speed}"
-    if report.damage:
-        files = len({one.file for one in report.damage})
-        return [
-            *tensors,
-            *report.notes,
-            f"{report.path}: DAMAGED in {plural(files, 'file')}; {size if report.num_files else 'no file was read'}",
-        ]
-    return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
-
-
-def _damage_line(damage: "Damage") -> str:
-    where = f"{damage.file}: {damage.tensor:.200}" if damage.tensor else damage.file
-    return f"{where}: {damage.what}"
+    if not report.damage:
+        return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
+    lines = list[str]()
+    for one in report.damage[:_SHOWN]:
+        where = f"{one.file}: {one.tensor:.200}" if one.tensor else one.file
+        lines.append(f"{where}: {one.what}")
+    if rest := report.damage[_SHOWN:]:
+        files = plural(len({one.file for one in rest}), "file")
+        lines.append(f"and {len(rest):,} more, in {files}: --json has all")
+    files = plural(len({one.file for one in report.damage}), "file")
+    read = size if report.num_files else "no file was read"
+    return [*lines, *report.notes, f"{report.path}: DAMAGED in {files}; {read}"]
 
 
 def _compared(report: "Report") -> str:
-    found = [f"{report.num_as_hub} as the hub has them"] if report.num_as_hub else []
-    found += (
-        [f"{report.num_decoded} decoded, with the checksums of packing"]
-        if report.num_decoded
-        else []
-    )
-    found += (
-        [f"{report.num_as_before} as in {report.manifest.name}"] if report.num_as_before else []
-    )
+    counts = {
+        "as the hub has them": report.num_as_hub,
+        "decoded, with the checksums of packing": report.num_decoded,
+        f"as in {report.manifest.name}": report.num_as_before,
+    }
+    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     written = f"checksums written to {report.manifest}" if report.is_written else ""
     if not found:
-        kept = written or "--write keeps checksums to compare them with next time"
-        return f"nothing to compare its bits with; {kept}"
-    return "; ".join([", ".join(found), *([written] if written else [])])
+        found = "nothing to compare its bits with"
+        written = written or "--write keeps checksums to compare them with next time"
+    return "; ".join(filter(None, [found, written]))
