@@ -87,31 +87,17 @@ def _rows(group: str) -> Iterator[str]:
 
 
 def _row(one: Option) -> str:
-    names = ", ".join(f"`{flag}`" for flag in one.flags) + (
-        f" `{one.metavar}`" if one.metavar else ""
-    )
-    own = {one.of(command).default: f" ({command})" for command in one.commands}
-    defaults = {
-        one.default: "",
-        **{value: told for value, told in own.items() if value != one.default},
-    }
-    shown = [
-        f"`{value}`{told}"
-        for value, told in defaults.items()
-        if str(value) not in ("None", "False", "", "()")
-    ]
+    names = ", ".join(f"`{flag}`" for flag in one.flags)
+    names += f" `{one.metavar}`" if one.metavar else ""
+    defaults = {one.default: ""}
+    for command in one.commands:
+        defaults.setdefault(one.of(command).default, f" ({command})")
+    is_none = ("None", "False", "", "()")
+    shown = [f"`{value}`{told}" for value, told in defaults.items() if str(value) not in is_none]
     doors = [f"{_DOORS[door]} `{one.at(door)}`" for door in one.doors if door in _DOORS]
-    cells = (
-        names,
-        ", ".join(one.commands),
-        ", ".join(shown),
-        ", ".join(doors),
-        one.doc or one.help,
-    )
-    return (
-        "".join(f"| {cell.replace('|', chr(92) + '|')} ".replace("  ", " ") for cell in cells)
-        + "|\n"
-    )
+    told = (", ".join(cell) for cell in (one.commands, shown, doors))
+    cells = (cell.replace("|", r"\|") for cell in (names, *told, one.doc or one.help))
+    return "".join(f"| {cell} ".replace("  ", " ") for cell in cells) + "|\n"
 
 
 if __name__ == "__main__":

@@ -84,15 +84,12 @@ class OffloadLM(TemplateLM):
             load_args: of `offload.load`.
         """
         super().__init__()
-        self.decoder = (
-            pretrained
-            if isinstance(pretrained, Decoder)
-            else _load(pretrained, device, batch_size, load_args)
-        )
+        if not isinstance(pretrained, Decoder):
+            pretrained = _load(pretrained, device, batch_size, load_args)
+        self.decoder = pretrained
         if self.decoder.tokenizer is None or self.decoder.target.start:
-            raise UserError(
-                "lm-eval takes models with a tokenizer and without an encoder: name another one"
-            )
+            rule = "lm-eval takes models with a tokenizer and without an encoder"
+            raise UserError(f"{rule}: name another one")
         self.tokenizer = self.decoder.tokenizer
         self._add_bos = add_bos_token
         self._seed = seed
@@ -131,10 +128,8 @@ class OffloadLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return a conversation as text, without a system prompt that its template does not know."""
-        how = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+        how = {"add_generation_prompt": add_generation_prompt}
+        how["continue_final_message"] = not add_generation_prompt
         try:
             return render_chat(self.tokenizer, chat_history, **how)
         except TemplateFailed:
@@ -157,17 +152,12 @@ class OffloadLM(TemplateLM):
         """Return the log-probability of what is behind each context, and whether it is greedy text."""
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # alike ones
-        order = sorted(
-            range(len(requests)), key=lambda number: requests[number][1] + requests[number][2]
-        )
-        with tqdm(
-            total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests"
-        ) as bar:
+        order = sorted(range(len(requests)), key=lambda one: requests[one][1] + requests[one][2])
+        with _bar("loglikelihood", len(requests), disable_tqdm) as bar:
             for begin in range(0, len(order), _TEXTS_PER_CALL):
                 numbers = order[begin : begin + _TEXTS_PER_CALL]
-                scores = self.decoder.score_texts(
-                    [self._window(requests[number]) for number in numbers]
-                )
+                windows = [self._window(requests[number]) for number in numbers]
+                scores = self.decoder.score_texts(windows)
                 for number, score in zip(numbers, scores, strict=True):
                     answers[number] = (score.logprob, score.is_greedy)
                     name = requests[number][0]
@@ -182,13 +172,10 @@ class OffloadLM(TemplateLM):
         Its last token is no input.
         """
         _, context, scored = request
+        num_scored = len(scored)
         rule = f"what is scored must have between 1 and {self.max_length} tokens"
-        require(
-            0 < len(scored) <= self.max_length,
-            rule,
-            len(scored),
-            "raise `context`, or leave the task out",
-        )
+        remedy = "raise `context`, or leave the task out"
+        require(0 < num_scored <= self.max_length, rule, num_scored, remedy)
         ids = (context + scored)[-(self.max_length + 1) :]
         return ids, len(ids) - len(scored)
 
@@ -206,24 +193,21 @@ class OffloadLM(TemplateLM):
                 windows.append((None, context, scored))
                 owners.append(number)
         sums = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(
-            owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
-        ):
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
+        for owner, (logprob, _) in zip(owners, scores, strict=True):
             sums[owner] += logprob
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (request.args[0],), total)
         return sums
 
     def _rolling(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        how = {
-            "prefix_token": self.prefix_token_id,
-            "max_seq_len": self.max_length,
-            "context_len": 1,
-        }
-        return map(
-            utils.make_disjoint_window,
-            utils.get_rolling_token_windows(self.tok_encode(text), **how),
+        windows = utils.get_rolling_token_windows(
+            self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
         )
+        return map(utils.make_disjoint_window, windows)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return texts up to their stop strings, as many at a time as the decoder has places for."""
@@ -237,9 +221,7 @@ class OffloadLM(TemplateLM):
             seen[repr(request.args)] += 1
             wanted.append(one)
             untils.append(until)
-        with tqdm(
-            total=len(requests), disable=disable_tqdm, desc="Running generate_until requests"
-        ) as bar:
+        with _bar("generate_until", len(requests), disable_tqdm) as bar:
             for number, outcome in write_all(self.decoder, wanted):
                 if not isinstance(outcome, Generation):
                     raise outcome
@@ -266,16 +248,19 @@ class OffloadLM(TemplateLM):
             rule = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
             require(name in _SETTINGS, rule, f"{name}={value!r}", "leave it out")
         drawing = {_SETTINGS[name].name: value for name, value in told.items()}
-        sampling = Sampling(
-            **drawing | ({} if is_drawn else {"temperature": 0.0}), seed=self._seed + repetition
-        )
+        if not is_drawn:
+            drawing["temperature"] = 0.0
+        sampling = Sampling(**drawing, seed=self._seed + repetition)
         num_kept = self.max_length - num_new
         rule = f"max_gen_toks must be less than the context of {self.max_length}"
         require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")
         ids = self.tok_encode(context)[-num_kept:] or [self.prefix_token_id]
-        return Request(
-            ids, sampling, num_new, [stop for stop in until if stop not in ("", eos)]
-        ), until
+        stops = [stop for stop in until if stop not in ("", eos)]
+        return Request(ids, sampling, num_new, stops), until
+
+
+def _bar(what: str, total: int, is_disabled: bool) -> Any:
+    return tqdm(total=total, disable=is_disabled, desc=f"Running {what} requests")
 
 
 def _load(
@@ -283,13 +268,9 @@ def _load(
 ) -> Decoder:
     """Raises `UserError`."""
     known = signature(load).parameters
+    rule = f"model_args must be of {', '.join(known)}"
     for name, value in load_args.items():
-        require(
-            name in known,
-            f"model_args must be of {', '.join(known)}",
-            f"{name}={value!r}",
-            "leave it out",
-        )
+        require(name in known, rule, f"{name}={value!r}", "leave it out")
     given: dict[str, Any] = {} if device in (None, _ANY_DEVICE) else {"device": device}
     if "parallel" in known and str(batch_size).isdecimal():
         given["parallel"] = int(batch_size)

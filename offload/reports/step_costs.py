@@ -5,7 +5,7 @@ slows all of them alike. What is timed is `Decoder.step` itself, so the figures 
 and compute take from each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -16,6 +16,7 @@ from offload.calibration.link import link_bytes_per_s
 from offload.calibration.threads import draft_curve
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Counted
 from offload.planning.cost_model import (
     Costs,
     Curve,
@@ -27,9 +28,6 @@ from offload.planning.cost_model import (
 from offload.sampling_options import Sampling
 from offload.stats import Stats
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
-
-# takes the rounds done and the rounds in all
-Progress = Callable[[int, int], None]
 
 # timed too where experts come on demand: each row asks for some, so few rows may be best
 SMALL_SIZES = (2, 4, 8)
@@ -47,32 +45,27 @@ def measure_costs(
     decoder: Decoder,
     prompt: Sequence[int],
     sampling: Sampling,
-    progress: Progress = lambda done, total: None,
+    progress: Counted,
 ) -> Costs:
     """Measure the cost curves of a decoder, up to the largest tree that its memory holds.
 
     Each round goes on from `prompt`.
     """
     largest = decoder.plan.num_nodes
-    wanted = (
-        (*SMALL_SIZES, *TIMED_SIZES, largest)
-        if decoder.plan.has_experts
-        else (*TIMED_SIZES, largest)
-    )
-    sizes = sorted({size for size in wanted if 1 < size <= largest})
+    wanted = {*TIMED_SIZES, largest, *(SMALL_SIZES if decoder.plan.has_experts else ())}
+    sizes = sorted(size for size in wanted if 1 < size <= largest)
     topologies = [best_first(DEFAULT_ACCEPTANCE, size, _TIMED_DEPTH) for size in sizes]
     plain: list[Stats] = []
     rounds: list[list[Stats]] = []
     for index in range(_NUM_ROUNDS):
-        progress(index, _NUM_ROUNDS)
+        progress(index, _NUM_ROUNDS, "timing trees")
         steps = _steps(decoder, prompt, sampling, [*[chain(0)] * (_NUM_PLAIN + 1), *topologies])
         plain += steps[2 : _NUM_PLAIN + 1]
         rounds.append(steps[_NUM_PLAIN + 1 :])
-    progress(_NUM_ROUNDS, _NUM_ROUNDS)
+    progress(_NUM_ROUNDS, _NUM_ROUNDS, "timing trees")
     by_size = [plain, *zip(*rounds, strict=True)]
-    compute_s = np.maximum.accumulate(
-        [median(step.sweep_s - step.stall_s for step in steps) for steps in by_size]
-    )
+    computing_s = [median(step.sweep_s - step.stall_s for step in steps) for steps in by_size]
+    compute_s = np.maximum.accumulate(computing_s)
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
     sequence = decoder.begin(prompt, sampling)
     torch.set_num_threads(decoder.threads.modes(largest).draft.num_threads)
@@ -85,10 +78,8 @@ def measure_costs(
         link_bytes_per_s=_link_bytes_per_s(decoder, plain),
     )
     sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
-    return replace(
-        costs,
-        overlap_penalty=_overlap_penalty(costs, Traffic.of(decoder.plan), topologies, sweep_s),
-    )
+    penalty = _overlap_penalty(costs, Traffic.of(decoder.plan), topologies, sweep_s)
+    return replace(costs, overlap_penalty=penalty)
 
 
 def _steps(
@@ -113,9 +104,8 @@ def _overlap_penalty(
     if not traffic.streamed_bytes or traffic.experts is not None:
         return 0.0
     steps = [step_time(costs, traffic, topology) for topology in topologies]
-    return fit_overlap_penalty(
-        [(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)]
-    )
+    pairs = zip(steps, sweep_s, strict=True)
+    return fit_overlap_penalty([(step.compute_s, step.link_s, took) for step, took in pairs])
 
 
 def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
@@ -124,11 +114,8 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
     Whole trees take time for ranking, drawing noise and catching up as well.
     """
     predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
-    scale = (
-        median(took / wanted for took, wanted in zip(draft_s, predicted, strict=True))
-        if draft_s
-        else 1.0
-    )
+    pairs = zip(draft_s, predicted, strict=True)
+    scale = median([took / wanted for took, wanted in pairs] or [1.0])
     return replace(curve, seconds=tuple(scale * second for second in curve.seconds))
 
 

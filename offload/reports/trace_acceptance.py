@@ -58,9 +58,7 @@ def ranks_of(
         return [_rank_of(draw(), token) for draw, token in zip(stars, written, strict=True)]
     logits = _target_logits(decoder, sequence, len(prompt))
     known = zip(stars, logits, written, strict=True)
-    return [
-        _accepted_rank(draw, logits_V, sequence.sampler, token) for draw, logits_V, token in known
-    ]
+    return [_accepted_rank(draw, row_V, sequence.sampler, token) for draw, row_V, token in known]
 
 
 def dynamic_again(
@@ -75,9 +73,7 @@ def dynamic_again(
     No target pass is run. Only passes count that cannot reach the end of what is known: each is
     whole then, and their mean is not biased (Wald).
     """
-    assert decoder.rule.repeats_draws, (
-        "what a rule of fresh draws accepts is not known from the text"
-    )
+    assert decoder.rule.repeats_draws, "what fresh draws accept is not known from the text"
     sequence = decoder.begin([*prompt, *written], sampling)
     at = len(prompt)
     bursts = list[int]()
@@ -135,9 +131,8 @@ def _accepted_rank(
 def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
     """Yield for every position from `start` on a way to draw the children of the token before."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
-    for position, logits_1V in enumerate(
-        decoder.drafter.score(text.tokens, start, text.caches.draft), start
-    ):
+    rows = decoder.drafter.score(text.tokens, start, text.caches.draft)
+    for position, logits_1V in enumerate(rows, start):
         yield partial(_draw_star, logits_1V, text.sampler, position, decoder.target.vocab_size)
 
 

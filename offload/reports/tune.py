@@ -56,8 +56,7 @@ class TuneResult(NamedTuple):
 
     profile: Profile
     path: Path
-    # what `--tree auto` makes of the profile in this budget
-    choice: TreeChoice
+    choice: TreeChoice  # what `--tree auto` makes of the profile in this budget
 
 
 def tune(
@@ -105,12 +104,7 @@ def tune(
         )
         traced = trace_windows(decoder, question, hooks.on_count)
         uses = expert_uses(decoder.target.experts)
-        costs = measure_costs(
-            decoder,
-            windows[0][:NUM_PROMPT],
-            sampling,
-            lambda done, total: hooks.on_count(done, total, "timing trees"),
-        )
+        costs = measure_costs(decoder, windows[0][:NUM_PROMPT], sampling, hooks.on_count)
         hooks.on_phase("ranking trees")
         names = (target.directory.name, own_draft.directory.name)
         proved = question.proved(decoder)
@@ -122,16 +116,11 @@ def tune(
 
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
     """Raise `UserError` for text that no profile is made for."""
-    require(
-        options.lenience == 1,
-        "`lenience` must be 1 for a profile",
-        options.lenience,
-        "leave it out",
-    )
+    lenience = options.lenience
+    require(lenience == 1, "`lenience` must be 1 for a profile", lenience, "leave it out")
     what = sampling.unprofiled
-    require(
-        not what, "a profile is of text without penalties, biases and min-p", what, "leave them out"
-    )
+    rule = "a profile is of text without penalties, biases and min-p"
+    require(not what, rule, what, "leave them out")
 
 
 def choice_from(

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -50,8 +51,7 @@ class TracedWindow(NamedTuple):
     """What one window has told."""
 
     ranks: list[int]
-    # tokens of every pass, for each of the question's bounds
-    bursts_B: list[list[int]]
+    bursts_B: list[list[int]]  # tokens of every pass, for each of the question's bounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +122,13 @@ def cut_windows(
     """
     size = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0)
     stride = NUM_PROMPT + NUM_NEW
-    found = [
-        tuple(ids[lo : lo + size]) for ids in texts for lo in range(0, len(ids) - size + 1, stride)
-    ]
+    found = list[tuple[int, ...]]()
+    for ids in texts:
+        found += (tuple(ids[lo : lo + size]) for lo in range(0, len(ids) - size + 1, stride))
     if not found:
         longest = max(map(len, texts), default=0)
-        raise UserError(
-            f"a text must have {size} tokens for one window, the longest has {longest}: give more text"
-        )
+        rule = f"a text must have {size} tokens for one window"
+        raise UserError(f"{rule}, the longest has {longest}: give more text")
     wanted = max(1, -(-num_tokens // NUM_NEW))
     step = max(1.0, len(found) / wanted)
     return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
@@ -158,10 +157,9 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     # Any tree would do; this one is quick where there is room for it.
     tree = f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
     written = write(decoder, window, sampling, NUM_NEW, tree)
-    bursts_B = [
-        dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds
-    ]
-    return TracedWindow(ranks_of(decoder, window, written, sampling), bursts_B)
+    grow = partial(dynamic_again, decoder, window, written, sampling)
+    ranks = ranks_of(decoder, window, written, sampling)
+    return TracedWindow(ranks, list(map(grow, question.bounds)))
 
 
 class CountsExperts(Protocol):
@@ -191,14 +189,14 @@ def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
     try:
         windows = read_object(question.state_path, "it is made anew")["windows"]
         traced = [TracedWindow(*window) for window in windows]
-        is_sound = all(rank in range(-1, NUM_RANKS) for window in traced for rank in window.ranks)
-        is_sound &= all(len(window.bursts_B) == len(question.bounds) for window in traced)
-        is_sound &= all(
-            burst >= 1 for window in traced for bursts in window.bursts_B for burst in bursts
-        )
+        is_sound = len(traced) <= len(question.windows)
+        for ranks, bursts_B in traced:
+            is_sound &= all(rank in range(-1, NUM_RANKS) for rank in ranks)
+            is_sound &= len(bursts_B) == len(question.bounds)
+            is_sound &= all(burst >= 1 for bursts in bursts_B for burst in bursts)
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return traced if is_sound and len(traced) <= len(question.windows) else []
+    return traced if is_sound else []
 
 
 def summarise(
