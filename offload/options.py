@@ -44,8 +44,7 @@ class ModelChoice:
         "file](gguf.md)",
     )
     draft: PathLike | None = option(
-        "--draft", "-d", kind=str, metavar="MODEL", commands=_LOAD,
-        is_main=True,
+        "--draft", "-d", kind=str, metavar="MODEL", commands=_LOAD, is_main=True,
         help="small model with the same vocabulary, which guesses ahead; self:int4, self:int8: a copy "
         "of the target in fewer bits",
         differs={"tune": {"is_required": True, "help": "small model that guesses ahead, or self:int4, self:int8"}},
@@ -64,8 +63,7 @@ class TalkingModels(ModelChoice):
     """Which models a conversation is with."""
 
     demo: bool = option(
-        "--demo", default=False, commands=("chat", "serve"), is_setting=False,
-        is_main=True,
+        "--demo", default=False, commands=("chat", "serve"), is_setting=False, is_main=True,
         help="a packaged toy in place of --model: it answers questions about Python",
         doc="the packaged pair, made larger than its memory: it answers questions about Python",
     )
@@ -89,8 +87,7 @@ class ModelOptions:
 
     GROUP: ClassVar[str] = "Memory"
     ram: str | int | None = option(
-        "--ram", metavar="SIZE", is_per_rank=True, commands=(*_LOAD, "demo"),
-        is_main=True,
+        "--ram", metavar="SIZE", is_per_rank=True, commands=(*_LOAD, "demo"), is_main=True,
         help="memory budget, such as 8GiB; default: 3/4 of what is free",
         differs={"demo": {
             "help": "memory budget; default: a quarter of the size, if that works",
@@ -101,8 +98,7 @@ class ModelOptions:
         "comes on top; default: three quarters of what is free, and a GiB less at least",
     )
     tree: str = option(
-        "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"),
-        group="Guessing",
+        "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"), group="Guessing",
         help="tree of guesses: auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L, chain:auto (as "
         "long as guesses come true), sequences:KxL",
         differs={
@@ -118,16 +114,14 @@ class ModelOptions:
         "`none`; of `tune` the largest one to time",
     )
     rule: str = option(
-        "--rule", default="match", metavar="RULE", commands=(*_LOAD, "demo"),
-        group="Guessing",
+        "--rule", default="match", metavar="RULE", commands=(*_LOAD, "demo"), group="Guessing",
         help=f"rule by which guesses are accepted: {', '.join(RULES)}",
         doc=f"what is accepted: {', '.join(f'`{rule}`' for rule in RULES)}; see "
         "[trees and rules](trees-and-rules.md)",
     )
     _: KW_ONLY
     config: PathLike | None = option(
-        "--config", kind=str, metavar="MODEL", commands=_LOAD,
-        group="Model",
+        "--config", kind=str, metavar="MODEL", commands=_LOAD, group="Model",
         help="folder or hub id of the model that a GGUF file was made from; see docs/gguf.md",
         doc="folder or hub id of what a GGUF target was made from: [its config and "
         "tokenizer](gguf.md#config-and-tokenizer)",
@@ -142,22 +136,19 @@ class ModelOptions:
         help="memory budget on the GPU, such as 24GiB",
     )
     context: int | None = option(
-        "--context", metavar="N", commands=(*_RUN, "plan"),
-        is_main=True,
+        "--context", metavar="N", commands=(*_RUN, "plan"), is_main=True,
         help="make room for N tokens, prompt and new ones; default: the model's limit, at most 4096",
         differs={one: {"is_main": False} for one in ("chat", "serve")},  # eight matter first
         doc="positions to make room for, prompt and new tokens; a smaller one leaves more memory"
         " to layers",
     )
     dtype: str = option(
-        "--dtype", default="auto", metavar="TYPE", commands=_LOAD,
-        group="Model",
+        "--dtype", default="auto", metavar="TYPE", commands=_LOAD, group="Model",
         help=f"type to compute in: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}",
         doc="to compute in; `auto` is the checkpoint's own",
     )
     draft_dtype: str | None = option(
-        "--draft-dtype", metavar="TYPE", commands=_LOAD,
-        group="Guessing",
+        "--draft-dtype", metavar="TYPE", commands=_LOAD, group="Guessing",
         help="hold the draft in fewer bits: int8 or int4; default: as it is stored",
         doc="`int8` or `int4`: hold the draft in [fewer bits](drafts.md) than it is stored in: "
         "memory for layers, same text",
@@ -170,33 +161,28 @@ class ModelOptions:
         "needs, `layers`: all with their layers; `auto` takes what headers say is quicker",
     )
     lenience: float = option(
-        "--lenience", default=1.0, metavar="L", commands=_RUN,
-        group="Guessing",
+        "--lenience", default=1.0, metavar="L", commands=_RUN, group="Guessing",
         help="NOT EXACT below 1: more guesses pass, and a token is drawn with up to 1/L times its chance",
         doc="below 1 the text is [NOT exact](trees-and-rules.md#lenience-faster-and-not-exact): more guesses"
         " are accepted, and a token is drawn with up to 1/L times its chance",
     )
     lookup: bool | None = option(
-        "--lookup/--no-lookup", commands=_RUN,
-        group="Guessing",
+        "--lookup/--no-lookup", commands=_RUN, group="Guessing",
         help="guess that the text goes on as it did before; default: on without a draft, and with "
         "--tree auto --rule match",
         doc="[guess](lookup.md) that text goes on as it did before; default: without a draft, "
         "and with `--tree auto --rule match`",
     )
     lookup_length: str = option(
-        "--lookup-length", default="1:16", metavar="MIN:MAX", commands=_RUN,
-        group="Guessing",
+        "--lookup-length", default="1:16", metavar="MIN:MAX", commands=_RUN, group="Guessing",
         help="how many tokens must agree before --lookup or --datastore guesses",
     )
     ngram: PathLike | None = option(
-        "--ngram", kind=Path, metavar="FILE|STORE", commands=_RUN,
-        group="Guessing",
+        "--ngram", kind=Path, metavar="FILE|STORE", commands=_RUN, group="Guessing",
         help="guess what follows on a token most often in a text or a store",
     )
     datastore: PathLike | None = option(
-        "--datastore", kind=Path, metavar="STORE", commands=_RUN,
-        group="Guessing",
+        "--datastore", kind=Path, metavar="STORE", commands=_RUN, group="Guessing",
         help="guess what follows in a store that offload datastore build has made",
         doc="[guess](lookup.md) by what follows in a store of [`offload datastore "
         "build`](datastore.md)",
@@ -207,38 +193,33 @@ class ModelOptions:
         help="number of compute threads; default: the fastest, as measured",
     )
     profile: PathLike | None = option(
-        "--profile", kind=str, metavar="FILE", commands=(*_RUN, "plan"),
-        group="Expert",
+        "--profile", kind=str, metavar="FILE", commands=(*_RUN, "plan"), group="Expert",
         help="file that offload tune has written, or none; default: the one that fits this run",
         doc="file written by `offload tune`, or `none`; without it the one in the cache that "
         "holds for this run",
     )
     invariant: bool | None = option(
-        "--invariant/--no-invariant", commands=_RUN,
-        group="Expert",
+        "--invariant/--no-invariant", commands=_RUN, group="Expert",
         help="compute the same bits with every tree; default: on where it takes no time",
         doc="[the same bits](trees-and-rules.md#the-same-bits) with every tree, or the quickest "
         "way; default: the same bits where layers are streamed, and on a CPU where they take no "
         "time; a promise of one process, refused with `--ranks`",
     )
     link_limit: str | int | None = option(
-        "--link-limit", metavar="SIZE", is_per_rank=True, is_hidden=True,
-        group="Expert",
+        "--link-limit", metavar="SIZE", is_per_rank=True, is_hidden=True, group="Expert",
         commands=("generate", "serve", "tune", "demo"),
         help="slow the stream down to this per second",
     )
     # values per rank are read by it
     ranks: str | None = option(
-        "--ranks", metavar="ROLES", is_eager=True, commands=_WRITE,
-        group="Expert",
+        "--ranks", metavar="ROLES", is_eager=True, commands=_WRITE, group="Expert",
         help="roles of the ranks that offload launch starts: shards, or stages:0-2,draft:3; see "
         "docs/ranks.md",
         doc="among [many ranks](ranks.md) that `offload launch` has started: `shards`, or "
         "`stages:0-2,draft:3`",
     )
     pipeline: str | None = option(
-        "--pipeline", metavar="MODE", commands=_WRITE,
-        group="Expert",
+        "--pipeline", metavar="MODE", commands=_WRITE, group="Expert",
         help="how stages run: async, sync or plain, with settings; see docs/ranks.md",
         doc="of stages, how [runs follow each other](ranks.md#runs-in-flight---pipeline): "
         "`async` (default with a draft), `sync` or `plain` (default without one, and with "
@@ -272,8 +253,7 @@ class TextOptions:
         differs={"demo": {"help": "Python code to go on with"}},
     )
     file: Path | None = option(
-        "--file", "-f", metavar="FILE", is_setting=False, commands=("generate",),
-        is_main=True,
+        "--file", "-f", metavar="FILE", is_setting=False, commands=("generate",), is_main=True,
         help="read the prompt from a UTF-8 file, or many prompts from a .jsonl file",
         doc="read the prompt from a UTF-8 file; [many of them](many.md) from a .jsonl",
     )
@@ -285,8 +265,7 @@ class TextOptions:
     )
     max_new_tokens: int | None = option(
         "-n", "--max-tokens", default=128, metavar="N", least=-1,
-        is_main=True,
-        commands=("generate", "chat", "demo"),
+        is_main=True, commands=("generate", "chat", "demo"),
         help="write at most N new tokens; -1: as many as the context has room for",
         differs={
             "chat": {
@@ -334,13 +313,11 @@ class TextOptions:
         "penalties, biases and sampling",
     )
     samples: int = option(
-        "--samples", default=1, metavar="K", least=1, commands=("generate",),
-        group="Sampling",
+        "--samples", default=1, metavar="K", least=1, commands=("generate",), group="Sampling",
         help="write K texts of a prompt, with --seed and the seeds behind it",
     )
     out: Path | None = option(
-        "--out", metavar="FILE", commands=("generate",),
-        group="Output",
+        "--out", metavar="FILE", commands=("generate",), group="Output",
         help="write the results of many prompts to FILE, and go on where it ends; default: stdout",
     )
 
@@ -388,14 +365,12 @@ class PlanOptions:
 
     GROUP: ClassVar[str] = "Memory"
     hardware: str | None = option(
-        "--hardware", metavar="NAME", commands=("plan",),
-        is_main=True,
+        "--hardware", metavar="NAME", commands=("plan",), is_main=True,
         help="plan for another machine: l40, rtx4090, ..., h200 or FILE.json",
         doc="another machine by name or file; see [memory](memory.md)",
     )
     disk_speed: str | None = option(
-        "--disk-speed", metavar="SIZE", commands=("plan",),
-        is_main=True,
+        "--disk-speed", metavar="SIZE", commands=("plan",), is_main=True,
         help="bytes that the disk reads in a second, such as 3GB; default: measured",
     )
     tokens_per_sweep: float | None = option(
@@ -405,8 +380,7 @@ class PlanOptions:
     )
     # elsewhere `--ranks` are roles
     cluster: Path | None = option(
-        "--ranks", metavar="FILE", commands=("plan",), is_shared=False,
-        group="Expert",
+        "--ranks", metavar="FILE", commands=("plan",), is_shared=False, group="Expert",
         help="plan for several machines, which a JSON file describes; see docs/ranks.md",
         doc="[several machines](ranks.md#planning-a-cluster), as a JSON file describes them; "
         "`-v`: and what takes their memory",
@@ -424,8 +398,7 @@ class TuneOptions:
         commands=("tune",), help="UTF-8 text of the kind that will be decoded; may be given several times",
     )
     tokens: int = option(
-        "--tokens", default=2048, metavar="N", least=1, commands=("tune",),
-        is_main=True,
+        "--tokens", default=2048, metavar="N", least=1, commands=("tune",), is_main=True,
         help="trace N positions",
     )
     teacher_forced: bool = option(
@@ -440,13 +413,11 @@ class ServerOptions:
 
     GROUP: ClassVar[str] = "Server"
     host: str = option(
-        "--host", default="127.0.0.1", metavar="ADDRESS", commands=("serve",),
-        is_main=True,
+        "--host", default="127.0.0.1", metavar="ADDRESS", commands=("serve",), is_main=True,
         help="address to listen on; any but loopback needs --api-key-file",
     )
     port: int = option(
-        "--port", default=8080, metavar="N", commands=("serve",),
-        is_main=True,
+        "--port", default=8080, metavar="N", commands=("serve",), is_main=True,
         help="port to listen on; 0 takes a free one",
     )
     alias: Sequence[str] = option(
@@ -460,8 +431,7 @@ class ServerOptions:
         help="let pages of this origin ask, such as http://localhost:3000; may be given several times",
     )
     api_key_file: Path | None = option(
-        "--api-key-file", metavar="FILE", commands=("serve",),
-        is_main=True,
+        "--api-key-file", metavar="FILE", commands=("serve",), is_main=True,
         help="file of keys, one a line, of which clients must send one; default: none is asked for",
     )
     queue: int = option(

@@ -41,10 +41,10 @@ def chat(
     model, draft = models.given
     options = LoadOptions.of(model_options)
     check_run(model, draft, options)
-    is_quiet = output.quiet or is_worker(model_options.ranks)
     from offload.cli.chat_input import SilentTerminal
 
-    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=model_options.ram)
+    is_elsewhere = is_worker(model_options.ranks)
+    shown = Console(output, model_options.ram, is_silent=is_elsewhere)
     with shown as console, SilentTerminal() as terminal:
         chosen, note = given.settled(str(model_options.config or model), console.wait)
         with libraries(console, before_leaving=terminal.end):

@@ -16,6 +16,7 @@ from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
 from offload.cli.progress import Phase, Progress, TextProgress, plural
 from offload.engine.hooks import Hooks
+from offload.options import OutputOptions
 from offload.stats import Stats
 from offload.units import format_bytes, is_decimal
 
@@ -34,20 +35,24 @@ _RANKS_SHOWN = 6
 
 
 class Console:
-    """Shows the lines of one run, and the live one below them; nothing when `is_quiet`.
+    """Shows the lines of one run, and the live one below them; nothing where JSON or quiet is wanted.
 
     Args:
-        is_verbose: show details as well.
         sizes_like: a size as the user has written it, for the unit of those that are shown.
+        is_silent: show nothing, whatever is wanted.
     """
 
     def __init__(
-        self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | int | None = None
+        self,
+        output: OutputOptions,
+        sizes_like: str | int | None = None,
+        *,
+        is_silent: bool = False,
     ) -> None:
-        self._is_quiet = is_quiet
-        self._is_verbose = is_verbose
+        self._is_quiet = output.quiet or output.as_json or is_silent
+        self._is_verbose = output.verbose
         self.is_decimal = is_decimal(sizes_like)
-        self._line = LiveLine(is_off=is_quiet)
+        self._line = LiveLine(is_off=self._is_quiet)
         self._shown: Progress | None = None
         # threads that read weights have notes; a signal's handler may interrupt one
         self._saying = threading.RLock()

@@ -136,7 +136,7 @@ def verify(store: Store, output: OutputOptions) -> None:
     from offload.datastore.store import verify as check
 
     found = read_store(store)
-    with Console(is_quiet=output.quiet or output.as_json) as console:
+    with Console(output) as console:
         check(found, partial(console.bytes_landed, label="reading"))
     sound = json.dumps({**found.as_dict(), "is_sound": True})
     print(sound if output.as_json else f"{store_line(found)}: sound")
@@ -154,7 +154,7 @@ def _write(
     from offload.datastore.build import Corpus
     from offload.engine.precheck import tokenizer_place
 
-    with Console(is_quiet=output.quiet or output.as_json, sizes_like=ram) as console:
+    with Console(output, ram) as console:
         ram_bytes = min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
         if ram:
             ram_bytes = parse_size(ram, "--ram")

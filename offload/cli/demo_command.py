@@ -41,12 +41,8 @@ def demo(
     max_tokens = text_options.max_new_tokens or 0
     tree = model_options.tree
     rule = model_options.rule
-    shown = Console(
-        is_quiet=output.quiet or output.as_json,
-        is_verbose=output.verbose,
-        sizes_like=model_options.ram or demo_options.size,
-    )
-    with shown as console, libraries(console):
+    sizes_like = model_options.ram or demo_options.size
+    with Console(output, sizes_like) as console, libraries(console):
         from offload.checkpoint.packaged import PROMPT, inflated_target
         from offload.cli import demo as packaged
         from offload.cli import demo_run as run

@@ -56,9 +56,7 @@ def generate(
         from offload.sampling.grammar import tried_source
 
         tried_source(grammar)
-    is_quiet = output.quiet or output.as_json or is_elsewhere
-    shown = Console(is_quiet=is_quiet, is_verbose=output.verbose, sizes_like=model_options.ram)
-    with shown as console:
+    with Console(output, model_options.ram, is_silent=is_elsewhere) as console:
         chosen, note = given.settled(str(model_options.config or model), console.wait)
         loading = Loading(model, draft, options, note)
         request = Request(

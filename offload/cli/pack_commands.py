@@ -58,7 +58,7 @@ def pack(
         read_manifest(Path(model).expanduser())
     else:
         check_pack(model, out)
-    with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
+    with Console(output) as console, libraries(console):
         from offload.kernels.compiled import HAS_NUMBA
         from offload.packing import pack as packing
 
@@ -96,7 +96,7 @@ def unpack(
     from offload.packing.folders import check_unpack
 
     check_unpack(Path(model), out)
-    with Console(is_quiet=output.quiet or output.as_json) as console, libraries(console):
+    with Console(output) as console, libraries(console):
         from offload.packing.pack import unpack as restore
 
         started_s = time.monotonic()

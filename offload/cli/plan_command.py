@@ -39,10 +39,7 @@ def plan(
     model, draft = models.given
     options = LoadOptions.of(model_options)
     tokens_per_sweep = machine.tokens_per_sweep
-    with (
-        Console(is_quiet=output.as_json, sizes_like=model_options.ram) as console,
-        ExitStack() as resources,
-    ):
+    with Console(output, model_options.ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked

@@ -46,8 +46,8 @@ def serve(
         is_origin = re.fullmatch(r"https?://[a-z0-9.-]+(:\d+)?", origin) is not None
         rule = "`cors` must be an origin, with no path and no capitals"
         require(is_origin, rule, f"{origin!r:.80}", "try --cors http://localhost:3000")
-    shown = Console(is_quiet=output.quiet, is_verbose=output.verbose, sizes_like=model_options.ram)
-    with shown as console, EarlyAnswers(bind(server.host, server.port)) as early:
+    early_answers = EarlyAnswers(bind(server.host, server.port))
+    with Console(output, model_options.ram) as console, early_answers as early:
         console.say(f"{early.address} answers 503 until the model is loaded")
         with libraries(console):
             from offload.cli.serving import serve_model

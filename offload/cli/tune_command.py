@@ -39,10 +39,7 @@ def tune(
     options = LoadOptions.of(replace(model_options, tree=model_options.tree or "auto"))
     # a tune sets its own
     check_run(model, draft, options, needs_context=False)
-    with (
-        Console(is_quiet=output.quiet or output.as_json, sizes_like=model_options.ram) as console,
-        libraries(console),
-    ):
+    with Console(output, model_options.ram) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.reports.tune import tune as measure
 

@@ -50,7 +50,7 @@ def verify(
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
-    with Console(is_quiet=output.quiet or output.as_json) as console:
+    with Console(output) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
         from offload.integrity import verify as check

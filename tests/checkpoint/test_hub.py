@@ -26,6 +26,7 @@ from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.errors import UserError
+from offload.options import OutputOptions
 from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
@@ -277,7 +278,7 @@ TOO_LARGE: dict[str, Callable[[], object]] = {
     "load": lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
     "tune": lambda: tuned(ram="1MiB"),
     "tune with a tree": lambda: tuned(ram="180MiB", tree="65536x9"),
-    "bench": lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(is_quiet=True)),
+    "bench": lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(OutputOptions(quiet=True))),
 }
 
 

@@ -16,7 +16,7 @@ from offload.cli.console import Console
 from offload.engine.load import open_decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.options import CHAT_PAIR
+from offload.options import CHAT_PAIR, OutputOptions
 from offload.planning.load_options import LoadOptions
 
 QUESTION = "Hello"
@@ -70,7 +70,7 @@ def test_what_is_made_is_told_with_its_place(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = []
     for _ in range(2):
-        with Console(is_quiet=False) as console, console.making_target(cache_folder()) as landed:
+        with Console(OutputOptions()) as console, console.making_target(cache_folder()) as landed:
             inflated_target(40_000_000, landed)
         told.append(capsys.readouterr().err)
     assert f"which stay in {tmp_path}/offload" in told[0] and told[1] == ""

@@ -21,6 +21,7 @@ from offload.cli.console import (
 from offload.cli.demo_run import DemoResult, comparison_lines, proof_details, proof_line
 from offload.cli.live_line import LiveLine
 from offload.memory.plan import LayerTier, MemoryPlan
+from offload.options import OutputOptions
 from offload.planning.cost_model import Prediction, StepTime
 from offload.planning.selector import TreeChoice
 from offload.stats import Stats
@@ -164,7 +165,7 @@ def test_sizes_are_told_in_powers_of_two_otherwise(size: str | int | None) -> No
 
 
 def test_a_line_said_in_a_phase_leaves_the_phase() -> None:
-    with patch.object(LiveLine, "show") as show, Console(is_quiet=False) as console:
+    with patch.object(LiveLine, "show") as show, Console(OutputOptions()) as console:
         console.bytes_landed(1, 10, "reading layers")
         console.say("a warning")
         console.bytes_landed(2, 10)

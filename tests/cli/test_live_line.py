@@ -20,6 +20,7 @@ from shell import process
 from offload.cli.console import Console
 from offload.cli.live_line import LiveLine, column_after, fitted
 from offload.cli.progress import Phase, TextProgress, duration, plural
+from offload.options import OutputOptions
 from offload.stats import Stats
 
 NUM_ROWS = 6  # so that text scrolls
@@ -108,11 +109,11 @@ def test_a_log_is_told_at_once_what_takes_long(monkeypatch: pytest.MonkeyPatch) 
     """And of what follows it hears now and then, as before."""
     err = io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
-    with Console(is_quiet=False) as console:
+    with Console(OutputOptions()) as console:
         console.announce("importing")
         console.wait("reading headers")
         assert err.getvalue() == "importing\n"
-    with Console(is_quiet=True) as console:
+    with Console(OutputOptions(quiet=True)) as console:
         console.announce("importing")
     assert err.getvalue() == "importing\n"
 

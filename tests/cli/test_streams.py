@@ -129,7 +129,8 @@ def test_ranks_meet_without_the_compiler() -> None:
 import sys
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-with libraries(Console(is_quiet=True)):
+from offload.options import OutputOptions
+with libraries(Console(OutputOptions(quiet=True))):
     import torch.distributed as dist
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
