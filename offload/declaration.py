@@ -85,7 +85,6 @@ class Option:
 
     @property
     def is_number(self) -> bool:
-        """Whether its value is a plain number."""
         return self.kind in (int, float) and not self.is_several
 
     def checked(self, value: Any) -> Any:
@@ -262,6 +261,5 @@ def _all_options(record: type) -> Iterator[tuple[str, Option]]:
 
 
 def _kind(annotation: Any) -> Any:
-    """Return the first type of a field's annotation."""
     first = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
     return get_origin(first) or first

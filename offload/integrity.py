@@ -139,8 +139,6 @@ def measure(
 
 
 class _Job(NamedTuple):
-    """A batch under way."""
-
     batch: _Batch
     buffer: np.ndarray
     found: Future[list[tuple[int, int]]]
@@ -279,7 +277,6 @@ class _ReadFile(NamedTuple):
 
     @property
     def is_as_before(self) -> bool:
-        """Return whether the file has the bytes of the manifest."""
         return self.known is not None and have_same_bytes(self.sums, self.known)
 
 

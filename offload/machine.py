@@ -127,7 +127,6 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """Return (limit, used) of every memory group of this process, innermost first."""
     found = list[tuple[int, int]]()
     for folder, names in memory_groups(root, membership):
         try:

@@ -51,7 +51,6 @@ class Roles(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether every rank has a part of every layer."""
         return not self.stages
 
 
@@ -219,7 +218,6 @@ class PipelineOptions:
 
     @property
     def speculates(self) -> bool:
-        """Return whether a draft is used at all."""
         return self.mode != "plain"
 
     def num_runs(self, num_stages: int) -> int:

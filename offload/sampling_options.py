@@ -105,12 +105,10 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether no noise enters at all."""
         return self.temperature == 0
 
     @property
     def is_adjusted(self) -> bool:
-        """Return whether there are penalties or biases."""
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
 

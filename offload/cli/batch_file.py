@@ -96,7 +96,6 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
 
 
 def _request(line: str, common: Request, system: str | None) -> tuple[str | int | None, Request]:
-    """Return a line's name and request. Raises `UserError`."""
     told = _object(line)
     for key in told:
         got = f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}"

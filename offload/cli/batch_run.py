@@ -127,7 +127,6 @@ def _finished(
 
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:
-    """Return a line's own part."""
     if isinstance(outcome, UserError):
         return {"error": as_flags(str(outcome))}
     sampling = asdict(outcome.sampling)

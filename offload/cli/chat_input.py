@@ -169,7 +169,6 @@ class ChatInput:
 
 
 def _set_flag(flag: int, *, is_on: bool) -> None:
-    """Switch one of the terminal's local modes."""
     mode = termios.tcgetattr(sys.stdin)
     mode[3] = mode[3] | flag if is_on else mode[3] & ~flag
     termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)

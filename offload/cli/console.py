@@ -24,14 +24,11 @@ if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait 
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
     from offload.memory.plan import MemoryPlan
-    from offload.planning.cost_model import Curve, Prediction
+    from offload.planning.cost_model import Prediction
     from offload.planning.load_options import LoadOptions
-    from offload.planning.profile import Profile
     from offload.planning.selector import TreeChoice
 
 _CHOICES_SHOWN = 2
-_TREES_SHOWN = 5
-_RANKS_SHOWN = 6
 
 
 class Console:
@@ -193,7 +190,6 @@ class Loading(NamedTuple):
 
     @property
     def names(self) -> ModelNames:
-        """What both models are called when they run."""
         return ModelNames.of(self.model, self.draft, self.options.ranks)
 
 
@@ -292,37 +288,6 @@ def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
         f"{c.s_per_token:.4f} s/token, {c.step.limit}-bound"
         for c in candidates
     ]
-
-
-def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
-    """Return what a tune has found: acceptance by rank, the curves, and the trees that follow."""
-    costs = tuned.costs
-    one = tuned.identity
-    pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
-    ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
-    basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
-    traced = "the product form"
-    if tuned.follows_traces:
-        traced = f"the traces, smoothed by {tuned.smoothing:g}"
-    sampling = f"temperature {one.temperature:g}, top-p {one.top_p:g}, top-k {one.top_k}"
-    return "\n".join(
-        [
-            f"rule {one.rule}, {sampling}",
-            f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
-            f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
-            _curve_line("pass, computing alone (s)", costs.compute_s),
-            _curve_line("one draft step (s)", costs.draft_step_s),
-            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; at most {tuned.num_threads} compute threads; "
-            f"overlap penalty between link and computing {costs.overlap_penalty:g}",
-            "trees that --tree auto would choose from here:",
-            *candidate_rows(candidates[:_TREES_SHOWN]),
-        ]
-    )
-
-
-def _curve_line(label: str, curve: "Curve") -> str:
-    points = zip(curve.sizes, curve.seconds, strict=True)
-    return f"{label} by rows: {'  '.join(f'{size}: {second:.4g}' for size, second in points)}"
 
 
 def closing_lines(

@@ -150,7 +150,6 @@ def _write(
     skip_bad: bool,
     output: OutputOptions,
 ) -> None:
-    """Build or append, and say what came of it."""
     from offload.datastore.build import Corpus
     from offload.engine.precheck import tokenizer_place
 

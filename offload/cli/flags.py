@@ -341,7 +341,6 @@ class _GroupedCommand(TyperCommand):
 
 
 def _row(group: str, names: str, formatter: Any) -> str:
-    """Return a line, or several that are not broken within a name."""
     head = f"{'':{formatter.current_indent}}{group:<10}"
     how: Any = {"subsequent_indent": " " * len(head), "break_on_hyphens": False}
     return "\n".join([*textwrap.wrap(names, formatter.width, initial_indent=head, **how), ""])

@@ -43,7 +43,6 @@ class Launch(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Where ranks meet."""
         return self.hosts[0]
 
 

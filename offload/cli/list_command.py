@@ -51,7 +51,6 @@ def list_models(output: OutputOptions) -> None:
 
 
 def _look(name: str) -> CachedModel:
-    """Read a model's headers, as the cache has them; nothing is fetched."""
     from offload.checkpoint.download import in_cache
     from offload.checkpoint.hub import open_headers
     from offload.checkpoint.sizes import ModelFacts

@@ -66,7 +66,6 @@ def text_arguments() -> str:
 
 
 def _table(group: str) -> str:
-    """Return the options of a group, as `--help-all` lists them."""
     head = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n"
     return f"**{group}**\n\n{head}{''.join(_rows(group))}\n"
 

@@ -125,7 +125,6 @@ def model_words(model: "ModelFacts") -> str:
 
 
 def _count(number: int) -> str:
-    """Return `70.6 billion`, `15.7 million`."""
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
@@ -245,7 +244,6 @@ def wrapped(label: str, words: str) -> str:
 
 
 def _table(predictions: Sequence["Prediction"]) -> list[str]:
-    """Return what decoding is expected to take, term by term."""
     columns = f"{'tokens':>7} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
     return [f"{'':>19} {columns}", *map(_row, predictions)] if predictions else []
 

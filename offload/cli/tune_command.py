@@ -1,15 +1,24 @@
 """The command `tune`."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, profile_lines
+from offload.cli.console import Console, candidate_rows
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.options import ModelChoice, ModelOptions, OutputOptions, TuneOptions
 from offload.sampling_options import Sampling
+
+if TYPE_CHECKING:
+    from offload.planning.cost_model import Curve, Prediction
+    from offload.planning.profile import Profile
+
+_TREES_SHOWN = 5
+_RANKS_SHOWN = 6
 
 
 @flags.command(
@@ -55,3 +64,34 @@ def tune(
         )
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
     print(format_json(tuned.profile.as_dict()) if output.as_json else fitted(table, sys.stdout))
+
+
+def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
+    """Return what a tune has found: acceptance by rank, the curves, and the trees that follow."""
+    costs = tuned.costs
+    one = tuned.identity
+    pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
+    ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
+    basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
+    traced = "the product form"
+    if tuned.follows_traces:
+        traced = f"the traces, smoothed by {tuned.smoothing:g}"
+    sampling = f"temperature {one.temperature:g}, top-p {one.top_p:g}, top-k {one.top_k}"
+    return "\n".join(
+        [
+            f"rule {one.rule}, {sampling}",
+            f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
+            f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
+            _curve_line("pass, computing alone (s)", costs.compute_s),
+            _curve_line("one draft step (s)", costs.draft_step_s),
+            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; at most {tuned.num_threads} compute threads; "
+            f"overlap penalty between link and computing {costs.overlap_penalty:g}",
+            "trees that --tree auto would choose from here:",
+            *candidate_rows(candidates[:_TREES_SHOWN]),
+        ]
+    )
+
+
+def _curve_line(label: str, curve: "Curve") -> str:
+    points = zip(curve.sizes, curve.seconds, strict=True)
+    return f"{label} by rows: {'  '.join(f'{size}: {second:.4g}' for size, second in points)}"

@@ -101,7 +101,6 @@ class OffloadLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context."""
         if self._prefix is not None:
             return self._prefix
         begins = self.tokenizer.bos_token_id
@@ -109,7 +108,6 @@ class OffloadLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Positions that there is room for."""
         return self.decoder.plan.context
 
     @property
@@ -266,7 +264,6 @@ def _bar(what: str, total: int, is_disabled: bool) -> Any:
 def _load(
     model: str, device: str | None, batch_size: int | str, load_args: dict[str, Any]
 ) -> Decoder:
-    """Raises `UserError`."""
     known = signature(load).parameters
     rule = f"model_args must be of {', '.join(known)}"
     for name, value in load_args.items():

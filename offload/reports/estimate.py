@@ -317,7 +317,6 @@ class DraftCandidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The draft in words."""
         is_copy = copy_bits(self.draft) is not None
         name = self.draft if self.draft is None or is_copy else name_of(self.draft)
         how = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""

@@ -145,12 +145,10 @@ class ClusterForecast(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the passes that decoding will make."""
         return self.rates[-1].shape.num_nodes
 
     @property
     def usual(self) -> ForecastPass:
-        """The pass that decoding will make."""
         return next(one for one in self.passes if one.num_rows == self.num_rows)
 
     def as_dict(self) -> dict[str, object]:
@@ -382,7 +380,6 @@ def _stage_times(
 def _better(
     request: ClusterRequest, shards: ClusterForecast, stages: ClusterForecast
 ) -> tuple[Kind, str]:
-    """Return the quicker way, and why."""
     if len(request.cluster.ranks) == 1:
         return "shards", "one rank has all of it either way"
     for way, other in ((shards, stages), (stages, shards)):

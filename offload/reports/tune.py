@@ -115,7 +115,6 @@ def tune(
 
 
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
-    """Raise `UserError` for text that no profile is made for."""
     lenience = options.lenience
     require(lenience == 1, "`lenience` must be 1 for a profile", lenience, "leave it out")
     what = sampling.unprofiled

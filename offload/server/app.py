@@ -184,8 +184,6 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
 
 
 def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
-    """Return the route with every error as an answer."""
-
     async def answered(request: HttpRequest) -> Response:
         try:
             found: Response = await route(request)
@@ -264,7 +262,6 @@ async def _answer(
 
 
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
-    """Return the body, checked. Raises `Refusal`."""
     _engine(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # a stranger's page can send any other kind without asking first
@@ -300,7 +297,6 @@ def _model_card(request: HttpRequest) -> dict[str, Any]:
 
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
-    """Answer for paths and methods that are not there."""
     assert isinstance(error, HTTPException), "registered for these"
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
     what = f"{request.method} {path:.80}"

@@ -197,7 +197,6 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
 
     @property
     def num_texts(self) -> int:
-        """Choices of all prompts."""
         return self.num_choices
 
     @property
@@ -324,7 +323,6 @@ class CompletionBody(Body):
 
     @property
     def num_texts(self) -> int:
-        """Choices of all prompts."""
         return self.num_choices * len(self.prompts)
 
     @property
@@ -542,7 +540,6 @@ def _order(
 
 
 def _sampling(settings: ServerSettings, body: Body) -> Sampling:
-    """Return what a body says, else what the server was told; without a seed any."""
     given: dict[str, Any] = {}
     for name, one in options_at("http", Sampling).items():
         value = getattr(body, name)
