@@ -53,13 +53,18 @@ class ResultsFile:
 
     def find(self, lines: Sequence[bytes], tasks: Sequence[BatchTask]) -> None:
         """Note what is done already. Raises `UserError` where a line is of other tasks."""
+        from offload.checkpoint.identity import ModelIdentity  # only a run needs it
+
         digests = {(task.index, task.sample): task.digest for task in tasks}
         seen = set[str]()
         for number, line in enumerate(lines, start=1):
             key, digest, model, has_failed = self._told(line, number)
             if (name := json.dumps(model, sort_keys=True)) not in seen:
                 seen.add(name)
-                self.models[number] = self._identity(model, number)
+                if (found := ModelIdentity.parse(model)) is None:
+                    what = "does not tell of which model it is, an earlier version wrote it"
+                    raise UserError(f"{self.name}, line {number} {what}: name another file")
+                self.models[number] = found
             index, sample = key
             what = ""
             if key in self.done:
@@ -85,15 +90,6 @@ class ResultsFile:
             if what := difference(model):
                 which = f"{self.name}, line {number} is not of this model ({what})"
                 raise UserError(f"{which}: {_OTHER}")
-
-    def _identity(self, model: Any, number: int) -> "ModelIdentity":
-        from offload.checkpoint.identity import ModelIdentity  # only a run needs it
-
-        found = ModelIdentity.parse(model)
-        if found is None:
-            what = f"{self.name}, line {number} does not tell of which model it is, an earlier version wrote it"
-            raise UserError(f"{what}: name another file")
-        return found
 
     def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, Any, bool]:
         try:

@@ -130,6 +130,7 @@ _TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
 Stop = Annotated[str, Field(max_length=1024)]
+Ignored = Annotated[Any, Field(exclude=True)]  # it has no meaning here
 Stops = Annotated[list[Stop], Field(max_length=16)]  # each is looked for in every pass
 
 
@@ -175,13 +176,12 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | Stops | None = None
     offload: Extension | None = None
-    # Without meaning here.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -202,7 +202,8 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     @property
     def ignored(self) -> list[str]:
         """Fields that were given and change nothing."""
-        given = self.model_fields_set & _WITHOUT_MEANING
+        known = type(self).model_fields
+        given = (name for name in self.model_fields_set if known[name].exclude)
         return sorted(name for name in given if getattr(self, name) is not None)
 
 
@@ -234,11 +235,10 @@ class ChatBody(Body):
     tools: list[ToolBody] | None = None
     tool_choice: str | dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
-    # Without meaning here.
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    prediction: Any = None
+    parallel_tool_calls: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    prediction: Ignored = None
 
     @property
     def told(self) -> list[dict[str, Any]]:
@@ -342,11 +342,6 @@ class CompletionBody(Body):
         are_ids = isinstance(self.prompt[0], int)
         return [self.prompt] if are_ids else list(self.prompt)  # type: ignore[list-item, arg-type]
 
-
-_WITHOUT_MEANING = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("parallel_tool_calls", "reasoning_effort", "verbosity", "prediction"),
-}
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 

@@ -361,7 +361,7 @@ class _counted_runs(list[object]):  # noqa: N801  a context manager
 def test_a_result_of_a_prompt_that_has_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: Any = [SimpleNamespace(index=index, sample=0, digest="d") for index in range(2)]
     results = ResultsFile("res", lambda _: None)
-    monkeypatch.setattr(results, "_identity", lambda *_: None)
+    monkeypatch.setattr("offload.checkpoint.identity.ModelIdentity.parse", lambda _: SimpleNamespace())
     line = b'{"index": 4, "sample": 0, "request": "d", "model": null}'
     with pytest.raises(UserError, match="line 1 has the result of index 4, sample 0; there are 2 prompts"):
         results.find([line], tasks)
