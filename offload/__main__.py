@@ -15,19 +15,17 @@ from typing import Any
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 _ASK_AGAIN_S = 0.02
 # each an exception, so that a session is written and the terminal echoes
-_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Run the `offload` command."""
     _open_closed_streams()
     sys.stdout = _buffered(sys.stdout)
-    # not ignored, as in the background of a shell
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _unraisable
     for number in _ENDINGS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # not ignored, as under `nohup`
+        # not ignored, as in the background of a shell or under `nohup`
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end)
     try:
         from offload.commands import main as run
@@ -60,21 +58,19 @@ def _buffered(stdout: Any) -> Any:
     return stdout
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`, but not within an import.
+def _end(number: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt` or `SystemExit`, but not within an import.
 
     What is half imported takes it for an error of its own, or swallows it.
     """
-    if not _is_importing(frame):
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _send_later(number)
+            return
+        frame = frame.f_back
+    if number == signal.SIGINT:
         raise KeyboardInterrupt
-    _send_later(number)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Raise `SystemExit` for a signal that ends a program, but not within an import."""
-    if not _is_importing(frame):
-        sys.exit(128 + number)
-    _send_later(number)
+    sys.exit(128 + number)
 
 
 def _unraisable(what: "sys.UnraisableHookArgs") -> None:
@@ -91,14 +87,6 @@ def _send_later(number: int) -> None:
     again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 if __name__ == "__main__":

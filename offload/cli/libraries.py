@@ -44,13 +44,25 @@ def libraries(
 
     `before_leaving` is called where Ctrl-C ends the program meanwhile.
     """
-    with _heard(console.say):
+    said = set[str]()
+
+    def tell(origin: str, message: object) -> None:
+        line = " ".join(f"{origin}: {message}".split())
+        if line not in said:
+            said.add(line)
+            console.say(line)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)
         if "torch" in sys.modules:
             console.wait(_PHASE)
         else:
             console.announce(_PHASE)
             _import(before_leaving)
-            _hear("transformers", console.say)
+            # its own settings decide how much it logs
+            handler = logging.Handler()
+            handler.emit = lambda record: tell("transformers", record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger("transformers").handlers[:] = [handler]
         yield
 
 
@@ -123,33 +135,3 @@ def _leave(before_leaving: Callable[[], None]) -> None:
     before_leaving()
     os.write(2, b"\r\x1b[Koffload: interrupted\n" if os.isatty(2) else b"offload: interrupted\n")
     os._exit(128 + signal.SIGINT)
-
-
-def _once(say: Callable[[str], None]) -> Callable[[str, object], None]:
-    """Say each message once, in one line, behind where it comes from."""
-    said = set[str]()
-
-    def tell(origin: str, message: object) -> None:
-        line = " ".join(f"{origin}: {message}".split())
-        if line not in said:
-            said.add(line)
-            say(line)
-
-    return tell
-
-
-def _hear(library: str, say: Callable[[str], None]) -> None:
-    """Let a library's log say what it would write to stderr; its own settings decide how much."""
-    handler = logging.Handler()
-    tell = _once(say)
-    handler.emit = lambda record: tell(library, record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(library).handlers[:] = [handler]
-
-
-@contextmanager
-def _heard(say: Callable[[str], None]) -> Iterator[None]:
-    """Turn warnings of Python into lines meanwhile."""
-    tell = _once(say)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)
-        yield
