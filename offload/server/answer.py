@@ -6,23 +6,34 @@ write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 an ans
 object (with `parameters`), Mistral a list of them. `TokenNames` tells of single tokens: a token's
 text alone may be half a character, its bytes are exact.
 
+`arrivals` brings pieces of several texts from the engine's thread into the server's loop. A stream is
+server-sent events: chunks of an answer, comments at once and while there are none, and the end. An
+error that comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
+
 Invariants: the chunks of a stream, put together, are the choices of the answer that is sent whole.
-Text that turns out to be no call is handed out as text, and none of it is lost.
+Text that turns out to be no call is handed out as text, and none of it is lost. A client that is
+gone cancels what it has asked for: one that hangs up, a task that is cancelled and an error all
+leave by the same door, which cancels every ticket; for those that have ended that is nothing.
 """
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Sequence, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
+from contextlib import aclosing
 from functools import lru_cache
 from typing import Any, ClassVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from offload import __version__
 from offload.engine.generation import Generation
 from offload.engine.job import TextPiece, Ticket
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.engine.text import Tokenizer, TokenPieces
-from offload.server.protocol import Body, ChatBody, closing
+from offload.server.protocol import Body, ChatBody, closing, refusal_of
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -335,3 +346,136 @@ class CompletionAnswer(Answer):
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
         return self._text(index, result.text, result.finish_reason, result.logprobs or ())
+
+
+class ClientGone(Exception):  # noqa: N818
+    """The client does not wait for the answer any more."""
+
+
+async def arrivals(
+    tickets: Sequence[Ticket], receive: Receive, every_s: float | None = None
+) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
+    """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
+
+    None alone comes at once, and whenever nothing has come for so long. Raises `ClientGone`. When
+    this is closed every ticket is cancelled.
+
+    Args:
+        receive: tells when the client has gone, once the body was read.
+    """
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    watch = asyncio.create_task(_until_gone(receive))
+    watch.add_done_callback(lambda _: came.set())
+
+    def tell() -> None:
+        # in the engine's thread, which may outlive the loop
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(came.set)
+
+    try:
+        for ticket in tickets:
+            ticket.listen(tell)
+        # from here on closing cancels them, also where no piece is ever taken
+        yield None
+        left = dict(enumerate(tickets))
+        while left:
+            came.clear()
+            for index, ticket in list(left.items()):
+                # before its pieces are taken, so that none comes behind the end
+                is_done = ticket.is_done
+                for piece in ticket.take():
+                    yield index, piece
+                if is_done:
+                    del left[index]
+                    yield index, None
+            if left and not watch.done():
+                try:
+                    async with asyncio.timeout(every_s):
+                        await came.wait()
+                except TimeoutError:
+                    yield None
+            if watch.done():
+                raise ClientGone
+    finally:
+        watch.cancel()
+        for ticket in tickets:
+            ticket.cancel()
+            ticket.listen(None)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+ALIVE = b": waiting\n\n"
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """An answer, chunk by chunk.
+
+    Args:
+        keep_alive_s: without a chunk, after which a comment is sent.
+        on_error: hears of errors that the client is told.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answer: Answer,
+        tickets: Sequence[Ticket],
+        headers: Mapping[str, str],
+        *,
+        keep_alive_s: float,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(headers={**_HEADERS, **headers})
+        del self.headers["content-length"]
+        self._answer = answer
+        self._tickets = tickets
+        self._keep_alive_s = keep_alive_s
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, unless the client goes first."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        try:
+            pieces = arrivals(self._tickets, receive, self._keep_alive_s)
+            async with aclosing(pieces), aclosing(self._events(pieces)) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except ClientGone:
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(
+        self, pieces: AsyncIterator[tuple[int, TextPiece | None] | None]
+    ) -> AsyncGenerator[bytes]:
+        opening = self._answer.opening()
+        try:
+            async for arrival in pieces:
+                if arrival is None:
+                    # also at once: a pass takes seconds, and a client that waits for a place wants
+                    # to know that it does
+                    yield ALIVE
+                for chunk in opening if arrival is None else self._answer.chunks(*arrival):
+                    yield _event(chunk)
+                opening = []
+        except ClientGone:
+            raise
+        except Exception as error:
+            self._on_error(error)
+            yield _event(refusal_of(error).as_dict())
+            return
+        for chunk in self._answer.closing():
+            yield _event(chunk)
+        yield b"data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    told = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {told}\n\n".encode()

@@ -32,7 +32,15 @@ from offload.engine.scheduler import EngineFigures
 from offload.engine.service import Engine
 from offload.errors import RunError
 from offload.sampling_options import Sampling
-from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
+from offload.server.answer import (
+    Answer,
+    ChatAnswer,
+    ClientGone,
+    CompletionAnswer,
+    EventStream,
+    TokenNames,
+    arrivals,
+)
 from offload.server.network import Guard, answer
 from offload.server.protocol import (
     AnyBody,
@@ -47,7 +55,6 @@ from offload.server.protocol import (
     parse,
     refusal_of,
 )
-from offload.server.stream import ClientGone, EventStream, arrivals
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
