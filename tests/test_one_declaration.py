@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import pytest
 from forked import popen
 
 import offload
-from offload.cli import option_docs
 from offload.declaration import options_of
 from offload.sampling_options import Sampling
 
@@ -23,12 +23,12 @@ MADE_UP = """\
     )
 """
 LOOK = """
-import json, sys
+import json, runpy, sys
 for name in [one for one in sys.modules if one.partition(".")[0] == "offload"]:
     del sys.modules[name]  # of the process that this one was forked from
 from unittest.mock import patch
 import typer
-from offload.cli import batch_file, chat_commands, main, option_docs
+from offload.cli import batch_file, chat_commands, main
 from offload.sampling_options import Sampling
 from offload.engine.request import request_of
 from offload.distributed.orders import reset_message, sampling_of
@@ -46,6 +46,7 @@ def refusal(*arguments):
 
 command = main.every_command()["generate"]
 context = command.make_context("generate", [], resilient_parsing=True)
+option_docs = runpy.run_path(".ci/option_docs.py")
 context.meta["--help-all"] = True
 found = {
     "help": command.get_help(context),
@@ -57,8 +58,8 @@ found = {
     "Python": request_of("x", {"made_up": 0.25}).sampling.made_up,
     "ranks": sampling_of(reset_message(0, Sampling(made_up=0.25))).made_up,
     "lm-eval": [*options_at("harness", Sampling)],
-    "docs": option_docs.with_table(""),
-    "arguments": option_docs.text_arguments(),
+    "docs": option_docs["with_table"](""),
+    "arguments": option_docs["text_arguments"](),
 }
 import os
 os.environ["OFFLOAD_MADE_UP"] = "3"
@@ -76,7 +77,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a copy of the program shows of an option that was added to it in one place."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(PACKAGE, folder / "offload", ignore=shutil.ignore_patterns("demo_pair", "__pycache__"))
-    for name in ("bench", "kernels", "pyproject.toml"):
+    for name in ("bench", "kernels", "pyproject.toml", ".ci"):
         (folder / name).symlink_to(PACKAGE.parent / name)
     source = folder / "offload" / "sampling_options.py"
     before, mark, after = source.read_text().partition("    seed: int = option(")
@@ -130,9 +131,10 @@ def test_other_names_of_an_option_are_taken_at_the_doors_of_programs() -> None:
 
 
 def test_documents_are_current() -> None:
-    """`python -m offload.cli.option_docs` writes both."""
-    assert option_docs.FLAGS.read_text("utf-8") == option_docs.with_table(option_docs.FLAGS.read_text("utf-8"))
-    assert option_docs.ARGUMENTS.read_text("utf-8") == option_docs.text_arguments()
+    """`python .ci/option_docs.py` writes both."""
+    made = runpy.run_path(str(PACKAGE.parent / ".ci" / "option_docs.py"))
+    flags = made["FLAGS"].read_text("utf-8")
+    assert flags == made["with_table"](flags) and made["ARGUMENTS"].read_text("utf-8") == made["text_arguments"]()
 
 
 def test_no_other_file_names_an_option_of_drawing() -> None:

@@ -1,6 +1,6 @@
 """Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
 
-Made by `python -m offload.cli.option_docs` of what is declared: change that.
+Made by `python .ci/option_docs.py` of what is declared: change that.
 """
 
 import collections.abc

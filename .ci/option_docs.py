@@ -1,6 +1,6 @@
 """What is written of the declared options: the table in docs/flags.md, and keywords of `Decoder.generate` for editors.
 
-    python -m offload.cli.option_docs
+    python .ci/option_docs.py
 
 writes both into a checkout; a test compares them.
 """
@@ -14,10 +14,10 @@ from offload.declaration import GROUPS, Option, options_at, options_of
 from offload.options import RECORDS, TextOptions
 from offload.sampling_options import Sampling
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
 ARGUMENTS = ROOT / "offload" / "engine" / "text_arguments.py"
-_BEGIN = "<!-- options: made by python -m offload.cli.option_docs -->\n"
+_BEGIN = "<!-- options: made by python .ci/option_docs.py -->\n"
 _END = "<!-- end of options -->\n"
 _DOORS = {
     "python": "Python",
@@ -28,7 +28,7 @@ _DOORS = {
 }
 _HEAD = '''"""Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
 
-Made by `python -m offload.cli.option_docs` of what is declared: change that.
+Made by `python .ci/option_docs.py` of what is declared: change that.
 """
 
 import collections.abc
