@@ -137,15 +137,25 @@ class _Choice:
             return self._judge()
         self._recent.append(seconds)
         self._wait = {move: wait - 1 for move, wait in self._wait.items()}
-        if self._has_slowed():
+        lately = list(self._recent)[-_NUM_TRIED:]
+        if len(lately) == _NUM_TRIED and self._compared_s == float("inf"):
+            self._compared_s = median(lately)  # where there is nothing to try for long
+        if len(lately) == _NUM_TRIED and median(lately) > _SLOWED * self._compared_s:
             # what was usual before is over
-            self._recent = deque(list(self._recent)[-_NUM_TRIED:], _NUM_RECENT)
+            self._recent = deque(lately, _NUM_RECENT)
             # others are there: leave more
             self._compared_s = median(self._recent)
             self._wait["fewer"] = 0
             if not self.usual.is_asleep:
                 self._wait["other way"] = 0
-        self._try_next()
+        for move in sorted(self._wait, key=self._wait.__getitem__):
+            mode = self._after(move)
+            if mode is not None and self._wait[move] <= 0:
+                self.mode = mode
+                self._move = move
+                self._tried = []
+                self._compared_s = median(self._recent)
+                break
         return False
 
     def hear(self, other: "_Choice") -> None:
@@ -167,22 +177,6 @@ class _Choice:
             if mode and usual_s and (lost_s := self._seen_s.get(mode, 0.0) - usual_s) > 0:
                 waits[move] = max(least, _steps_for(lost_s, usual_s))
         return waits
-
-    def _has_slowed(self) -> bool:
-        lately = list(self._recent)[-_NUM_TRIED:]
-        if len(lately) == _NUM_TRIED and self._compared_s == float("inf"):
-            self._compared_s = median(lately)  # where there is nothing to try for long
-        return len(lately) == _NUM_TRIED and median(lately) > _SLOWED * self._compared_s
-
-    def _try_next(self) -> None:
-        for move in sorted(self._wait, key=self._wait.__getitem__):
-            mode = self._after(move)
-            if mode is not None and self._wait[move] <= 0:
-                self.mode = mode
-                self._move = move
-                self._tried = []
-                self._compared_s = median(self._recent)
-                return
 
     def _after(self, move: str) -> Mode | None:
         """Return the mode that a move leads to, if there is one."""

@@ -88,18 +88,15 @@ class ChatInput:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with held_back():
-            self._leave(kind)
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
-        if self._is_typed:
-            if kind is not None:  # what was typed ahead was not meant for the shell
-                termios.tcflush(sys.stdin, termios.TCIFLUSH)
-            _set_flag(termios.NOFLSH, is_on=not self._is_flushed)
-        if self._readline is not None:
-            self._readline.set_history_length(_NUM_REMEMBERED)
-            with suppress(OSError):  # a folder that cannot be written to ends no conversation
-                _history().parent.mkdir(parents=True, exist_ok=True)
-                self._keep_history()
+            if self._is_typed:
+                if kind is not None:  # what was typed ahead was not meant for the shell
+                    termios.tcflush(sys.stdin, termios.TCIFLUSH)
+                _set_flag(termios.NOFLSH, is_on=not self._is_flushed)
+            if self._readline is not None:
+                self._readline.set_history_length(_NUM_REMEMBERED)
+                with suppress(OSError):  # a folder that cannot be written to ends no conversation
+                    _history().parent.mkdir(parents=True, exist_ok=True)
+                    self._keep_history()
 
     def read(self) -> Entry | None:
         """Return the next entry, or None where there are no more.

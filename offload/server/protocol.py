@@ -78,7 +78,11 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):
-        again = {"Retry-After": str(_wait_s(figures))}
+        wait_s = 1.0
+        if figures is not None:  # about as long as those before had to wait
+            num_begun = max(1, figures.num_done + figures.num_cancelled + figures.num_active)
+            wait_s = min(max(1.0, figures.waited_s / num_begun), _MOST_WAIT_S)
+        again = {"Retry-After": str(round(wait_s))}
         return Refusal(429, str(error), code="queue_full", headers=again)
     if isinstance(error, Closing):
         return closing()
@@ -110,14 +114,6 @@ def no_such_model(model: str, model_id: str) -> Refusal:
         "start it with --alias to give it other names"
     )
     return Refusal(404, message, code="model_not_found", param="model")
-
-
-def _wait_s(figures: EngineFigures | None) -> int:
-    """Return about as long as those before had to wait."""
-    if figures is None:
-        return 1
-    num_begun = max(1, figures.num_done + figures.num_cancelled + figures.num_active)
-    return round(min(max(1.0, figures.waited_s / num_begun), _MOST_WAIT_S))
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
