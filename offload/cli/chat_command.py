@@ -4,8 +4,8 @@ from offload.checkpoint.files import cache_folder
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
+from offload.cli.launch import is_worker
 from offload.cli.libraries import libraries
-from offload.cli.rank_process import is_worker
 from offload.cli.sampling import GivenSampling
 from offload.cli.session_file import found_session
 from offload.options import ModelOptions, OutputOptions, SamplingOptions, TalkingModels, TextOptions

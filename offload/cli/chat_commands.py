@@ -15,7 +15,6 @@ from offload.cli.session_file import saving
 from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.chat import Chat
 from offload.errors import UserError, did_you_mean
-from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
 from offload.sampling_options import Sampling
 
@@ -50,13 +49,11 @@ class ChatCommands:
     def __init__(
         self,
         chat: Chat,
-        plan: MemoryPlan,
         console: Console,
         own_bytes: int = 0,
         session: Path | None = None,
     ) -> None:
         self._chat = chat
-        self._plan = plan
         self._own_bytes = own_bytes
         self._session = session
         self._console = console
@@ -165,9 +162,9 @@ class ChatCommands:
         result = self._chat.turn.result()
         stats = result.stats
         num_used = stats.num_prompt_tokens + stats.num_new_tokens
-        used = f"{num_used} of {self._plan.context} positions used"
+        used = f"{num_used} of {result.plan.context} positions used"
         is_decimal = self._console.is_decimal
-        memory = memory_line(stats, self._plan, self._own_bytes, is_decimal=is_decimal)
+        memory = memory_line(stats, result.plan, self._own_bytes, is_decimal=is_decimal)
         self._say(f"{turn_line(stats, result.finish_reason)}\n{used}; {memory}")
 
 

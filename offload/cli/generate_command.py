@@ -3,9 +3,9 @@
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
+from offload.cli.launch import is_worker
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import asked_prompt
-from offload.cli.rank_process import is_worker
 from offload.cli.sampling import GivenSampling, found_grammar
 from offload.cli.session_file import found_session
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions

@@ -1,9 +1,10 @@
 """Many ranks of one command on this host, by torchrun's own launcher, which is called in this
-process.
+process; and what the command line does otherwise in a process that is one of them.
 
-Standard streams are the ranks' own; this process only starts them, hands on Ctrl-C, and makes one
-exit code of theirs.
-Invariant: no rank outlives it, however it ends (see `rank_process`).
+Standard streams are the ranks' own; the launcher only starts them, hands on Ctrl-C, and makes one
+exit code of theirs. Rank 0 owns standard input and output. The others read and write nothing, leave
+Ctrl-C to rank 0, and tell it why they fail; only where it does not hear that, they print the line
+themselves. Invariant: no rank outlives the launcher, however it ends.
 """
 
 import os
@@ -17,7 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from offload.errors import UserError, reason, require
+from offload.cli.flags import error_line
+from offload.cli.live_line import print_error
+from offload.errors import TOLD, RankError, UserError, reason, require
+from offload.rank_roles import RankInfo, find_place
 
 # the process that the ranks' parent must be; variables that set flags begin with OFFLOAD_
 LAUNCHER = "_OFFLOAD_LAUNCHER"
@@ -30,6 +34,9 @@ _HOST_RULE = "--hosts must name this host once"
 # there the second ends the program in order; elsewhere two are enough
 _KILLING_PRESSES = {"chat": 3}
 _PRESSES_WITHIN_S = 10.0
+_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_MEET_HEAD_S = 5.0
+_HEARD_S = 3.0
 
 
 class Launch(NamedTuple):
@@ -225,3 +232,89 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
+    """Take this process's place, if the command is for many ranks and a launcher started it.
+
+    Raises `UserError`.
+
+    Args:
+        own: what is set for it elsewhere, by parameter.
+    """
+    # of benches the last
+    is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")
+    place = find_place() if is_told and takes_ranks(command) else None
+    if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return place
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what is lost is said in a line of ours
+    _end_with_parent(signal.SIGKILL if place.rank else signal.SIGTERM)
+    if place.rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+    return place
+
+
+def is_worker(ranks: str | None) -> bool:
+    """Return whether another rank talks to the user; never without roles of ranks.
+
+    Raises `UserError`.
+    """
+    place = None if ranks is None else find_place()
+    return place is not None and place.rank > 0
+
+
+def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
+    """Return the exit code of a rank that has failed, and print its line if no other can.
+
+    That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the
+    silence of rank 0 it is the launcher beside it, which will have to kill it.
+    """
+    if place.rank == 0:
+        are_all_here = LAUNCHER in os.environ and place.num_on_host == place.num_ranks
+        if are_all_here and getattr(error, "is_death", False):
+            return EXIT_UNSAID
+        print_error(line)
+        return code
+    if isinstance(error, RankError):
+        is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index
+        if (place.host_index and not error.is_head_told) or (error.is_head_silent and not is_known):
+            _print(place, line)
+        return 0 if error.is_head_told else EXIT_HEAD_SILENT if is_known else code
+    if TOLD not in getattr(error, "__notes__", ()) and not _is_heard(place, line):
+        _print(place, line)
+    return code
+
+
+def _is_heard(place: RankInfo, line: str) -> bool:
+    """Leave the line where rank 0 looks while it waits for this one; return whether it was heard.
+
+    A rank 0 that fails in the same way ends both.
+    """
+    from offload.distributed.join import leave_reason
+
+    try:
+        return leave_reason(place, line, meet_s=_MEET_HEAD_S, heard_s=_HEARD_S)
+    except UserError:  # no rank is there
+        return False
+
+
+def _print(place: RankInfo, line: str) -> None:
+    print(error_line(f"rank {place.rank}: {line}"), file=sys.stderr, flush=True)
+
+
+def _end_with_parent(number: int) -> None:
+    """Have a signal sent here when the launcher ends, however that happens.
+
+    It is sent now if the launcher has ended already.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)

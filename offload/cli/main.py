@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from offload.cli import flags, rank_process
+from offload.cli import flags, launch
 from offload.cli.app import app, every_command
 from offload.cli.failures import is_stuck, leave, machine_failure
 from offload.cli.flags import error_line
@@ -42,7 +42,7 @@ def main() -> None:
                 commands = every_command()
                 commands.pop("bench", None)
                 own = flags.find_defaults(commands)
-            place = rank_process.begin(given, own.by_command.get(given[0], {}))
+            place = launch.begin(given, own.by_command.get(given[0], {}))
             if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
                 print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
@@ -129,6 +129,6 @@ def _fail(
             cause = cause.__context__
         traceback.print_exception(error)
     if place is not None and error is not None:
-        sys.exit(rank_process.leave(place, error, message, code))
+        sys.exit(launch.leave(place, error, message, code))
     print_error(message)
     sys.exit(code)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from offload.cli.batch_file import read_tasks, varied
 from offload.cli.console import Console, Loading
+from offload.cli.launch import is_worker
 from offload.cli.libraries import libraries
-from offload.cli.rank_process import is_worker
 from offload.cli.results_file import open_results
 from offload.errors import UserError, require
 from offload.options import TextOptions

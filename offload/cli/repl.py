@@ -113,7 +113,7 @@ def converse(
             _go_on(chat, text, console)
         console.say(HINT)
         terminal.end()
-        commands = ChatCommands(chat, decoder.plan, console, own_bytes, text.session)
+        commands = ChatCommands(chat, console, own_bytes, text.session)
         answer_questions(chat, commands, decoder.plan, console, brake, text.session)
 
 

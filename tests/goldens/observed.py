@@ -111,7 +111,7 @@ def names_of_doors(folder: Path, model: Path) -> dict[str, Any]:
     prompts.write_text('{"prompt": "x", "nonsense": 1}\n')
     batch = refusal("generate", "-m", model, "-f", prompts)
     with pytest.raises(UserError) as refused:
-        list(ChatCommands(MagicMock(), MagicMock(), MagicMock()).obey("/set", "nonsense 1") or ())
+        list(ChatCommands(MagicMock(), MagicMock()).obey("/set", "nonsense 1") or ())
     with pytest.raises(TypeError) as unknown:
         Decoder.stream(SimpleNamespace(start=None), "x", nonsense=1)  # type: ignore[arg-type, call-arg]
     return {
@@ -240,7 +240,7 @@ def in_chat(text: str) -> None:
     from offload.sampling_options import Sampling
 
     chat = SimpleNamespace(sampling=Sampling(), max_new_tokens=None, stop=None)
-    ChatCommands(chat, MagicMock(), MagicMock()).obey("/set", text)  # type: ignore[arg-type]
+    ChatCommands(chat, MagicMock()).obey("/set", text)  # type: ignore[arg-type]
 
 
 def plans(folder: Path) -> dict[str, Any]:
