@@ -1,6 +1,5 @@
 """The command `chat`."""
 
-from offload.checkpoint.files import cache_folder
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
@@ -53,6 +52,6 @@ def chat(
             if models.demo:
                 from offload.cli.demo import packaged_chat
 
-                with console.making_target(cache_folder()) as landed:
+                with console.making_target() as landed:
                     model, options = packaged_chat(options, landed)
             converse(Loading(model, draft, options, note), console, text_options, chosen, terminal)

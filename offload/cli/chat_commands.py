@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.cli.console import Console, memory_line, turn_line
-from offload.cli.live_line import fitted
-from offload.cli.progress import plural
+from offload.cli.live_line import fitted, plural
 from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling import sampling_words
 from offload.cli.session_file import saving

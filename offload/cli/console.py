@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.trial import ComparisonOutcome, used
+from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
-from offload.cli.live_line import LiveLine, fitted
-from offload.cli.progress import Phase, Progress, TextProgress, plural
+from offload.cli.live_line import LiveLine, Phase, Progress, TextProgress, fitted, plural
 from offload.engine.hooks import Hooks
 from offload.options import OutputOptions
 from offload.stats import Stats
@@ -115,7 +115,7 @@ class Console:
         phase.reach(done_bytes, total_bytes)
 
     @contextmanager
-    def making_target(self, folder: Path) -> Iterator[Callable[[int, int], None]]:
+    def making_target(self) -> Iterator[Callable[[int, int], None]]:
         """Yield what shows how far a packaged target is; where one was made, say that it stays."""
         num_bytes = 0
 
@@ -127,7 +127,7 @@ class Console:
         yield landed
         if num_bytes:
             size = format_bytes(num_bytes, is_decimal=True)
-            self.say(f"made the packaged model: {size}, which stay in {folder}")
+            self.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
 
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""

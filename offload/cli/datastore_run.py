@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.cli.console import Console
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.datastore.build import Coder, Corpus, Messages, OnPhase, joined
 from offload.datastore.index import TokenWidth
 from offload.datastore.store import Store

@@ -3,12 +3,11 @@
 import json
 from functools import partial
 
-from offload.checkpoint.files import cache_folder
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, ModelNames
 from offload.cli.libraries import libraries
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.cli.prompt_input import read_prompt
 from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.sampling_options import Sampling
@@ -54,7 +53,7 @@ def demo(
         link_limit = model_options.link_limit
         options = packaged.demo_options(ram, tree, rule=rule, link_limit=link_limit)
         packaged.check(request)
-        with console.making_target(cache_folder()) as landed:
+        with console.making_target() as landed:
             target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
             console.detail(f"target in {target}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder

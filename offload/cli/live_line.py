@@ -5,6 +5,9 @@ mid-line, the line lies in the row below, and the cursor goes back to where text
 of its own keeps the line moving, for an import or a large read tells nothing of itself. Invariant:
 no byte of the line is on the screen while text is written; what cannot be drawn over (`TERM=dumb`,
 a file, a pipe) gets a plain line now and then instead.
+
+How far something is comes as the parts of the line: the most telling first, because a narrow
+terminal shows no more.
 """
 
 import os
@@ -13,15 +16,21 @@ import shutil
 import sys
 import textwrap
 import threading
+import time
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from io import UnsupportedOperation
 from typing import TYPE_CHECKING, TextIO
 
 from offload.cli.flags import error_line
 from offload.interrupts import held_back
+from offload.stats import Stats
+from offload.units import format_bytes
 
-if TYPE_CHECKING:
-    from offload.cli.progress import Progress
+if TYPE_CHECKING:  # it brings torch along
+    from offload.engine.generation import Run
 
 # between two lines on a terminal, on one that cannot redraw, in a file
 _TICK_S = 0.25
@@ -36,6 +45,171 @@ _CLEAR_ROW = "\x1b[K"
 _CLEAR_BELOW = "\x1b[J"
 # a name of a list, and the blanks before what is said of it
 _NAMED = re.compile(r" *(?=\S)[^\n]{1,20}?\S {2,}(?=\S)")
+_QUIET_S = 1.0  # what is over sooner needs no clock
+_TELLING_SHARE = 0.02  # of the work, from which on the rest can be foretold
+
+
+@dataclass
+class Phase:
+    """Something under way, of which a share may be known to be done."""
+
+    label: str
+    done: float = 0
+    total: float = 0  # 0 where it is not known how much there is
+    is_in_bytes: bool = False
+    is_decimal: bool = False
+    num_layers: int = 0  # that have run meanwhile
+    started_s: float = field(default_factory=time.monotonic)
+    reached_s: float = 0.0  # when so much was done, counted from the start
+
+    def reach(self, done: float, total: float) -> None:
+        """Note that so much is done by now."""
+        self.done = done
+        self.total = total
+        self.reached_s = time.monotonic() - self.started_s
+
+    def parts(self) -> list[str]:
+        """Return such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`, `1.5 GiB/s`."""
+        elapsed_s = time.monotonic() - self.started_s
+        layers = [f"{plural(self.num_layers, 'layer')} run"] if self.num_layers else []
+        clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
+        if not self.total:
+            return [self.label, *clock, *layers]
+        share = self.done / self.total
+        left = clock
+        if clock and share >= _TELLING_SHARE:
+            left = [f"{duration(self.reached_s / share - elapsed_s)} left"]
+        amount = f"{self.done:.0f} of {self.total:.0f}"
+        rate = list[str]()
+        if self.is_in_bytes:
+            size = partial(format_bytes, is_decimal=self.is_decimal)
+            total = size(self.total)
+            amount = f"{size(self.done).removesuffix(total[total.index(' ') :])} of {total}"
+            rate = [f"{size(self.done / self.reached_s)}/s"] if clock and self.reached_s else []
+        return [f"{self.label}: {amount}", *left, *rate, *layers]
+
+
+@dataclass
+class TextProgress:
+    """A text that is being written, sweep by sweep."""
+
+    stats: Stats  # of the run, which goes on changing
+    layers_per_sweep: int
+    num_prompt_sweeps: int
+    max_new_tokens: int | None  # None where no limit was set
+    num_layers: int = 0  # that have run since it began
+    started_s: float = field(default_factory=time.monotonic)
+
+    def parts(self) -> list[str]:
+        """Return such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`."""
+        elapsed_s = time.monotonic() - self.started_s
+        stats = self.stats
+        if not stats.num_first_tokens:
+            total = self.layers_per_sweep * self.num_prompt_sweeps
+            parts = ["reading the prompt", f"layer {self.num_layers} of {total}"]
+            if elapsed_s < _QUIET_S or not self.num_layers:
+                return parts
+            left_s = (total - self.num_layers) * elapsed_s / self.num_layers
+            return [*parts, f"{duration(left_s)} left"]
+        num_later = sum(stats.accepted_per_sweep)
+        num_done = stats.num_first_tokens + num_later
+        num_run = self.num_layers % self.layers_per_sweep
+        is_drafting = stats.tree_depth > 0 and not num_run
+        layer = ["drafting" if is_drafting else f"layer {num_run} of {self.layers_per_sweep}"]
+        if not self.num_layers:  # other ranks run them
+            layer = []
+        if self.max_new_tokens is None:
+            written = plural(num_done, "token")
+        else:
+            written = f"{num_done} of {plural(self.max_new_tokens, 'token')}"
+        if not num_later or not stats.decode_s:
+            return [written, *layer]
+        rate = num_later / stats.decode_s
+        speed = [f"{rate:.2f} tokens/s"]
+        if self.max_new_tokens is not None:
+            # the sweep under way has had some of the time until the limit
+            since_s = max(0.0, elapsed_s - stats.ttft_s - stats.decode_s)
+            left_s = (self.max_new_tokens - num_done) / rate - since_s
+            speed.append(f"{duration(left_s)} left")
+        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} tokens a pass"]
+
+
+@dataclass
+class BatchProgress:
+    """Many texts, of which some are written at a time.
+
+    Attributes:
+        num_tokens: new ones, of texts that are finished or under way.
+    """
+
+    num_texts: int
+    layers_per_pass: int
+    num_done: int = 0
+    num_passes: int = 0
+    num_layers: int = 0  # that have run since it began
+    started_s: float = field(default_factory=time.monotonic)
+    _num_finished_tokens: int = 0
+    _under_way: Sequence["Run"] = ()
+
+    def advance(self, runs: Sequence["Run"]) -> None:
+        """Note that a pass over the weights begins for these."""
+        self._under_way = runs
+        self.num_passes += bool(runs)
+
+    def finish(self, num_tokens: int) -> None:
+        """Note that one more is finished, with so many new tokens."""
+        self.num_done += 1
+        self._num_finished_tokens += num_tokens
+        self._under_way = [run for run in self._under_way if not run.is_finished]
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_finished_tokens + sum(len(run.sequence.new_ids) for run in self._under_way)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.elapsed_s, 1e-9)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / max(self.num_passes, 1)
+
+    def parts(self) -> list[str]:
+        """Return such as `31 of 128 texts`, `8 under way`, `7.31 tokens/s`, `12:14 left`."""
+        texts = f"{self.num_done:,} of {plural(self.num_texts, 'text')}"
+        elapsed_s = self.elapsed_s
+        layer = f"layer {self.num_layers % self.layers_per_pass} of {self.layers_per_pass}"
+        under_way = f"{len(self._under_way)} under way"
+        if not self.num_tokens:
+            return [texts, under_way, layer]
+        speed = [f"{self.tokens_per_s:.2f} tokens/s"]
+        if self.num_done and self.num_done < self.num_texts:
+            left_s = elapsed_s * (self.num_texts - self.num_done) / self.num_done
+            speed.append(f"{duration(left_s)} left")
+        return [texts, under_way, *speed, f"{self.tokens_per_pass:.1f} tokens/pass", layer]
+
+
+Progress = Phase | TextProgress | BatchProgress
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 token`, `2 tokens`, `1,234 tokens`, `2 passes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def duration(seconds: float) -> str:
+    """Return `7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it, and never nothing."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
 class LiveLine:
@@ -61,7 +235,7 @@ class LiveLine:
         self._has_wrapped = False
         self.num_written = 0
 
-    def show(self, progress: "Progress", *, is_at_once: bool = False) -> None:
+    def show(self, progress: Progress, *, is_at_once: bool = False) -> None:
         """Let the line tell of this from now on; `is_at_once` also in a file or a pipe."""
         if self._is_off:
             return

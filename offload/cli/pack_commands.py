@@ -14,7 +14,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.errors import require
 from offload.options import OutputOptions, PackOptions
 from offload.units import format_bytes

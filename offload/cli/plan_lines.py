@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.units import format_bytes
 

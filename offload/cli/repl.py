@@ -14,8 +14,7 @@ from pathlib import Path
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
 from offload.cli.console import Console, Loading, turn_line
-from offload.cli.live_line import print_error
-from offload.cli.progress import plural
+from offload.cli.live_line import plural, print_error
 from offload.cli.session_file import saving
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from offload.cli.batch_file import BatchTask
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.errors import RunError, UserError, ensure
 
 if TYPE_CHECKING:

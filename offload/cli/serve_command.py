@@ -4,7 +4,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from offload.checkpoint.files import cache_folder, read_small
+from offload.checkpoint.files import read_small
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
@@ -55,7 +55,7 @@ def serve(
             if models.demo:
                 from offload.cli.demo import packaged_chat
 
-                with console.making_target(cache_folder()) as landed:
+                with console.making_target() as landed:
                     model, options = packaged_chat(options, landed)
             serve_model(model, draft, options, console, server, keys=keys, early=early)
 

@@ -10,7 +10,7 @@ from threading import Event, Timer
 
 from offload.checkpoint.generation_config import served_sampling
 from offload.cli.console import Console, ModelNames
-from offload.cli.progress import plural
+from offload.cli.live_line import plural
 from offload.cli.sampling import sampling_words
 from offload.engine.load import open_decoder
 from offload.engine.request import Request

@@ -14,8 +14,7 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.failures import machine_failure
 from offload.cli.flags import as_flags
-from offload.cli.live_line import fitted
-from offload.cli.progress import plural
+from offload.cli.live_line import fitted, plural
 from offload.errors import UserError
 from offload.options import OutputOptions, VerifyOptions
 from offload.units import format_bytes

@@ -9,7 +9,7 @@ from refusals import assert_refused
 from served import serving
 from shell import shell
 
-from offload.checkpoint.files import cache_folder, locked_anew
+from offload.checkpoint.files import locked_anew
 from offload.checkpoint.packaged import inflated_target
 from offload.cli import demo
 from offload.cli.console import Console
@@ -70,7 +70,7 @@ def test_what_is_made_is_told_with_its_place(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = []
     for _ in range(2):
-        with Console(OutputOptions()) as console, console.making_target(cache_folder()) as landed:
+        with Console(OutputOptions()) as console, console.making_target() as landed:
             inflated_target(40_000_000, landed)
         told.append(capsys.readouterr().err)
     assert f"which stay in {tmp_path}/offload" in told[0] and told[1] == ""

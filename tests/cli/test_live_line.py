@@ -18,8 +18,7 @@ from screen import Recording, Screen, record
 from shell import process
 
 from offload.cli.console import Console
-from offload.cli.live_line import LiveLine, column_after, fitted
-from offload.cli.progress import Phase, TextProgress, duration, plural
+from offload.cli.live_line import LiveLine, Phase, TextProgress, column_after, duration, fitted, plural
 from offload.options import OutputOptions
 from offload.stats import Stats
 
