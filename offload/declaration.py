@@ -254,12 +254,9 @@ def _all_options(record: type) -> Iterator[tuple[str, Option]]:
             for name, one in options_of(other).items():
                 yield name, one if one.keeps_default else replace(one, default=None)
         elif (declared := own.metadata.get(_KEY)) is not None:
-            kind = declared.get("kind") or _kind(own.type)
+            # the first type of its annotation
+            first = get_args(own.type)[0] if isinstance(own.type, UnionType) else own.type
+            kind = declared.get("kind") or get_origin(first) or first
             group = declared.get("group", getattr(record, "GROUP", "Output"))
             assert group in GROUPS, f"{own.name} is of no group"
             yield own.name, Option(**{**declared, "name": own.name, "kind": kind, "group": group})
-
-
-def _kind(annotation: Any) -> Any:
-    first = get_args(annotation)[0] if isinstance(annotation, UnionType) else annotation
-    return get_origin(first) or first

@@ -47,8 +47,10 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
-        # an exception raised now would be ignored
-        if _is_deleting(frame):
+        # within a `__del__` an exception would be ignored
+        while frame is not None and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if frame is not None:
             again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
@@ -87,10 +89,3 @@ def _heard_by(
         yield
     finally:
         signal.signal(number, before)
-
-
-def _is_deleting(frame: FrameType | None) -> bool:
-    """Return whether Python is inside a `__del__`, where an exception would be ignored."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None

@@ -81,19 +81,10 @@ def _answer(client: socket.socket) -> None:
         asked += piece
     method, _, rest = asked.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
-    client.sendall(_loading_answer(path.decode("latin-1"), has_body=method != b"HEAD"))
-    client.shutdown(socket.SHUT_WR)
-    # what is not read of a body would reset the connection, and the answer with it
-    num_read = len(asked)
-    while num_read < _MOST_BYTES and (piece := client.recv(8192)):
-        num_read += len(piece)
-
-
-def _loading_answer(path: str, *, has_body: bool) -> bytes:
-    """Return the bytes of an answer; a browser that shows the page asks again by itself."""
     error = {"message": LOADING, "type": "server_error", "param": None, "code": "loading"}
-    body = json.dumps({"status": "loading"} if path == "/health" else {"error": error}).encode()
-    again = [f"refresh: {_RETRY_S}"] if path == "/" else []
+    body = json.dumps({"status": "loading"} if path == b"/health" else {"error": error}).encode()
+    # a browser that shows the page asks again by itself
+    again = [f"refresh: {_RETRY_S}"] if path == b"/" else []
     head = [
         "HTTP/1.1 503 Service Unavailable",
         "content-type: application/json",
@@ -104,7 +95,13 @@ def _loading_answer(path: str, *, has_body: bool) -> bytes:
         *again,
         "connection: close",
     ]
-    return "\r\n".join([*head, "", ""]).encode() + (body if has_body else b"")
+    told = b"" if method == b"HEAD" else body
+    client.sendall("\r\n".join([*head, "", ""]).encode() + told)
+    client.shutdown(socket.SHUT_WR)
+    # what is not read of a body would reset the connection, and the answer with it
+    num_read = len(asked)
+    while num_read < _MOST_BYTES and (piece := client.recv(8192)):
+        num_read += len(piece)
 
 
 def bind(host: str, port: int) -> socket.socket:
