@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from offload.cli.flags import error_line
 from offload.interrupts import held_back
-from offload.stats import Stats
 from offload.units import format_bytes
 
-if TYPE_CHECKING:  # it brings torch along
+if TYPE_CHECKING:  # `offload --help` must not wait for what they bring along
     from offload.engine.generation import Run
+    from offload.stats import Stats
 
 # between two lines on a terminal, on one that cannot redraw, in a file
 _TICK_S = 0.25
@@ -93,7 +93,7 @@ class Phase:
 class TextProgress:
     """A text that is being written, sweep by sweep."""
 
-    stats: Stats  # of the run, which goes on changing
+    stats: "Stats"  # of the run, which goes on changing
     layers_per_sweep: int
     num_prompt_sweeps: int
     max_new_tokens: int | None  # None where no limit was set
