@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.checkpoint.tensors import Coded, TensorEntry, check_counts, check_types
-from offload.encoding.base import ENCODINGS, WordsAlone
+from offload.encoding.base import ENCODINGS, Tensors, WordsAlone
 from offload.errors import UserError, reason
 
 if TYPE_CHECKING:
@@ -245,11 +245,7 @@ class Turned(WordsAlone):
         return ENCODINGS[self.kind].stored_bytes(shape)
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         *stack, rows, columns = out.shape

@@ -4,7 +4,7 @@ The numbers of an `Encoding` are a view of the stored bytes. The numbers of a `C
 expanded before they are multiplied with: its words are streamed as they are stored, while the small
 tensors that belong to them, the companions (scales, zero points, column orders), are read once,
 checked, and stay. Headers, layouts, sizes and the planner know tensors by this interface alone; a
-further way of storing weights is one more module here and one more entry in `formats.FORMATS`.
+further way of storing weights is one more module here and one more entry in `tensors.FORMATS`.
 """
 
 import math
@@ -18,26 +18,26 @@ if TYPE_CHECKING:  # planning does without torch
     from offload.kernels.expansion import Expansion
 
 
-class Encoding(Protocol):
+Tensors = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
     """A way in which a checkpoint stores a tensor of plain numbers."""
 
-    @property
-    def name(self) -> str:
-        """The name in safetensors headers."""
-
-    @property
-    def dtype(self) -> str:
-        """The torch type, by name, of the numbers that `decode` returns."""
-
-    @property
-    def align_bytes(self) -> int:
-        """Stored bytes must begin at multiples of this to be decoded."""
+    name: str  # in safetensors headers
+    dtype: str  # the torch type, by name, of the numbers that `decode` returns
+    align_bytes: int  # of one number; stored bytes must begin at multiples of this to be decoded
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes that a tensor of this shape takes in the file and in a slab."""
+        return math.prod(shape) * self.align_bytes
 
     def decode(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Return the tensor whose stored bytes (uint8) these are, on their device."""
+        """Return the tensor whose stored bytes (uint8) these are: a view of the same memory."""
+        import torch
+
+        return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
 class Coding(Protocol):
@@ -69,9 +69,7 @@ class Coding(Protocol):
     def companion_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the companions in memory, as `prepare` returns them."""
 
-    def prepare(
-        self, companions: Mapping[str, "Tensor"], shape: Sequence[int]
-    ) -> Mapping[str, "Tensor"]:
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Check companions, by their suffixes in the file, and return them as `expand` needs them.
 
         Raises `ValueError` (rule, value, remedy) for numbers that are not finite, out of range, or
@@ -79,11 +77,7 @@ class Coding(Protocol):
         """
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: Mapping[str, "Tensor"],
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """Fill `out` from words (uint8) on its device.
 
@@ -92,15 +86,17 @@ class Coding(Protocol):
 
 
 class Header(Protocol):
-    """The header's entry for one tensor."""
+    """The header's entry for one tensor: type, by the format's name, and shape as stored."""
 
     @property
-    def dtype(self) -> str:
-        """The format's name of the type."""
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the stored tensor."""
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Headers = Mapping[str, Header]
+Settings = Mapping[str, Any]
 
 
 class RecognisedWeight(NamedTuple):
@@ -120,27 +116,8 @@ class Format(NamedTuple):
     # Takes the tensors of one weight by suffix, some of which may be those of other formats, and
     # `quantization_config`; returns None where they are not of this format. Raises `ValueError`
     # (rule, value, remedy) where they contradict each other, or for an unknown version.
-    recognise: Callable[[Mapping[str, Header], Mapping[str, Any]], RecognisedWeight | None]
+    recognise: Callable[[Headers, Settings], RecognisedWeight | None]
     parameter: str = ".weight"  # the suffix in the model
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A type of floating-point numbers; see `Encoding`."""
-
-    name: str
-    dtype: str
-    align_bytes: int  # of one number
-
-    def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of the numbers, one after the other."""
-        return math.prod(shape) * self.align_bytes
-
-    def decode(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Return a view of the same memory."""
-        import torch
-
-        return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
 class WordsAlone:
@@ -152,29 +129,26 @@ class WordsAlone:
         """Return 0: there are no companions."""
         return 0
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Return nothing: there are no companions."""
         return {}
 
 
 AGAIN = "download the checkpoint again"
-_PLAIN = (Plain("BF16", "bfloat16", 2), Plain("F16", "float16", 2), Plain("F32", "float32", 4))
+_PLAIN = (("BF16", "bfloat16", 2), ("F16", "float16", 2), ("F32", "float32", 4))
 # the types of words and companions
-_PARTS = (Plain("F64", "float64", 8), Plain("I64", "int64", 8), Plain("I32", "int32", 4), Plain("I16", "int16", 2),
-          Plain("I8", "int8", 1), Plain("U8", "uint8", 1), Plain("BOOL", "bool", 1), Plain("U64", "uint64", 8),
-          Plain("U32", "uint32", 4), Plain("U16", "uint16", 2), Plain("F8_E4M3", "float8_e4m3fn", 1),
-          Plain("F8_E5M2", "float8_e5m2", 1), Plain("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
-# the types of weights that are computed with as they are, by the header's name
-ENCODINGS: Mapping[str, Encoding] = {one.name: one for one in _PLAIN}
-# the same types by torch's name
-PLAIN_OF: Mapping[str, Encoding] = {one.dtype: one for one in _PLAIN}
+_PARTS = (("F64", "float64", 8), ("I64", "int64", 8), ("I32", "int32", 4), ("I16", "int16", 2), ("I8", "int8", 1),
+          ("U8", "uint8", 1), ("BOOL", "bool", 1), ("U64", "uint64", 8), ("U32", "uint32", 4), ("U16", "uint16", 2),
+          ("F8_E4M3", "float8_e4m3fn", 1), ("F8_E5M2", "float8_e5m2", 1), ("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
 # all types that are read, by the header's name
-STORED: Mapping[str, Encoding] = {one.name: one for one in (*_PLAIN, *_PARTS)}
+STORED = {one[0]: Encoding(*one) for one in (*_PLAIN, *_PARTS)}
+# the types of weights that are computed with as they are, by the header's name
+ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
+# the same types by torch's name
+PLAIN_OF = {one.dtype: one for one in ENCODINGS.values()}
 
 
-def float_type(stored: Mapping[str, Header], suffix: str) -> str:
+def float_type(stored: Headers, suffix: str) -> str:
     """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
     if dtype not in ENCODINGS:
@@ -182,14 +156,14 @@ def float_type(stored: Mapping[str, Header], suffix: str) -> str:
     return dtype
 
 
-def require(stored: Mapping[str, Header], suffixes: Sequence[str], beside: str) -> None:
+def require(stored: Headers, suffixes: Sequence[str], beside: str) -> None:
     """Raise `ValueError` where a tensor is missing."""
     for suffix in suffixes:
         if suffix not in stored:
             raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {AGAIN}")
 
 
-def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
+def matrix_shape(stored: Headers, suffix: str) -> tuple[int, int]:
     """Return the shape of a matrix. Raises `ValueError` unless it has two dimensions."""
     shape = stored[suffix].shape
     if len(shape) != 2 or 0 in shape:
@@ -197,7 +171,7 @@ def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
+def packed_shapes(stored: Headers) -> list[tuple[int, int]] | None:
     """Return the shapes of `.qweight`, `.qzeros` and `.scales`, the names of AWQ and GPTQ alike.
 
     Returns None where there is no `.qweight`. Raises `ValueError` for a tensor that is missing, or
@@ -210,7 +184,7 @@ def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
     return [matrix_shape(stored, suffix) for suffix in (".qweight", ".qzeros", ".scales")]
 
 
-def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
+def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
     """Raise `ValueError` unless these tensors, where present, are of type I32.
 
     Column orders (`.g_idx`) may be of type I64.
@@ -245,7 +219,7 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
     )
 
 
-def config_weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def config_weights(settings: Settings) -> Iterator[Mapping[str, Any]]:
     """Yield the weight settings of the groups in compressed-tensors' config.
 
     The names of modules that groups list are ignored, since tensors need not follow them.

@@ -16,8 +16,10 @@ from offload.encoding.base import (
     AGAIN,
     PLAIN_OF,
     Format,
-    Header,
+    Headers,
     RecognisedWeight,
+    Settings,
+    Tensors,
     checked_scale,
     require,
     require_shape,
@@ -64,9 +66,7 @@ class Bitsandbytes4:
         """Return the bytes of a float32 scale per block, and of the table."""
         return 4 * self._num_blocks(shape) + 64
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         if math.prod(shape) % 2:
             raise ValueError(
@@ -85,11 +85,7 @@ class Bitsandbytes4:
         return {"scale": checked_scale(_ABSMAX, absmax.float(), (num_blocks,)), "values": values}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`.
 
@@ -126,9 +122,7 @@ def _parsed_state(state: "Tensor") -> Mapping[str, Any]:
     return said
 
 
-def _unnested(
-    absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mapping[str, Any]
-) -> "Tensor":
+def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) -> "Tensor":
     """Return scales that are stored as codes of 8 bits, in blocks of their own, less an offset."""
     import torch
 
@@ -153,9 +147,7 @@ def _unnested(
     return levels[absmax.int()] * outer[torch.arange(num_scales) // block] + offset
 
 
-def _recognise_4_bits(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_4_bits(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     state = next((suffix for suffix in _STATES if suffix in stored), None)
     if state is None:
         return None
@@ -186,9 +178,7 @@ BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recogni
 class BitsandbytesBytes(ByteIntegers):
     """See `Coding`."""
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`: 127 stands for the largest number of a row."""
         form = companions.get(_FORM)
         if form is not None and form.flatten().tolist() != [0]:
@@ -198,9 +188,7 @@ class BitsandbytesBytes(ByteIntegers):
         return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape)) / 127}
 
 
-def _recognise_8_bits(
-    stored: Mapping[str, Header], _: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_8_bits(stored: Headers, _: Settings) -> RecognisedWeight | None:
     weight = stored.get(".weight")
     largest = stored.get(".SCB")
     if weight is None or largest is None or weight.dtype != "I8" or len(weight.shape) != 2:

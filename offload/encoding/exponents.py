@@ -9,12 +9,12 @@ escapes in each chunk.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from offload.encoding.base import STORED, Format, Header, RecognisedWeight
+from offload.encoding.base import STORED, Format, Headers, RecognisedWeight, Settings, Tensors
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ class Exponents:
         """Return the bytes (int64) of the start of each chunk's escapes, their end, and the top."""
         return 8 * (-(-math.prod(shape) // CHUNK) + 2)
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Check that every index into the escapes lies inside them; return starts and top."""
         import torch
 
@@ -124,11 +122,7 @@ class Exponents:
         return {"start": start_C, "top": top_1}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """Fill `out` with the original numbers."""
         import torch
@@ -143,9 +137,7 @@ class Exponents:
         )
 
 
-def _recognise(
-    stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise(stem: str, stored: Headers, _: Settings) -> RecognisedWeight | None:
     """Recognise a weight whose tensors' suffixes all begin with `stem`."""
     names = [stem + suffix for suffix in (*WORDS, CODE)]
     if not any(name in stored for name in names):
@@ -169,11 +161,8 @@ def _recognise(
     return RecognisedWeight(coding, mantissas.shape, tuple(names[:3]), (names[3],))
 
 
-def _format(stem: str) -> Format:
-    return Format(
-        tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem
-    )
-
-
 # the second is for parameters without `.weight`, such as fused experts
-FORMATS = (_format(".weight"), _format(""))
+FORMATS = tuple(
+    Format(tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem)
+    for stem in (".weight", "")
+)

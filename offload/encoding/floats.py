@@ -12,15 +12,17 @@ them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.encoding.base import (
     AGAIN,
     Format,
-    Header,
+    Headers,
     RecognisedWeight,
+    Settings,
+    Tensors,
     checked_scale,
     config_weights,
     require,
@@ -72,9 +74,7 @@ class Float8:
         """Return the bytes of a float32 scale for each block."""
         return 4 * math.prod(self._grid(shape))
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Return the scales in float32, one for each block."""
         import torch
 
@@ -83,11 +83,7 @@ class Float8:
         return {"scale": checked_scale(suffix, scale, self._grid(shape))}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`; the matrices of a stack are expanded one by one."""
         import torch
@@ -111,9 +107,7 @@ class Float8:
         return rows or max(1, shape[-2]), columns or max(1, shape[-1])
 
 
-def _recognise_float8(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_float8(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     weight = stored.get(".weight")
     suffix = next((suffix for suffix in _FP8_SCALES if suffix in stored), None)
     if weight is None or weight.dtype not in _TYPES:
@@ -139,9 +133,7 @@ def _recognise_float8(
     return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))
 
 
-def _block(
-    shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[str, Any]
-) -> tuple[int, int]:
+def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings) -> tuple[int, int]:
     """Return how many rows and columns share a scale; 0 stands for all."""
     if math.prod(scale_shape) == 1:
         return 0, 0
@@ -165,9 +157,21 @@ def _block(
 FLOAT8 = Format((".weight", *_FP8_SCALES, *_ACTIVATION_SCALES), _recognise_float8)
 
 
+class _FourBits:
+    """What MXFP4 and NVFP4 share. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
+
+    def expand(
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        """See `Coding`; N are the rows of all matrices of a stack."""
+        scale_NG = companions["scale"]
+        words_NB, own = (one.view(len(scale_NG), -1) for one in (stored_B, out))
+        expansion.e2m1(words_NB, scale_NG, companions["levels"], own)
+
+
 @dataclass(frozen=True)
-class Mxfp4:
-    """See `Coding`. Companions: "scale" (E x N, G), uint8, an index into "levels" (256)."""
+class Mxfp4(_FourBits):
+    """See `Coding`."""
 
     name: str = "mxfp4"
     dtype: str = "bfloat16"
@@ -182,9 +186,7 @@ class Mxfp4:
         """Return a byte for each group, and the bytes of the table."""
         return self._num_groups(shape) + TABLE_BYTES
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; `shape` is (E, out, in)."""
         import torch
 
@@ -196,24 +198,11 @@ class Mxfp4:
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
 
-    def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
-    ) -> None:
-        """See `Coding`; `out` is (E, out, in)."""
-        scale = companions["scale"]
-        levels = companions["levels"]
-        words_NB = stored_B.view(len(scale), -1)
-        expansion.e2m1(words_NB, scale, levels, out.view(len(scale), -1))
-
     def _num_groups(self, shape: Sequence[int]) -> int:
         return math.prod(shape[:-1]) * math.ceil(shape[-1] / _MXFP4_GROUP)
 
 
-def _recognise_mxfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
+def _recognise_mxfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
     words = stored.get("_blocks")
     if words is None or words.dtype != "U8":
         return None
@@ -236,8 +225,8 @@ MXFP4 = Format(("_blocks", "_scales"), _recognise_mxfp4, parameter="")
 
 
 @dataclass(frozen=True)
-class Nvfp4:
-    """See `Coding`. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
+class Nvfp4(_FourBits):
+    """See `Coding`."""
 
     is_divided: bool  # whether scales are divided by the tensor's scale, or multiplied with it
     name: str = "nvfp4"
@@ -253,9 +242,7 @@ class Nvfp4:
         """Return a byte for each group, and the bytes of the table."""
         return shape[0] * (shape[1] // _NVFP4_GROUP) + TABLE_BYTES
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         import torch
 
@@ -271,20 +258,8 @@ class Nvfp4:
             raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: {AGAIN}")
         return {"scale": used, "levels": levels}
 
-    def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
-    ) -> None:
-        """See `Coding`."""
-        scale = companions["scale"]
-        levels = companions["levels"]
-        expansion.e2m1(stored_B.view(len(scale), -1), scale, levels, out)
 
-
-def _recognise_nvfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
+def _recognise_nvfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
     suffix = next(
         (suffix for suffix in _NVFP4_WORDS if suffix in stored and stored[suffix].dtype == "U8"),
         None,

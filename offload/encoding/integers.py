@@ -20,8 +20,10 @@ from offload.encoding.base import (
     AGAIN,
     ENCODINGS,
     Format,
-    Header,
+    Headers,
     RecognisedWeight,
+    Settings,
+    Tensors,
     checked_order,
     checked_scale,
     config_weights,
@@ -93,11 +95,7 @@ class Integers:
         return math.prod(self.grid(shape)) * each + (4 * shape[1] if self.is_ordered else 0)
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         group = companions["order"] if self.is_ordered else self.group or out.shape[1]
@@ -116,9 +114,7 @@ class Integers:
         """Return the shape of the scales: rows, and groups of each row."""
         return shape[0], math.ceil(shape[1] / self.group) if self.group else 1
 
-    def transposed(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "tuple[Tensor, Tensor]":
+    def transposed(self, companions: Tensors, shape: Sequence[int]) -> "tuple[Tensor, Tensor]":
         """Return scales and unpacked zero points (uint8), (N, G) each, from the file's (G, N)."""
         num_rows, num_groups = self.grid(shape)
         scale = checked_scale(".scales", companions[".scales"], (num_groups, num_rows))
@@ -139,9 +135,7 @@ class Awq(Integers):
         """Return the bytes of words of eight rows each."""
         return 4 * math.ceil(shape[0] / 8) * shape[1]
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         from offload.kernels.expand_columns import NIBBLES
 
@@ -152,11 +146,7 @@ class Awq(Integers):
         }
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         import torch
@@ -167,9 +157,7 @@ class Awq(Integers):
         )
 
 
-def _recognise_awq(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_awq(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     shapes = packed_shapes(stored)
     if shapes is None:
         return None
@@ -190,9 +178,7 @@ class Gptq(Integers):
 
     added: int = 1  # what has to be added to stored zero points
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; without `desc_act`, groups must be consecutive columns."""
         import torch
 
@@ -219,9 +205,7 @@ class Gptq(Integers):
         return stored_B.view(torch.int32).view(-1, shape[0]).t()
 
 
-def _recognise_gptq(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_gptq(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     shapes = packed_shapes(stored)
     if shapes is None or shapes[0][1] != shapes[2][1]:
         return None
@@ -243,7 +227,7 @@ def _recognise_gptq(
     return RecognisedWeight(coding, (num_rows, num_columns), (".qweight",), companions)
 
 
-def _added(settings: Mapping[str, Any]) -> int:
+def _added(settings: Settings) -> int:
     """Return what has to be added to zero points, by the version of the format."""
     version = settings.get("checkpoint_format") or "gptq"
     if not isinstance(version, str) or version not in _GPTQ_VERSIONS:
@@ -261,9 +245,7 @@ GPTQ = Format(_GPTQ_SUFFIXES, _recognise_gptq)
 class PackedIntegers(Integers):
     """See `Coding`: `pack-quantized`."""
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; an order of -1 everywhere means consecutive groups."""
         import torch
 
@@ -292,9 +274,7 @@ class ByteIntegers(Integers):
         """Return one byte for each weight."""
         return math.prod(shape)
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         grid = self.grid(shape)
         given = {suffix.removeprefix(".weight_"): one for suffix, one in companions.items()}
@@ -316,9 +296,7 @@ def _spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
     return stored.expand(grid) if stored.numel() == 1 else stored
 
 
-def _recognise_compressed(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_compressed(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     packed = stored.get(".weight_packed")
     weight = stored.get(".weight")
     if packed is not None and packed.dtype == "I32":
@@ -328,9 +306,7 @@ def _recognise_compressed(
     return None
 
 
-def _recognise_packed(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight:
+def _recognise_packed(stored: Headers, settings: Settings) -> RecognisedWeight:
     require(stored, (".weight_scale",), ".weight_packed")
     require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
     (num_rows, num_words), scale = (
@@ -359,9 +335,7 @@ def _recognise_packed(
     return RecognisedWeight(coding, (num_rows, num_columns), (".weight_packed",), companions)
 
 
-def _bits_and_group(
-    num_words: int, num_groups: int, settings: Mapping[str, Any]
-) -> tuple[int, int]:
+def _bits_and_group(num_words: int, num_groups: int, settings: Settings) -> tuple[int, int]:
     """Return the bits and group size of the config group that fits these words and scales.
 
     Groups may be assigned by names, which tensors need not follow.
@@ -396,11 +370,11 @@ def _bits_and_group(
     raise ValueError(f"one of config_groups must fit {what}: mend config.json")
 
 
-def _integer_groups(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _integer_groups(settings: Settings) -> Iterator[Mapping[str, Any]]:
     return (one for one in config_weights(settings) if one.get("type", "int") == "int")
 
 
-def _recognise_bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
+def _recognise_bytes(stored: Headers, settings: Settings) -> RecognisedWeight:
     shape = matrix_shape(stored, ".weight")
     scale = stored[".weight_scale"].shape
     if math.prod(scale) == 1:
