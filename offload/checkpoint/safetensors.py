@@ -462,10 +462,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return with_text_sizes(path.parent.name, spelled_out(read_json(path)))
 
 
-def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError:
+def unsupported(checkpoint: Checkpoint, what: str) -> UserError:
     """Return the error for a model whose architecture is not supported."""
-    kind = config.get("model_type", "unknown")
-    return UserError(f"{directory.name}: model type {kind} is not supported ({what}): {_LOOK}")
+    kind = f"model type {checkpoint.config.get('model_type', 'unknown')}"
+    where = checkpoint.directory.name
+    return UserError(f"{where}: {kind} is not supported ({what}): {_LOOK}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -100,13 +100,23 @@ class BoundModel:
         source_of = {name: name for name in stored if not name.startswith(inside)} | shared
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
-            source_of = _kept_by(section, source_of, names[self.meta_model.get_input_embeddings()])
+            table = names[self.meta_model.get_input_embeddings()]
+            source_of = {
+                name: source
+                for name, source in source_of.items()
+                if (section.has_table if name.startswith(table) else section.has_head)
+            }
 
         # the layers that are left, an encoder's last, and the tables that stay on the host
         self._layers, *others = layer_stacks(self.meta_model)
         self._blocks = [block for stack in (self._layers, *others) for block in stack]
         self._tables = tables_around(self.meta_model, self._blocks) if has_host_table else []
-        self._move_buffers()
+        # what a family computes at construction (rotary frequencies) goes where it is used
+        for module in self.meta_model.modules():
+            where = _HOST if module in self._tables else place
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(where)
 
         # slabs: one for each layer, one for what lies around them, and one for what is coded there
         self._layer_places = [below(places, names[block]) for block in self._blocks]
@@ -184,7 +194,11 @@ class BoundModel:
         layout = self._beside.layout
         # empty where codings have no companions
         is_empty = not layout.coded and not layout.parameters
-        self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
+        slab = np.empty(0, np.uint8) if is_empty else fetch(layout)
+        dtypes = {source: place.empty.dtype for source, place in self._rest_places}
+        companions_of = self._beside.companions(slab)
+        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
+        self._expanded.keep(companions_of)
         if target is not None and self.checkpoint.is_copy:
             share(target._rest_places, self._rest_places, self.place)
             self._expanded_rest = {}
@@ -198,12 +212,6 @@ class BoundModel:
         return self._beside.layout.slab_bytes + (
             0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
         )
-
-    def _bind_beside(self, slab: np.ndarray) -> None:
-        dtypes = {source: place.empty.dtype for source, place in self._rest_places}
-        companions_of = self._beside.companions(slab)
-        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
-        self._expanded.keep(companions_of)
 
     def bring_samples(self, fetch: Callable[[SlabLayout], np.ndarray]) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
@@ -229,13 +237,9 @@ class BoundModel:
 
     def codings_of(self, layer: int) -> list[Coding]:
         """Return the codings of a layer's weights; empty where all are plain."""
-        words = [
-            one
-            for layout in self._parts_of(layer)
-            for several in layout.coded.values()
-            for one in several
-        ]
-        return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
+        groups = [own for layout in self._parts_of(layer) for own in layout.coded.values()]
+        coded = [one.part.entry.coded for words in groups for one in words]
+        return [one.coding for one in coded if one is not None]
 
     def coded_words(
         self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]
@@ -244,11 +248,8 @@ class BoundModel:
 
         Of experts that come on demand only the first's.
         """
-        return [
-            one
-            for layout in self._parts_of(layer)
-            for one in self._expanded.words(layout, fetch(layout))
-        ]
+        parts = self._parts_of(layer)
+        return [one for part in parts for one in self._expanded.words(part, fetch(part))]
 
     def _parts_of(self, layer: int) -> list[SlabLayout]:
         experts = self._experts_of.get(layer)
@@ -285,10 +286,12 @@ class BoundModel:
         Tied ones share one tensor where they lie together.
         """
         flat = torch.from_numpy(slab[self.rest_layout.sent])
+        # the compute type, or fp32 where a family insists
+        dtypes = {source: place.empty.dtype for source, place in reversed(self._rest_places)}
         weights = {
-            name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters
+            name: view_of(flat, self.rest_layout, name).to(dtypes[name])
+            for name in self.rest_layout.parameters
         }
-        weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
         weights |= self._expanded_rest
         self._expanded_rest = {}
         sent: dict[tuple[str, bool], Tensor] = {}
@@ -338,15 +341,20 @@ class BoundModel:
 
         It is given back even when the layer fails.
         """
+
+        def bind(index: int, *_: Any) -> None:
+            self.bind_layer(index, acquire(index))
+
+        def give_back(index: int, *_: Any) -> None:
+            self.unbind_layer(index)
+            release(index)
+
         for index, layer in enumerate(self._blocks):
-            self._hooks.append(
-                layer.register_forward_pre_hook(partial(self._bind_from, acquire, index))
-            )
-            self._hooks.append(
-                layer.register_forward_hook(
-                    partial(self._give_back, release, index), always_call=True, prepend=True
-                )
-            )
+            behind = partial(give_back, index)
+            self._hooks += [
+                layer.register_forward_pre_hook(partial(bind, index)),
+                layer.register_forward_hook(behind, always_call=True, prepend=True),
+            ]
 
     def close(self) -> None:
         """Take the hooks off: they refer back to this model, a cycle that would hold weights."""
@@ -354,33 +362,3 @@ class BoundModel:
             self._hooks.pop().remove()
         self._views.clear()
         self.drop_experts()
-
-    def _move_buffers(self) -> None:
-        """Move what a family computes at construction (rotary frequencies) where it is used."""
-        for module in self.meta_model.modules():
-            place = _HOST if module in self._tables else self.place
-            for key, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    module._buffers[key] = buffer.to(place)
-
-    def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
-        self.bind_layer(index, acquire(index))
-
-    def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
-        self.unbind_layer(index)
-        release(index)
-
-    def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the meta model's type of a parameter: the compute type, or fp32 where insisted."""
-        return next(
-            (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
-        )
-
-
-def _kept_by(section: Section, source_of: Mapping[str, str], table: str) -> dict[str, str]:
-    """Return the sources of parameters around the layers that a section has; `table` is a prefix."""
-    return {
-        name: source
-        for name, source in source_of.items()
-        if (section.has_table if name.startswith(table) else section.has_head)
-    }

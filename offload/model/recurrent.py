@@ -215,6 +215,6 @@ def _scan(*args: Any, **kwargs: Any) -> Any:
     inputs = running.recurrence.read(*args, **kwargs)
     outs = list[Tensor]()
     for cache, lo, hi, _, run in running.parts:
-        own = inputs._replace(rows={name: row_T[lo:hi] for name, row_T in inputs.rows.items()})
+        own = inputs.part(slice(lo, hi))
         outs.append(cache.scan(running.layer, run, running.recurrence, own))
     return running.recurrence.give(outs[0] if len(outs) == 1 else torch.cat(outs))
